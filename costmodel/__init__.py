@@ -1,0 +1,1 @@
+"""What a choice costs: seconds and bytes of operators, collectives, memory and schedules."""

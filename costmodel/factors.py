@@ -1,0 +1,157 @@
+"""Factors across the graph: which dims of which tensors are the same thing.
+
+Every dim starts as one unknown; each operator's rule says which of its operands' and results' dims share a
+factor; a union-find with splitting merges them. What remains are atoms: batch, sequence, heads, head
+dim, ffn, vocabulary get their identity without being told, and a fused projection's output is seen as
+(parts × heads × head dim), so that it can be split by heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from costmodel.graph import Graph, Op
+from costmodel.rules import OpFactors, factors_of
+
+AtomDims = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorTable:
+    """Per value and dim its atoms, major to minor; per operator its factors and their atoms.
+
+    `sizes` are atom sizes as traced; `batch` is the atom that the batch dim is split by (None when
+    the graph was traced with one row or has no batched input).
+    """
+
+    dims: Mapping[str, AtomDims]
+    ops: Mapping[str, OpFactors]
+    letters: Mapping[str, Mapping[str, tuple[int, ...]]]
+    sizes: Mapping[int, int]
+    batch: int | None
+
+    def find(self, value: str, atom: int) -> tuple[int, int] | None:
+        """(dim, product of the atoms before it in that dim) of an atom in a value; None if absent."""
+        for d, atoms in enumerate(self.dims[value]):
+            if atom in atoms:
+                return d, math.prod(self.sizes[a] for a in atoms[: atoms.index(atom)])
+        return None
+
+    def has_batch(self, value: str) -> bool:
+        return self.batch is not None and any(self.batch in atoms for atoms in self.dims[value])
+
+
+class _Atoms:
+    """Union-find over factors that can be split into (major, minor)."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+        self.size: list[int] = []
+        self.parts: dict[int, tuple[int, int]] = {}
+
+    def new(self, size: int) -> int:
+        self.parent.append(len(self.parent))
+        self.size.append(size)
+        return len(self.parent) - 1
+
+    def root(self, x: int) -> int:
+        while self.parent[x] != x:
+            self.parent[x] = self.parent[self.parent[x]]
+            x = self.parent[x]
+        return x
+
+    def leaves(self, x: int) -> list[int]:
+        x = self.root(x)
+        if x not in self.parts:
+            return [x]
+        major, minor = self.parts[x]
+        return self.leaves(major) + self.leaves(minor)
+
+    def split(self, x: int, major_size: int) -> None:
+        self.parts[x] = (self.new(major_size), self.new(self.size[x] // major_size))
+
+    def unify(self, left: list[int], right: list[int]) -> bool:
+        """Make two lists of factors one; False (and a partial merge of what nests) where they don't nest."""
+        a, b = self._expand(left), self._expand(right)
+        while a and b:
+            x, y = a.pop(0), b.pop(0)
+            if x == y:
+                continue
+            if self.size[x] == self.size[y]:
+                self.parent[x] = y
+            elif self.size[x] > self.size[y] and self.size[x] % self.size[y] == 0:
+                self.split(x, self.size[y])
+                a, b = self.leaves(x) + a, [y, *b]
+            elif self.size[y] > self.size[x] and self.size[y] % self.size[x] == 0:
+                self.split(y, self.size[x])
+                a, b = [x, *a], self.leaves(y) + b
+            else:
+                return False
+            a, b = self._expand(a), self._expand(b)
+        return not a and not b
+
+    def _expand(self, items: list[int]) -> list[int]:
+        return [leaf for item in items for leaf in self.leaves(item)]
+
+
+def analyse(graph: Graph) -> FactorTable:
+    """The factor table of a traced graph."""
+    atoms = _Atoms()
+    dims = {
+        name: tuple([atoms.new(size)] if size != 1 else [] for size in meta.shape)
+        for name, meta in graph.values.items()
+    }
+    batched = [dims[name][0] for name in graph.inputs if name in graph.batched]
+    for other in batched[1:]:
+        atoms.unify(batched[0], other)
+    ops: dict[str, OpFactors] = {}
+    letters: dict[str, dict[str, int]] = {}
+    broken: dict[str, set[str]] = {}
+    for op in (*graph.derived, *graph.ops):
+        ops[op.name], letters[op.name], bad = _link(graph, op, dims, atoms)
+        if bad:
+            broken[op.name] = bad
+    for name, bad in broken.items():
+        kinds = {**ops[name].kinds, **dict.fromkeys(bad, "whole")}
+        ops[name] = _replace_kinds(ops[name], kinds)
+    flat = {name: tuple(tuple(atoms._expand(list(d))) for d in ds) for name, ds in dims.items()}
+    table = {
+        name: {letter: tuple(atoms.leaves(var)) for letter, var in found.items()}
+        for name, found in letters.items()
+    }
+    batch = atoms.leaves(batched[0][0])[0] if batched and batched[0] else None
+    used = {a for ds in flat.values() for d in ds for a in d}
+    used |= {a for found in table.values() for leaves in found.values() for a in leaves}
+    return FactorTable(
+        dims=flat, ops=ops, letters=table, sizes={a: atoms.size[a] for a in used}, batch=batch
+    )
+
+
+def _link(
+    graph: Graph, op: Op, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
+) -> tuple[OpFactors, dict[str, int], set[str]]:
+    """Merge one operator's factors into the table; also the factors whose dims would not nest."""
+    operands = op.operands
+    made = factors_of(
+        op, [graph.values[n] for n in operands], [graph.values[n] for n in op.results]
+    )
+    letters = {name: atoms.new(size) for name, size in made.sizes.items() if size != 1}
+    bad: set[str] = set()
+    sides = [
+        *zip(operands, made.operands, strict=True),
+        *zip(op.results, made.results, strict=True),
+    ]
+    for value, named in sides:
+        for var, dim in zip(dims[value], named, strict=True):
+            known = [letters[f] for f in dim if f in letters]
+            if var and known and not atoms.unify(list(var), known):
+                bad |= set(dim)
+    return made, letters, bad
+
+
+def _replace_kinds(made: OpFactors, kinds: Mapping[str, str]) -> OpFactors:
+    from dataclasses import replace
+
+    return replace(made, kinds=kinds)

@@ -1,0 +1,145 @@
+"""The traced model as plain data: tensors, operators, blocks.
+
+A `Graph` holds no torch modules and no weights, only names, shapes and wiring, so that it can be
+priced, hashed and rewritten without a device. It is traced for one micro-batch of `batch_size` rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor argument of an operator, by value name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMeta:
+    """Shape and dtype of a value; `requires_grad` says whether a gradient flows into it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator call.
+
+    `args` and `kwargs` are the call's arguments with every tensor replaced by a `Ref`. `results` has
+    one name per output tensor. `key` is the stable name used by plans: the module's FQN, the
+    operator, and its occurrence there (`transformer.h.0.mlp.c_fc:addmm`).
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[str, ...]
+    key: str = ""
+    module: str = ""
+    source: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensor arguments in call order, repeats included."""
+        return tuple(refs(self.args)) + tuple(refs(self.kwargs))
+
+    @property
+    def short(self) -> str:
+        """`aten.add.Tensor` -> `add`."""
+        return self.target.split(".")[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A contiguous run of operators, the unit of stage cuts and of recompute.
+
+    `inputs` and `outputs` are activations crossing the block's boundary; `derived` are values computed
+    from raw inputs alone that it reads (masks, positions); `parameters` and `buffers` are value names.
+    Blocks with equal `class_id` are the same program on different parameters.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    derived: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    class_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A traced model: loss included, batch of `batch_size` rows, operators in execution order.
+
+    `inputs` maps a value name to its path in the user's batch (`input_ids`, `0`, ...); `batched` are
+    those whose dim 0 is the batch. `parameters` and `buffers` map value names to FQNs (a tied
+    parameter has one name), `constants` to tensors. `derived` are the operators that depend on raw
+    inputs, buffers and constants only: they belong to no block, every stage recomputes what it needs.
+    `aliases` maps every FQN of a tied parameter to the one kept. `loss` is the scalar output;
+    `updates` maps a buffer's value name to the value that replaces it after the forward.
+    """
+
+    values: Mapping[str, TensorMeta]
+    ops: tuple[Op, ...]
+    derived: tuple[Op, ...]
+    inputs: Mapping[str, str]
+    batched: frozenset[str]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    loss: str
+    batch_size: int
+    updates: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def parameter_bytes(self) -> int:
+        return sum(self.values[name].nbytes for name in self.parameters)
+
+    def num_parameters(self) -> int:
+        return sum(self.values[name].numel for name in self.parameters)
+
+
+def refs(tree: Any) -> Iterator[str]:
+    """Names of all `Ref`s in nested tuples, lists and mappings, in order."""
+    if isinstance(tree, Ref):
+        yield tree.name
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from refs(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from refs(item)
+
+
+def map_refs(tree: Any, fn: Any) -> Any:
+    """The same tree with every `Ref` replaced by `fn(name)`."""
+    if isinstance(tree, Ref):
+        return fn(tree.name)
+    if isinstance(tree, tuple):
+        return tuple(map_refs(item, fn) for item in tree)
+    if isinstance(tree, list):
+        return [map_refs(item, fn) for item in tree]
+    if isinstance(tree, Mapping):
+        return {key: map_refs(item, fn) for key, item in tree.items()}
+    return tree

@@ -1,0 +1,355 @@
+"""Sharding rules: one line per operator, in factor form.
+
+Every dim of an operand or result is a product of named factors, major to minor. A factor's kind says
+what happens when one mesh axis splits it:
+
+    map     split in every operand and result that has it
+    sum     contracted: results come out partial, to be summed over the axis
+    mean    as `sum`, each rank's part weighted by its share
+    inner   the implementation exchanges what it needs itself; results come out replicated
+    whole   can't be split by this operator
+
+Everything else follows from the form: an operand without the split factor is needed whole, and its
+gradient comes out partial; forward and backward need no second rule. `implementations` names the
+factors for which the operator is replaced by a version that knows the axis (vocabulary-parallel
+cross-entropy, masked embedding, synchronised batch norm). `linear` lists operand sets that may be partial
+together, the result then being partial too. `pinned` operands (biases) are added after the sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from costmodel.graph import Op, Ref, TensorMeta
+
+Kind = Literal["map", "sum", "mean", "inner", "whole"]
+Dims = tuple[tuple[str, ...], ...]
+Rule = Callable[[Op, Sequence[TensorMeta], Sequence[TensorMeta]], "OpFactors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFactors:
+    """A rule applied to one operator call.
+
+    `operands` and `results` give, per tensor and dim, factor names major to minor; dims of size 1 that
+    broadcast have none. Forward FLOPs are `flops × Π size(f), f in flop_factors`. `saves` are what
+    autograd keeps for the backward: operand i as i, result i as -1-i. `shape_arg` is the index of an
+    argument holding the result's sizes, to be rewritten with the local ones.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    kinds: Mapping[str, Kind]
+    implementations: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    pinned: frozenset[int] = frozenset()
+    flops: float = 0.0
+    flop_factors: tuple[str, ...] = ()
+    saves: tuple[int, ...] = ()
+    shape_arg: int | None = None
+    view: bool = False
+    known: bool = True
+
+    @property
+    def matmul(self) -> bool:
+        return self.flops > 0
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule_for(op: Op) -> Rule | None:
+    """The rule of an operator: by overload, by name, or by its automatic class; None if it has none."""
+    from costmodel import auto_rules  # the automatic classes use the helpers of this module
+
+    base = op.target.rsplit(".", 1)[0]
+    return RULES.get(op.target) or RULES.get(base) or auto_rules.automatic(op)
+
+
+def factors_of(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    """The factors of one call; an operator without a rule gets the replicated one (`known=False`)."""
+    rule = rule_for(op)
+    made = rule(op, operands, results) if rule else None
+    return made or replicated(op, operands, results)
+
+
+def replicated(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    """Every dim whole: the operator runs in full on every rank."""
+    sizes: dict[str, int] = {}
+    dims = [
+        _fresh(meta, f"{side}{i}_", sizes)
+        for side, metas in (("x", operands), ("y", results))
+        for i, meta in enumerate(metas)
+    ]
+    count = len(operands)
+    return OpFactors(
+        operands=tuple(dims[:count]),
+        results=tuple(dims[count:]),
+        sizes=sizes,
+        kinds=dict.fromkeys(sizes, "whole"),
+        saves=tuple(range(count)),
+        known=False,
+    )
+
+
+def _fresh(meta: TensorMeta, prefix: str, sizes: dict[str, int]) -> Dims:
+    dims: list[tuple[str, ...]] = []
+    for d, size in enumerate(meta.shape):
+        sizes[f"{prefix}{d}"] = size
+        dims.append((f"{prefix}{d}",) if size != 1 else ())
+    return tuple(dims)
+
+
+# --- the einsum-like language of written rules ---------------------------------------------------
+
+
+def bind(spec: str, metas: Sequence[TensorMeta], sizes: dict[str, int]) -> tuple[Dims, ...]:
+    """Name the dims of `metas` by the terms of `spec` (`"*b i, o i"`), filling in factor sizes.
+
+    `*x` stands for any number of dims (`x0 x1 ...`), aligned at the minor end so that broadcasting works.
+    """
+    bound = []
+    for term, meta in zip(spec.split(","), metas, strict=False):
+        names: list[str] = []
+        tokens = term.split()
+        rest = len(meta.shape) - sum(not t.startswith("*") for t in tokens)
+        for token in tokens:
+            if token.startswith("*"):
+                names += [f"{token[1:]}{rest - 1 - k}" for k in range(rest)]
+            else:
+                names.append(token)
+        dims: list[tuple[str, ...]] = []
+        for name, size in zip(names, meta.shape, strict=True):
+            if size != 1:
+                sizes[name] = size
+            dims.append((name,) if size != 1 else ())
+        bound.append(tuple(dims))
+    return tuple(bound)
+
+
+def ein(
+    spec: str,
+    *,
+    whole: str = "",
+    inner: Mapping[str, str] | None = None,
+    implementations: Mapping[str, str] | None = None,
+    pinned: Sequence[int] = (),
+    linear: Sequence[Sequence[int]] = (),
+    flops: float = 0.0,
+    saves: Sequence[int] = (),
+) -> Rule:
+    """A rule from `"operand, operand -> result"`.
+
+    `whole` lists factors (regular expressions) that can't be split; `inner` maps factors to the
+    implementation that exchanges by itself; a factor in no result is summed. `flops` multiplies the product
+    of all factors.
+    """
+    left, right = spec.split("->")
+
+    def rule(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+        sizes: dict[str, int] = {}
+        ins = bind(left, operands, sizes)
+        outs = bind(right, results, sizes)
+        kept = {name for dims in outs for dim in dims for name in dim}
+        kinds: dict[str, Kind] = {
+            name: "whole"
+            if any(re.fullmatch(p, name) for p in whole.split())
+            else "inner"
+            if inner and name in inner
+            else ("map" if name in kept else "sum")
+            for name in sizes
+        }
+        return OpFactors(
+            operands=ins,
+            results=outs,
+            sizes=sizes,
+            kinds=kinds,
+            implementations={**(implementations or {}), **(inner or {})},
+            pinned=frozenset(i for i in pinned if i < len(operands)),
+            linear=tuple(frozenset(group) for group in linear),
+            flops=flops,
+            flop_factors=tuple(sizes) if flops else (),
+            saves=tuple(i for i in saves if i < len(operands)),
+        )
+
+    return rule
+
+
+def _cross_entropy(
+    op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]
+) -> OpFactors | None:
+    """Mean and sum reductions; the class factor is exchanged inside (vocabulary-parallel)."""
+    reduction = argument(op, 3, "reduction", 1)
+    smoothing = argument(op, 5, "label_smoothing", 0.0)
+    if reduction == 0 or len(operands) != 2 or operands[1].dtype.is_floating_point:
+        return None
+    spec = "vocab, " if len(operands[0].shape) == 1 else "n vocab *x, n *x"
+    parallel = (
+        {}
+        if smoothing or "*" in spec and len(operands[0].shape) > 2
+        else {"vocab": "cross_entropy"}
+    )
+    made = ein(f"{spec} -> ", whole="" if parallel else "vocab", inner=parallel, saves=(0,))
+    return made(op, operands, results)
+
+
+def _nll_loss(
+    op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]
+) -> OpFactors | None:
+    if argument(op, 3, "reduction", 1) == 0 or len(operands) != 2:
+        return None
+    return ein("n v *x, n *x -> ", whole="v", saves=(1,))(op, operands, results)
+
+
+def _pointwise_loss(position: int) -> Rule:
+    """Element-wise losses: reduced by mean (1) or sum (2), or not at all (0)."""
+
+    def rule(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+        reduction = argument(op, position, "reduction", 1)
+        left = ", ".join(["*n"] * len(operands))
+        made = ein(f"{left} -> " + ("*n" if reduction == 0 else ""), saves=(0, 1))(
+            op, operands, results
+        )
+        if reduction != 1:
+            return made
+        return _with(made, kinds=dict.fromkeys(made.sizes, "mean"))
+
+    return rule
+
+
+def _conv(
+    op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]
+) -> OpFactors | None:
+    """Convolution over whole windows; channels split when there is one group."""
+    groups = argument(op, 6, "groups", 1)
+    window = len(operands[0].shape) - 2
+    kernel = " ".join(f"k{i}" for i in range(window))
+    space = " ".join(f"s{i}" for i in range(window))
+    out = " ".join(f"p{i}" for i in range(window))
+    if groups != 1:
+        spec, whole = f"b g {space}, o c {kernel}, o -> b o {out}", "g o c s. k. p."
+    else:
+        spec, whole = f"b c {space}, o c {kernel}, o -> b o {out}", "s. k. p."
+    made = ein(spec, whole=whole, pinned=(2,), flops=2.0, saves=(0,))(op, operands, results)
+    counted = tuple(f for f in made.flop_factors if not re.fullmatch("s.|g", f))
+    return _with(made, flop_factors=counted)
+
+
+def _embedding(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    made = ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"}, saves=(1,))
+    return made(op, operands, results)
+
+
+def _sdpa(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    """Attention: heads and batch split freely, queries only where nothing ties them to their position.
+
+    With `enable_gqa` the query's head dim is (kv heads × group). FLOPs: two products of 2·s·t·d per head.
+    """
+    query, key = operands[0].shape, operands[1].shape
+    positional = bool(argument(op, 5, "is_causal", False)) or bool(
+        argument(op, 4, "dropout_p", 0.0)
+    )
+    whole = {"t", "d", "e"} | ({"s"} if positional else set())
+    sizes: dict[str, int] = {}
+    ins = bind("*b heads s d, *b kv t d, *b kv t e, *b heads s t", operands, sizes)
+    outs = bind("*b heads s e", results, sizes)
+    heads: tuple[str, ...] = ("heads",)
+    if len(query) > 2 and query[-3] != key[-3]:
+        sizes["group"] = query[-3] // key[-3]
+        sizes["heads"] = key[-3]
+        heads, whole = ("heads", "group"), whole | {"group"}
+    swap = {("heads",): heads, ("kv",): ("heads",)}
+    kinds: dict[str, Kind] = {name: "whole" if name in whole else "map" for name in sizes}
+    return OpFactors(
+        operands=tuple(tuple(swap.get(dim, dim) for dim in dims) for dims in ins),
+        results=tuple(tuple(swap.get(dim, dim) for dim in dims) for dims in outs),
+        sizes=sizes,
+        kinds=kinds,
+        flops=4.0,
+        flop_factors=tuple(f for f in sizes if f not in ("e", "kv")),
+        saves=(0, 1, 2, -1),
+    )
+
+
+def argument(op: Op, index: int, name: str, default: object) -> object:
+    """A non-tensor argument by position or keyword."""
+    if name in op.kwargs:
+        return op.kwargs[name]
+    return op.args[index] if index < len(op.args) else default
+
+
+def _with(made: OpFactors, **changes: object) -> OpFactors:
+    import dataclasses
+
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def _softmax(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    rank = len(operands[0].shape)
+    dim = int(op.args[1]) % rank  # type: ignore[call-overload]
+    names = " ".join("w" if d == dim else f"a{d}" for d in range(rank))
+    return _with(ein(f"{names} -> {names}", whole="w")(op, operands, results), saves=(-1,))
+
+
+def _batch_norm(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    """Statistics span the batch, so a split batch needs the synchronised version (training only)."""
+    affine = sum(isinstance(a, Ref) for a in op.args[1:3])
+    spec = ", ".join(["b c *x", *["c"] * affine, "c, c"]) + " -> b c *x"
+    sync = {"b": "batch_norm"} if argument(op, 5, "training", True) else {}
+    return ein(spec, whole="x.*", implementations=sync, saves=(0,))(op, operands, results)
+
+
+def _group_norm(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+    return ein("b c *x, c, c -> b c *x", whole="c x.*", saves=(0,))(op, operands, results)
+
+
+def _norm(spec_norm: str) -> Rule:
+    def rule(op: Op, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> OpFactors:
+        shape = op.args[1]
+        names = " ".join(f"n{i}" for i in range(len(shape)))  # type: ignore[arg-type]
+        spec = spec_norm.replace("N", names)
+        return ein(spec, whole="n.*", saves=(0,))(op, operands, results)
+
+    return rule
+
+
+def _register() -> None:
+    mm = {"flops": 2.0, "saves": (0, 1)}
+    written: dict[str, Rule] = {
+        "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], **mm),  # type: ignore[arg-type]
+        "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0, saves=(1, 2)),
+        "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], **mm),  # type: ignore[arg-type]
+        "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], **mm),  # type: ignore[arg-type]
+        "aten.embedding": _embedding,
+        "aten.layer_norm": _norm("*b N, N, N -> *b N"),
+        "aten.rms_norm": _norm("*b N, N -> *b N"),
+        "aten.group_norm": _group_norm,
+        "aten.batch_norm": _batch_norm,
+        "aten.scaled_dot_product_attention": _sdpa,
+        "aten.softmax": _softmax,
+        "aten._softmax": _softmax,
+        "aten.log_softmax": _softmax,
+        "aten.cross_entropy_loss": _cross_entropy,
+        "aten.nll_loss": _nll_loss,
+        "aten.nll_loss_nd": _nll_loss,
+        "aten.mse_loss": _pointwise_loss(2),
+        "aten.l1_loss": _pointwise_loss(2),
+        "aten.smooth_l1_loss": _pointwise_loss(2),
+        "aten.huber_loss": _pointwise_loss(2),
+        "aten.binary_cross_entropy_with_logits": _pointwise_loss(4),
+        "aten.binary_cross_entropy": _pointwise_loss(3),
+        "aten.conv1d": _conv,
+        "aten.conv2d": _conv,
+        "aten.conv3d": _conv,
+        "aten.max_pool2d": ein("b c h w -> b c p q", whole="h w p q", saves=(0,)),
+        "aten.avg_pool2d": ein("b c h w -> b c p q", whole="h w p q", saves=(0,)),
+        "aten.adaptive_avg_pool2d": ein("b c h w -> b c p q", whole="h w p q"),
+    }
+    RULES.update(written)
+
+
+_register()

@@ -1,0 +1,201 @@
+"""Strategies: what one mesh axis may do to one operator, and what moving between layouts costs.
+
+Per mesh axis a tensor, value and gradient together, is in one of the states
+
+    R   (replicated, replicated)      Rp  (replicated, partial): the gradient is still to be summed
+    P   (partial, replicated)         S   (split, split) along one atom of one dim
+
+An operator's strategies are: replicated; split along one atom of one factor; or partial, where it is linear.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph, Op
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """State of a tensor on one mesh axis. For `S`, dim `dim` is seen as (split, n, rest) and n is divided:
+    `split == 1` is torch's `Shard(dim)`, else a shard inside each of `split` parts (fused projections)."""
+
+    kind: str
+    dim: int = -1
+    split: int = 1
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        return f"S({self.dim})" if self.split == 1 else f"S({self.dim}/{self.split})"
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """`R`, `P`, `Rp`, `S(dim)` or `S(dim/parts)`."""
+        match = re.fullmatch(r"(R|P|Rp)|S\((\d+)(?:/(\d+))?\)", text.strip())
+        if not match:
+            raise ValueError(f"placement {text!r}: expected R, P, S(dim) or S(dim/parts)")
+        if match[1]:
+            return Placement(match[1])
+        return Placement("S", int(match[2]), int(match[3] or 1))
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "S"
+
+
+R, RP, P = Placement("R"), Placement("Rp"), Placement("P")
+REPLICATE, PARTIAL = "replicate", "partial"
+# the field's names for the two ways to split a matrix product
+ALIASES = {"colwise": "out", "rowwise": "in"}
+DISPLAY = {factor: alias for alias, factor in ALIASES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One way to run an operator on one mesh axis. `name` is the factor split (with `.k` for the
+    k-th atom of a factor that has several), `replicate` or `partial`. `split_factor` is the factor."""
+
+    name: str
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    split_factor: str = ""
+    implementation: str = ""
+
+
+def strategies(
+    graph: Graph, table: FactorTable, op: Op, degree: int, *, only: int | None = None
+) -> list[Strategy]:
+    """The legal strategies of `op` on an axis of `degree` ranks, replicated first.
+
+    `only` keeps the splits of one atom (the data axis passes the batch); otherwise the batch is left out.
+    """
+    made = table.ops[op.name]
+    found = [
+        Strategy(name=REPLICATE, operands=(R,) * len(op.operands), results=(R,) * len(op.results))
+    ]
+    for letter, atoms in table.letters[op.name].items():
+        if made.kinds[letter] == "whole":
+            continue
+        for k, atom in enumerate(atoms):
+            wanted = atom == only if only is not None else atom != table.batch
+            if not wanted or table.sizes[atom] % degree:
+                continue
+            split = _split(graph, table, op, letter, atom)
+            if split is None or split.implementation and k > 0:
+                continue
+            shown = DISPLAY.get(letter, letter) + (f".{k}" if len(atoms) > 1 else "")
+            found.append(_renamed(split, shown))
+    found += _partial(graph, table, op)
+    return found
+
+
+def indivisible(table: FactorTable, op: Op, degree: int) -> dict[str, int]:
+    """Factors that a rule could split but whose size the degree does not divide: name -> size."""
+    made = table.ops[op.name]
+    sizes = {}
+    for letter, atoms in table.letters[op.name].items():
+        if made.kinds[letter] != "whole" and table.batch not in atoms:
+            if all(table.sizes[a] % degree for a in atoms):
+                sizes[letter] = made.sizes[letter]
+    return sizes
+
+
+def _renamed(strategy: Strategy, name: str) -> Strategy:
+    from dataclasses import replace
+
+    return replace(strategy, name=name)
+
+
+def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> Strategy | None:
+    """Split one atom of one factor; None where the atom is not at one place in a tensor that has the factor."""
+    made = table.ops[op.name]
+    kind = made.kinds[letter]
+    summed = kind in ("sum", "mean")
+
+    def place(value: str, dims: Sequence[tuple[str, ...]]) -> Placement | None:
+        d = next(d for d, names in enumerate(dims) if letter in names)
+        atoms = table.dims[value][d]
+        if atoms.count(atom) != 1:
+            return None
+        before = 1
+        for other in atoms[: atoms.index(atom)]:
+            before *= table.sizes[other]
+        return Placement("S", d, before)
+
+    operands: list[Placement] = []
+    for i, (value, dims) in enumerate(zip(op.operands, made.operands, strict=True)):
+        if any(letter in names for names in dims):
+            at = place(value, dims)
+            if at is None:
+                return None
+            operands.append(at)
+        elif summed and i in made.pinned:
+            operands.append(P)
+        else:
+            partial_gradient = graph.values[value].requires_grad and kind != "inner"
+            operands.append(RP if partial_gradient else R)
+    results: list[Placement] = []
+    for value, dims in zip(op.results, made.results, strict=True):
+        if any(letter in names for names in dims):
+            at = place(value, dims)
+            if at is None:
+                return None
+            results.append(at)
+        elif kind == "map":
+            return None
+        else:
+            results.append(P if summed else R)
+    return Strategy(
+        name=letter,
+        operands=tuple(operands),
+        results=tuple(results),
+        split_factor=letter,
+        implementation=made.implementations.get(letter, ""),
+    )
+
+
+def _partial(graph: Graph, table: FactorTable, op: Op) -> list[Strategy]:
+    """Linear operators may take partial operands and give a partial result."""
+    made = table.ops[op.name]
+    found = []
+    for k, group in enumerate(made.linear):
+        operands = tuple(
+            P
+            if i in group or i in made.pinned
+            else (RP if graph.values[value].requires_grad else R)
+            for i, value in enumerate(op.operands)
+        )
+        name = PARTIAL if k == 0 else f"{PARTIAL}.{k}"
+        found.append(Strategy(name=name, operands=operands, results=(P,) * len(op.results)))
+    return found
+
+
+# --- moving between states -----------------------------------------------------------------------
+
+# (from, to) -> collectives in the forward, in the backward; "S!" is a split of another atom
+TRANSITIONS: dict[tuple[str, str], tuple[str, str]] = {
+    ("R", "R"): ("", ""),
+    ("R", "Rp"): ("", "all_reduce"),
+    ("R", "P"): ("", ""),
+    ("R", "S"): ("", "all_gather"),
+    ("P", "P"): ("", ""),
+    ("P", "R"): ("all_reduce", ""),
+    ("P", "Rp"): ("all_reduce", "all_reduce"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+    ("S", "S"): ("", ""),
+    ("S", "S!"): ("all_to_all", "all_to_all"),
+    ("S", "R"): ("all_gather", ""),
+    ("S", "Rp"): ("all_gather", "reduce_scatter"),
+    ("Rp", "Rp"): ("", ""),
+    ("Rp", "R"): ("", ""),
+}
+
+
+def transition(source: Placement, target: Placement) -> tuple[str, str] | None:
+    """Collectives (forward, backward) of a re-shard; None where it makes no sense."""
+    kind = "S!" if source.sharded and target.sharded and source != target else target.kind
+    return TRANSITIONS.get((source.kind, kind))

@@ -1,0 +1,215 @@
+"""Layouts of a block on the tensor axis: completing a few decisions into all, and the reverse.
+
+A plan names only the decisions that do not follow. The rest is propagated in execution order: an
+operator takes the strategy that needs the least communication for its operands as they come. A value is
+re-sharded once where all its readers agree (its state), and once per kind of reader otherwise.
+`compress` keeps what `complete` would not find by itself, so that `complete(compress(a)) == a`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Block, Graph, Op
+from costmodel.strategies import (
+    ALIASES,
+    DISPLAY,
+    PARTIAL,
+    Placement,
+    R,
+    Strategy,
+    strategies,
+    transition,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Every choice of a block on one axis: strategies by operator name; states by value name, for
+    activations (as handed to their readers) and parameters (as stored)."""
+
+    strategies: Mapping[str, Strategy]
+    states: Mapping[str, Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A decision about one operator: its strategy, or the state of its (first) result, or both."""
+
+    strategy: str | None = None
+    state: Placement | None = None
+
+    def __str__(self) -> str:
+        arrow = f" -> {self.state}" if self.state else ""
+        return f"{self.strategy or ''}{arrow}".strip()
+
+    @staticmethod
+    def parse(text: str) -> Entry:
+        """`colwise`, `heads -> S(1)`, `-> R`."""
+        strategy, _, state = text.partition("->")
+        return Entry(
+            strategy=strategy.strip() or None, state=Placement.parse(state) if state else None
+        )
+
+
+@dataclass(slots=True)
+class BlockLayouts:
+    """One block on an axis of `degree` ranks; computes readers and strategies once."""
+
+    graph: Graph
+    table: FactorTable
+    block: Block
+    degree: int
+    readers: dict[str, list[tuple[Op, int]]] = field(init=False, default_factory=dict)
+    _options: dict[str, list[Strategy]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.block.ops:
+            for i, name in enumerate(op.operands):
+                self.readers.setdefault(name, []).append((op, i))
+
+    def options(self, op: Op) -> list[Strategy]:
+        if op.name not in self._options:
+            self._options[op.name] = strategies(self.graph, self.table, op, self.degree)
+        return self._options[op.name]
+
+    def targets(self, value: str, chosen: Mapping[str, Strategy]) -> list[Placement]:
+        """Distinct states in which the block's operators read a value."""
+        found = dict.fromkeys(chosen[op.name].operands[i] for op, i in self.readers.get(value, []))
+        return list(found)
+
+    def fixed(self, value: str) -> bool:
+        """Raw inputs, derived values and buffers: replicated, and free to slice."""
+        return value in self.block.derived or value in self.graph.buffers
+
+    # --- completing ---
+
+    def complete(self, entries: Mapping[str, Entry], inputs: Mapping[str, Placement]) -> Assignment:
+        """All choices from a few. `entries` by operator name (or parameter value name); `inputs` are the
+        states of the block's input activations (R where absent)."""
+        chosen: dict[str, Strategy] = {}
+        at: dict[str, Placement] = {name: inputs.get(name, R) for name in self.block.inputs}
+        for op in self.block.ops:
+            entry = entries.get(op.name, Entry())
+            chosen[op.name] = (
+                self._named(op, entry.strategy) if entry.strategy else self._follow(op, at)
+            )
+            for k, (value, placement) in enumerate(
+                zip(op.results, chosen[op.name].results, strict=True)
+            ):
+                at[value] = entry.state if entry.state and k == 0 else placement
+        states = self._states(chosen, entries)
+        return Assignment(strategies=chosen, states=states)
+
+    def _states(
+        self, chosen: Mapping[str, Strategy], entries: Mapping[str, Entry]
+    ) -> dict[str, Placement]:
+        states: dict[str, Placement] = {}
+        for op in self.block.ops:
+            entry = entries.get(op.name, Entry())
+            for k, (value, placement) in enumerate(
+                zip(op.results, chosen[op.name].results, strict=True)
+            ):
+                default = default_state(
+                    placement, self.targets(value, chosen), value in self.block.outputs
+                )
+                states[value] = entry.state if entry.state and k == 0 else default
+        for value in self.block.parameters:
+            explicit = entries.get(value, Entry()).state
+            states[value] = explicit or stored_state(self.targets(value, chosen))
+        return states
+
+    def _named(self, op: Op, name: str) -> Strategy:
+        """The strategy of that name; a factor's bare name means its first divisible atom."""
+        options = self.options(op)
+        wanted = DISPLAY.get(name, name)
+        for option in options:
+            if option.name == wanted:
+                return option
+        for option in options:
+            if option.name.split(".")[0] in (wanted, ALIASES.get(name, name)):
+                return option
+        legal = [o.name for o in options]
+        near = difflib.get_close_matches(name, legal, n=1)
+        raise ValueError(
+            f"sharding {name!r} of {op.key}: not possible with tp={self.degree}; legal: {', '.join(legal)}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+
+    def _follow(self, op: Op, at: Mapping[str, Placement]) -> Strategy:
+        """The strategy with the least communication for the activations as they come, sharded before
+        replicated where equal; partial results are not carried through matrix products."""
+        matmul = self.table.ops[op.name].matmul
+
+        def effort(item: tuple[int, Strategy]) -> tuple[int, int, int]:
+            order, option = item
+            collectives = 0
+            for value, target in zip(op.operands, option.operands, strict=True):
+                if value not in at:
+                    continue
+                kinds = transition(at[value], target)
+                collectives += 99 if kinds is None else sum(bool(k) for k in kinds)
+            carried = option.name.startswith(PARTIAL) and matmul
+            agreeing = sum(
+                at[v].sharded and at[v] == t
+                for v, t in zip(op.operands, option.operands, strict=True)
+                if v in at
+            )
+            return (collectives + 99 * carried, -agreeing, order)
+
+        return min(enumerate(self.options(op)), key=effort)[1]
+
+    # --- compressing ---
+
+    def compress(self, assignment: Assignment, inputs: Mapping[str, Placement]) -> dict[str, Entry]:
+        """The decisions that `complete` would not find by itself."""
+        entries: dict[str, Entry] = {}
+        chosen = assignment.strategies
+        at: dict[str, Placement] = {name: inputs.get(name, R) for name in self.block.inputs}
+        for op in self.block.ops:
+            follows = self._follow(op, at).name == chosen[op.name].name
+            state: Placement | None = None
+            for k, (value, placement) in enumerate(
+                zip(op.results, chosen[op.name].results, strict=True)
+            ):
+                at[value] = placement
+                default = default_state(
+                    placement, self.targets(value, chosen), value in self.block.outputs
+                )
+                if k == 0 and assignment.states[value] != default:
+                    state = at[value] = assignment.states[value]
+            if state or not follows:
+                entries[op.name] = Entry(
+                    strategy=None if follows else chosen[op.name].name, state=state
+                )
+        for value in self.block.parameters:
+            if assignment.states[value] != stored_state(self.targets(value, chosen)):
+                entries[value] = Entry(state=assignment.states[value])
+        return entries
+
+
+def default_state(made: Placement, targets: Sequence[Placement], is_output: bool) -> Placement:
+    """State in which a value waits for its readers, where nothing else is decided.
+
+    Outputs of a block are replicated. A partial value is summed at once unless every reader takes it
+    partial, or all want the same shard. A sharded value is gathered once if nobody reads a shard.
+    """
+    if is_output:
+        return R
+    kinds = {t.kind for t in targets}
+    if made.kind == "P":
+        if kinds == {"P"} or not targets:
+            return made
+        return targets[0] if len(targets) == 1 and targets[0].sharded else R
+    if made.sharded and kinds and kinds <= {"R", "Rp"} and len(targets) > 1:
+        return R
+    return made
+
+
+def stored_state(targets: Iterable[Placement]) -> Placement:
+    """State in which a parameter is stored: as its first reader takes it."""
+    first = next(iter(targets), R)
+    return first if first.sharded else R

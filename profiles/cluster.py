@@ -1,0 +1,301 @@
+"""Device, Link, Cluster: the description of the hardware that everything else plans for.
+
+A cluster is `num_nodes` equal nodes of `devices_per_node` equal devices; rank r sits on node
+`r // devices_per_node`. Two links describe it: `intra_link`, what one rank can send to another of
+its node, and `inter_link`, what all NICs of a node can send together. Both carry *achieved*
+figures where any are published, so no efficiency is applied to them later.
+
+Values are SI (bytes, seconds, FLOP/s, bytes/s). Clusters are frozen, hashable and equal by value.
+What is not sourced but assumed is listed in `Cluster.assumptions`, for the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from profiles.catalog_reader import (
+    Entry,
+    catalog_names,
+    device_of_driver,
+    read_entry,
+    unknown_name,
+)
+from profiles.device import DTYPES, Device, Link, Rates, check_whole
+from profiles.measure_cpu import measure_cpu, total_memory_bytes
+
+__all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
+
+LOCAL_NODE = "local-host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices; `intra_link` is per rank, `inter_link` a node's NICs together.
+
+    `assumptions` are sentences about numbers that are neither measured nor published.
+    """
+
+    name: str
+    device: Device
+    num_nodes: int
+    devices_per_node: int
+    intra_link: Link
+    inter_link: Link
+    backend: str
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        what = f"cluster {self.name!r}"
+        check_whole(f"{what}: num_nodes", self.num_nodes)
+        check_whole(f"{what}: devices_per_node", self.devices_per_node)
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"{what}: backend is {self.backend!r}; legal: nccl, gloo")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all nodes together."""
+        return self.num_nodes * self.devices_per_node
+
+    @classmethod
+    def from_catalog(
+        cls, name: str, *, num_nodes: int = 1, devices_per_node: int | None = None
+    ) -> Cluster:
+        """A cluster of catalog hardware: `name` is a device (in its usual node) or a node.
+
+        Raises ValueError for an unknown name, with the nearest and all names, and for more devices
+        per node than the node has.
+        """
+        entry = read_entry(name)
+        node = entry if entry.is_node else read_entry(entry.texts["usual_node"])
+        device = read_entry(node.texts["device"]) if entry.is_node else entry
+        most = int(node.value("devices_per_node"))
+        count = most if devices_per_node is None else devices_per_node
+        check_whole("devices_per_node", count)
+        # Processes of a CPU host may outnumber its cores; a GPU node has as many as it has.
+        if count > most and node.texts["backend"] != "gloo":
+            raise ValueError(
+                f"devices_per_node is {count}; legal for node {node.name!r}: 1 to "
+                f"{most}. Describe another node in a TOML file with base = {name!r}, and "
+                f"Cluster.load it"
+            )
+        return cls(
+            name=name,
+            device=_device(device),
+            num_nodes=num_nodes,
+            devices_per_node=count,
+            intra_link=_link(node, "intra_link"),
+            inter_link=_link(node, "inter_link"),
+            backend=node.texts["backend"],
+            assumptions=device.assumptions() + node.assumptions(),
+        )
+
+    @classmethod
+    def local(cls, n: int, device: str | None = None, *, measure: bool = True) -> Cluster:
+        """`n` ranks on this machine: its GPUs if it has that many, else CPU processes over gloo.
+
+        `device` "cuda" or "cpu" forces the choice. A CPU is profiled (under a second, once per
+        process) unless `measure` is False, which takes the catalog's figures, the same everywhere.
+        """
+        check_whole("Cluster.local: n", n)
+        if device not in (None, "cuda", "cpu"):
+            raise ValueError(f"Cluster.local: device is {device!r}; legal: 'cuda', 'cpu' or None")
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device == "cuda" and num_gpus < n:
+            raise ValueError(
+                f"Cluster.local: {n} GPUs asked for and {num_gpus} found; legal: up to "
+                f"{num_gpus}, or device='cpu'"
+            )
+        if device == "cuda" or (device is None and num_gpus >= n):
+            base = cls.from_catalog(_local_gpu())
+            return dataclasses.replace(base, name=f"local-{base.name}", devices_per_node=n)
+        base = cls.from_catalog(LOCAL_NODE, devices_per_node=n)
+        return _profiled(base, n) if measure else base
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """A cluster from a TOML file: `base` (a catalog name) and whatever differs from it.
+
+        Keys: base, name, num_nodes, devices_per_node; tables [device] (peak_flops is a sub-table),
+        [intra_link], [inter_link] with the field names of Device and Link, in SI units.
+        """
+        place = Path(path)
+        data = _read_toml(place)
+        tables = ("device", "intra_link", "inter_link")
+        legal = ("base", "name", "num_nodes", "devices_per_node", *tables)
+        for key in data:
+            if key not in legal:
+                raise unknown_name(f"{place} key", key, legal)
+        if data.get("base") not in catalog_names():
+            raise unknown_name(f"{place} base", str(data.get("base", "")), catalog_names())
+        cluster = cls.from_catalog(data["base"])
+        changes = {key: data[key] for key in legal[1:4] if key in data}
+        for table in tables:
+            if table in data:
+                where = f"{place} [{table}]"
+                values = _table(data[table], where)
+                changes[table] = _override(getattr(cluster, table), values, where)
+        assumptions = cluster.assumptions + tuple(
+            f"{place.name}: {key} = {value} replaces the catalog's"
+            for table in tables
+            for key, value in _flat(data.get(table, {}), table)
+        )
+        try:
+            return dataclasses.replace(cluster, **changes, assumptions=assumptions)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] = os.environ) -> Cluster:
+        """The cluster this process was started on by torchrun, from WORLD_SIZE, LOCAL_WORLD_SIZE.
+
+        CPU nodes take the catalog's figures: every rank must describe the same cluster, and two
+        measurements never agree.
+        """
+        world = _env_count(environ, "WORLD_SIZE", 1)
+        per_node = _env_count(environ, "LOCAL_WORLD_SIZE", world)
+        if world % per_node:
+            raise ValueError(
+                f"WORLD_SIZE = {world} is not a multiple of LOCAL_WORLD_SIZE = {per_node}; start "
+                f"as many ranks on each node"
+            )
+        base = cls.from_catalog(_local_gpu() if torch.cuda.is_available() else LOCAL_NODE)
+        return dataclasses.replace(base, num_nodes=world // per_node, devices_per_node=per_node)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, field by field."""
+        device = dataclasses.asdict(self.device) | {"peak_flops": dict(self.device.peak_flops)}
+        return dataclasses.asdict(self) | {
+            "device": device,
+            "assumptions": list(self.assumptions),
+        }
+
+    def describe(self) -> str:
+        """One line for people."""
+        device, dtype = self.device, max(self.device.peak_flops, key=self.device.flops)
+        return (
+            f"{self.name}: {self.num_nodes} x {self.devices_per_node} {device.name} "
+            f"({device.memory_bytes / 2**30:.0f} GiB, {device.flops(dtype) / 1e12:.4g} TFLOP/s "
+            f"{dtype}), {self.intra_link.bandwidth / 1e9:.3g} GB/s per rank inside a node, "
+            f"{self.inter_link.bandwidth / 1e9:.3g} GB/s per node between nodes, {self.backend}"
+        )
+
+
+def _device(entry: Entry) -> Device:
+    prefix = "peak_flops."
+    return Device(
+        name=entry.name,
+        kind=entry.texts["device_kind"],
+        memory_bytes=round(entry.value("memory")),
+        peak_flops={
+            key.removeprefix(prefix): quantity.value
+            for key, quantity in entry.quantities.items()
+            if key.startswith(prefix)
+        },
+        memory_bandwidth=entry.value("memory_bandwidth"),
+        matmul_efficiency=entry.value("matmul_efficiency"),
+        memory_efficiency=entry.value("memory_efficiency"),
+        launch_overhead_s=entry.value("launch_overhead"),
+        reserved_bytes=round(entry.value("reserved")),
+    )
+
+
+def _link(entry: Entry, key: str) -> Link:
+    return Link(
+        name=entry.texts[f"{key}.name"],
+        latency_s=entry.value(f"{key}.latency"),
+        bandwidth=entry.value(f"{key}.bandwidth"),
+        per_rank_bandwidth=entry.optional(f"{key}.per_rank_bandwidth"),
+    )
+
+
+def _profiled(cluster: Cluster, n: int) -> Cluster:
+    """`cluster` with its CPU device's rates measured, and shared out among `n` ranks."""
+    rates, cores = measure_cpu(), os.cpu_count() or 1
+    share = min(1.0, cores / n)
+    device = dataclasses.replace(
+        cluster.device,
+        memory_bytes=total_memory_bytes() // n,
+        peak_flops={"fp32": rates.fp32_flops * share, "bf16": rates.bf16_flops * share},
+        memory_bandwidth=rates.copy_bandwidth * share,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        launch_overhead_s=rates.launch_overhead_s / share,
+    )
+    notes = [f"local: each of {n} ranks has 1/{n} of this machine's memory"]
+    if share < 1:
+        notes.append(
+            f"local: {n} ranks share {cores} cores, so FLOP/s and bandwidth are {share:.3g} of one "
+            f"core's"
+        )
+    kept = tuple(
+        note
+        for note in cluster.assumptions
+        if not note.startswith(f"{cluster.device.name}: ") or ": reserved =" in note
+    )
+    return dataclasses.replace(cluster, device=device, assumptions=kept + tuple(notes))
+
+
+def _local_gpu() -> str:
+    driver_name = torch.cuda.get_device_name(0)
+    name = device_of_driver(driver_name)
+    if name is None:
+        raise ValueError(
+            f"GPU {driver_name!r} is not in the catalog; describe it in a TOML file whose base is "
+            f"the nearest of {', '.join(catalog_names())}, and Cluster.load it"
+        )
+    return name
+
+
+def _read_toml(place: Path) -> dict[str, Any]:
+    try:
+        import tomllib  # here, because Python 3.10 lacks it and only this function needs it
+    except ModuleNotFoundError as error:
+        raise ImportError("Cluster.load needs Python 3.11 or later, for its TOML reader") from error
+    try:
+        return tomllib.loads(place.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{place} is not TOML: {error}") from error
+
+
+def _table(value: Any, place: str) -> Mapping[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"{place} is {value!r}; it must be a table of key = value")
+
+
+def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
+    """`base` (a Device or Link) with the values of a TOML table put over its fields."""
+    legal = [field.name for field in dataclasses.fields(base)]
+    for key in table:
+        if key not in legal:
+            raise unknown_name(f"{place} key", key, legal)
+    changes = dict(table)
+    if "peak_flops" in table:
+        rates = _table(table["peak_flops"], f"{place} peak_flops")
+        changes["peak_flops"] = {**base.peak_flops, **rates}
+    try:
+        return dataclasses.replace(base, **changes)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for inner, nested in value.items():
+        yield from _flat(nested, f"{key}.{inner}")
+
+
+def _env_count(environ: Mapping[str, str], key: str, default: int) -> int:
+    text = environ.get(key, str(default))
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"environment {key} is {text!r}; legal: a whole number, 1 or more")
+    return int(text)

@@ -1,0 +1,385 @@
+"""The catalog is complete and sourced; clusters are built, overridden and checked as promised."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from profiles import cluster as cluster_module
+from profiles import measure_cpu as measure_cpu_module
+from profiles.catalog_reader import CATALOG_DIR, catalog_names, read_file
+from profiles.cluster import Cluster, Device, Link
+from profiles.measure_cpu import CpuRates, measure_cpu
+
+FILES = sorted(CATALOG_DIR.glob("*.json"))
+PROMISED = (
+    *("h100-sxm", "h200-sxm", "b200", "a100-80gb", "a100-40gb", "v100-32gb", "v100-16gb"),
+    *("mi300x", "l4", "a10g", "rtx-4090", "l40s", "local-cpu"),
+    *("dgx-h100", "dgx-a100", "p3.16xlarge", "p4d.24xlarge", "p5.48xlarge"),
+)
+
+
+def _numbers(value: Any, inside: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The innermost object around every number of a JSON document."""
+    if isinstance(value, dict):
+        for nested in value.values():
+            yield from _numbers(nested, value)
+    elif isinstance(value, list):
+        for nested in value:
+            yield from _numbers(nested, inside)
+    elif isinstance(value, int | float):
+        yield inside
+
+
+def _device(**changes: Any) -> Device:
+    fields: dict[str, Any] = {
+        "name": "toy",
+        "kind": "cuda",
+        "memory_bytes": 1000,
+        "peak_flops": {"fp32": 10.0, "bf16": 20.0},
+        "memory_bandwidth": 5.0,
+        "matmul_efficiency": 0.5,
+        "memory_efficiency": 0.5,
+        "launch_overhead_s": 0.0,
+        "reserved_bytes": 100,
+    }
+    return Device(**{**fields, **changes})
+
+
+class TestCatalog:
+    @pytest.mark.parametrize("name", PROMISED)
+    def test_promised_names_load(self, name: str) -> None:
+        cluster = Cluster.from_catalog(name, num_nodes=2)
+        assert cluster.num_devices == 2 * cluster.devices_per_node
+        assert cluster.device.usable_bytes > 0
+
+    @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+    def test_every_number_has_its_source(self, path: Path) -> None:
+        numbers = list(_numbers(json.loads(path.read_text()), {}))
+        assert len(numbers) >= 5
+        for number in numbers:
+            assert set(number) == {"value", "unit", "source", "kind", "date"}
+            assert number["kind"] in ("datasheet", "published", "measured", "assumed")
+            assert len(number["source"]) >= 10
+            assert re.fullmatch(r"20\d\d-\d\d", number["date"])
+
+    @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+    def test_references_resolve(self, path: Path) -> None:
+        data = json.loads(path.read_text())
+        other = data["device"] if data["entry"] == "node" else data["usual_node"]
+        referenced = json.loads((CATALOG_DIR / f"{other}.json").read_text())
+        assert referenced["entry"] != data["entry"]
+        if data["entry"] == "device":
+            assert referenced["device"] == data["name"]
+
+    def test_driver_names_are_unambiguous(self) -> None:
+        names = [name for path in FILES for name in read_file(path).driver_names]
+        assert len(names) == len(set(names)) > 0
+
+    def test_device_and_its_usual_node_agree(self) -> None:
+        device, node = Cluster.from_catalog("h100-sxm"), Cluster.from_catalog("dgx-h100")
+        assert dataclasses.replace(device, name=node.name) == node
+
+    def test_units_are_converted(self) -> None:
+        cluster = Cluster.from_catalog("p3.16xlarge")
+        assert cluster.device.flops("fp16") == 125e12
+        assert cluster.device.memory_bytes == 16160 * 2**20
+        assert cluster.device.memory_bandwidth == 900e9
+        assert cluster.inter_link.bandwidth < 25e9 / 8
+        assert 1e-6 < cluster.intra_link.latency_s < 1e-3
+
+    def test_assumed_numbers_are_listed(self) -> None:
+        data = json.loads((CATALOG_DIR / "a10g.json").read_text())
+        assert data["matmul_efficiency"]["kind"] == "assumed"
+        notes = Cluster.from_catalog("a10g").assumptions
+        assert any(
+            note.startswith("a10g: matmul_efficiency =")
+            and data["matmul_efficiency"]["source"] in note
+            for note in notes
+        )
+        assert not any("a10g: memory_bandwidth" in note for note in notes)
+
+    def test_unknown_name_lists_nearest_and_all(self) -> None:
+        with pytest.raises(ValueError, match="did you mean 'h100-sxm'") as caught:
+            Cluster.from_catalog("H100-smx")
+        assert all(name in str(caught.value) for name in catalog_names())
+
+    def test_more_devices_than_the_node_has(self) -> None:
+        with pytest.raises(ValueError, match=r"devices_per_node is 9; .*1 to 8.*base = 'b200'"):
+            Cluster.from_catalog("b200", devices_per_node=9)
+
+    @pytest.mark.parametrize(
+        ("key", "change", "message"),
+        [
+            ("memory", {"unit": "GB/s"}, "memory: unit is 'GB/s'; legal for bytes: GiB, MiB"),
+            ("memory", {"value": -1}, "memory: value is -1; legal: above 0"),
+            ("memory", {"value": "80"}, "memory: value is '80'"),
+            ("matmul_efficiency", {"value": 1.2}, "efficiency: value is 1.2; legal: .*up to 1"),
+            ("memory_bandwidth", {"kind": "guess"}, "kind is 'guess'; legal: datasheet"),
+            ("memory_bandwidth", {"source": " "}, "memory_bandwidth: source is ' '"),
+            ("launch_overhead", {"date": "2026"}, "launch_overhead: date is '2026'; legal: YYYY"),
+        ],
+    )
+    def test_bad_numbers_are_refused(
+        self, tmp_path: Path, key: str, change: dict[str, Any], message: str
+    ) -> None:
+        data = json.loads((CATALOG_DIR / "l4.json").read_text())
+        data[key] |= change
+        path = tmp_path / "l4.json"
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=rf"^l4\.json: .*{message}"):
+            read_file(path)
+
+    def test_unknown_and_missing_keys_are_refused(self, tmp_path: Path) -> None:
+        data = json.loads((CATALOG_DIR / "l4.json").read_text())
+        path = tmp_path / "l4.json"
+        path.write_text(json.dumps({**data, "memory_bandwith": data["memory_bandwidth"]}))
+        with pytest.raises(ValueError, match="did you mean 'memory_bandwidth'"):
+            read_file(path)
+        del data["memory"]
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=r"l4\.json: missing memory"):
+            read_file(path)
+        path.write_text(json.dumps({**data, "entry": "switch"}))
+        with pytest.raises(ValueError, match="entry is 'switch'; legal: device, node"):
+            read_file(path)
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"kind": "tpu"}, "kind is 'tpu'; legal: cuda, cpu"),
+            ({"memory_bytes": 0}, "memory_bytes is 0; legal: a whole number, 1 or more"),
+            ({"memory_bytes": 1.5}, "memory_bytes is 1.5"),
+            ({"memory_bytes": True}, "memory_bytes is True"),
+            ({"reserved_bytes": 1000}, "below memory_bytes = 1000"),
+            ({"matmul_efficiency": 1.01}, "matmul_efficiency is 1.01; legal: above 0, up to 1"),
+            ({"memory_bandwidth": float("inf")}, "memory_bandwidth is inf"),
+            ({"launch_overhead_s": -1e-6}, "launch_overhead_s is -1e-06; legal: 0 or more"),
+            ({"peak_flops": {"bf16": 1.0}}, "peak_flops has no fp32"),
+            ({"peak_flops": {"fp32": 1.0, "bf61": 1.0}}, "did you mean 'bf16'"),
+            ({"peak_flops": {"fp32": 0}}, "peak_flops.fp32 is 0"),
+        ],
+    )
+    def test_impossible_devices_are_refused(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=f"device 'toy'.*{message}"):
+            _device(**change)
+
+    def test_impossible_links_and_clusters_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="link 'wire': bandwidth is 0; legal: above 0"):
+            Link(name="wire", latency_s=0, bandwidth=0)
+        base = Cluster.from_catalog("l4")
+        with pytest.raises(ValueError, match="num_nodes is 0; legal: a whole number, 1 or more"):
+            dataclasses.replace(base, num_nodes=0)
+        with pytest.raises(ValueError, match="backend is 'mpi'; legal: nccl, gloo"):
+            dataclasses.replace(base, backend="mpi")
+
+    def test_missing_dtype_runs_at_fp32_rate(self) -> None:
+        assert _device().flops("bf16") == 20.0
+        assert _device().flops("fp16") == 10.0
+        with pytest.raises(ValueError, match="unknown dtype 'fp8'"):
+            _device().flops("fp8")
+
+    def test_equal_by_value_and_hashable(self) -> None:
+        one, two = (Cluster.from_catalog("h100-sxm", num_nodes=n) for n in (1, 2))
+        assert one == Cluster.from_catalog("h100-sxm") != two
+        assert len({one, two, Cluster.from_catalog("h100-sxm")}) == 2
+        assert _device(peak_flops={"bf16": 20, "fp32": 10}) == _device()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            one.num_nodes = 3  # type: ignore[misc]
+
+    def test_to_dict_is_json_and_complete(self) -> None:
+        cluster = Cluster.from_catalog("p4d.24xlarge", num_nodes=3)
+        data = json.loads(json.dumps(cluster.to_dict()))
+        again = Cluster(
+            **data
+            | {
+                "device": Device(**data["device"]),
+                "intra_link": Link(**data["intra_link"]),
+                "inter_link": Link(**data["inter_link"]),
+                "assumptions": tuple(data["assumptions"]),
+            }
+        )
+        assert again == cluster
+
+    def test_describe_is_one_line(self) -> None:
+        text = Cluster.from_catalog("h100-sxm", num_nodes=16).describe()
+        assert "\n" not in text
+        assert "16 x 8 h100-sxm" in text
+        assert "989 TFLOP/s bf16" in text
+
+
+class TestLoad:
+    def _load(self, tmp_path: Path, text: str) -> Cluster:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return Cluster.load(path)
+
+    def test_overrides_replace_only_what_they_name(self, tmp_path: Path) -> None:
+        cluster = self._load(
+            tmp_path,
+            """
+            base = "a100-80gb"
+            name = "mine"
+            num_nodes = 3
+            devices_per_node = 12
+            [device]
+            memory_bytes = 40_000_000_000
+            [device.peak_flops]
+            bf16 = 250e12
+            [inter_link]
+            bandwidth = 12.5e9
+            """,
+        )
+        base = Cluster.from_catalog("a100-80gb")
+        assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("mine", 3, 12)
+        assert dict(cluster.device.peak_flops) == {**base.device.peak_flops, "bf16": 250e12}
+        assert cluster.device.memory_bytes == 40_000_000_000
+        assert cluster.device.memory_bandwidth == base.device.memory_bandwidth
+        assert cluster.inter_link == dataclasses.replace(base.inter_link, bandwidth=12.5e9)
+        assert cluster.intra_link == base.intra_link
+        replaced = [note for note in cluster.assumptions if note.startswith("mine.toml: ")]
+        assert len(replaced) == 3
+
+    def test_base_alone_is_the_catalog(self, tmp_path: Path) -> None:
+        assert self._load(tmp_path, 'base = "l4"') == Cluster.from_catalog("l4")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('base = "l4"\nnum_node = 2', "did you mean 'num_nodes'"),
+            ('base = "l4"\n[devise]', "did you mean 'device'"),
+            ('base = "l4"\n[device]\nmemory = 1', r"\[device\] key 'memory'.*memory_bytes"),
+            ('base = "l4"\n[intra_link]\nlatency = 1', r"\[intra_link\] key.*did you mean"),
+            ('base = "l4"\n[intra_link]\nbandwidth = -1', r"\[intra_link\]: .*bandwidth is -1"),
+            ('base = "l4"\n[device.peak_flops]\nfp23 = 1', "did you mean 'fp32'"),
+            ('base = "l4"\n[device]\npeak_flops = 1', "peak_flops is 1; it must be a table"),
+            ('base = "l4"\ndevice = 1', r"\[device\] is 1; it must be a table"),
+            ('base = "l4"\nnum_nodes = 0', "num_nodes is 0"),
+            ('base = "l5"', "did you mean 'l4'"),
+            ("num_nodes = 2", "base ''.*legal: .*h100-sxm"),
+            ("base = ", "is not TOML"),
+        ],
+    )
+    def test_mistakes_name_the_file_and_the_way_out(
+        self, tmp_path: Path, text: str, message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=rf"mine\.toml.*{message}"):
+            self._load(tmp_path, text)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+
+
+class TestLocal:
+    @pytest.mark.usefixtures("no_gpu")
+    def test_without_measuring_it_is_the_catalog(self) -> None:
+        cluster = Cluster.local(4, measure=False)
+        assert (cluster.num_nodes, cluster.devices_per_node) == (1, 4)
+        assert (cluster.device.kind, cluster.backend) == ("cpu", "gloo")
+        assert cluster.device == Cluster.from_catalog("local-cpu").device
+        assert cluster == Cluster.local(4, measure=False)
+
+    @pytest.mark.usefixtures("no_gpu")
+    @pytest.mark.parametrize(("n", "share"), [(1, 1.0), (4, 1.0), (16, 0.25)])
+    def test_measured_cores_are_shared_out(
+        self, monkeypatch: pytest.MonkeyPatch, n: int, share: float
+    ) -> None:
+        rates = CpuRates(
+            fp32_flops=8e10, bf16_flops=4e10, copy_bandwidth=1e10, launch_overhead_s=2e-6
+        )
+        monkeypatch.setattr(cluster_module, "measure_cpu", lambda: rates)
+        monkeypatch.setattr(cluster_module, "total_memory_bytes", lambda: 64 * 2**30)
+        monkeypatch.setattr(os, "cpu_count", lambda: 4)
+        cluster = Cluster.local(n)
+        device = cluster.device
+        assert device.memory_bytes == 64 * 2**30 // n
+        assert dict(device.peak_flops) == {"fp32": 8e10 * share, "bf16": 4e10 * share}
+        assert device.memory_bandwidth == 1e10 * share
+        assert device.matmul_efficiency == device.memory_efficiency == 1.0
+        assert any("share 4 cores" in note for note in cluster.assumptions) == (share < 1)
+
+    def test_measuring_gives_plausible_rates(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(measure_cpu_module, "_BUDGET_S", 0.001)
+        monkeypatch.setattr(measure_cpu_module, "_COPY_BYTES", 2**20)
+        monkeypatch.setattr(measure_cpu_module, "_MATMUL_SIZE", 128)
+        threads = torch.get_num_threads()
+        rates = measure_cpu.__wrapped__()
+        assert 1e8 < rates.fp32_flops < 1e13
+        assert 1e7 < rates.bf16_flops < 1e14
+        assert 1e8 < rates.copy_bandwidth < 1e13
+        assert 1e-8 < rates.launch_overhead_s < 1e-3
+        assert torch.get_num_threads() == threads
+
+    @pytest.mark.usefixtures("eight_gpus")
+    def test_gpus_are_looked_up_by_driver_name(self) -> None:
+        cluster = Cluster.local(4)
+        assert (cluster.device.name, cluster.backend) == ("h200-sxm", "nccl")
+        assert (cluster.num_nodes, cluster.devices_per_node) == (1, 4)
+        assert Cluster.local(9, measure=False).device.kind == "cpu"
+        assert Cluster.local(2, "cpu", measure=False).device.kind == "cpu"
+        with pytest.raises(ValueError, match="9 GPUs asked for and 8 found"):
+            Cluster.local(9, "cuda")
+
+    @pytest.mark.usefixtures("eight_gpus")
+    def test_unknown_gpu_says_what_to_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GTX 1")
+        with pytest.raises(ValueError, match=r"'GTX 1' is not in the catalog; .*TOML"):
+            Cluster.local(1)
+
+    def test_bad_arguments(self) -> None:
+        with pytest.raises(ValueError, match="n is 0; legal: a whole number, 1 or more"):
+            Cluster.local(0)
+        with pytest.raises(ValueError, match="device is 'gpu'; legal: 'cuda', 'cpu' or None"):
+            Cluster.local(1, "gpu")
+
+
+class TestDetect:
+    @pytest.mark.usefixtures("no_gpu")
+    @pytest.mark.parametrize(
+        ("environ", "shape"),
+        [
+            ({}, (1, 1)),
+            ({"WORLD_SIZE": "4"}, (1, 4)),
+            ({"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4"}, (3, 4)),
+        ],
+    )
+    def test_shape_is_torchruns(self, environ: dict[str, str], shape: tuple[int, int]) -> None:
+        cluster = Cluster.detect(environ)
+        assert (cluster.num_nodes, cluster.devices_per_node) == shape
+        assert cluster.device == Cluster.from_catalog("local-cpu").device
+
+    @pytest.mark.usefixtures("eight_gpus")
+    def test_gpu_nodes(self) -> None:
+        cluster = Cluster.detect({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
+        assert cluster == Cluster.from_catalog("h200-sxm", num_nodes=2)
+
+    @pytest.mark.parametrize(
+        ("environ", "message"),
+        [
+            ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, "6 is not a multiple"),
+            ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; legal: a whole number"),
+            ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        ],
+    )
+    def test_contradictions_are_refused(self, environ: dict[str, str], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            Cluster.detect(environ)

@@ -1,0 +1,252 @@
+"""Collectives: bytes against simulated rings, groups against enumeration, seconds in closed form
+and against published measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel.collectives import (
+    COLLECTIVES,
+    Group,
+    bytes_sent,
+    collective_time,
+    group_for,
+    p2p_time,
+    ring_bandwidth,
+)
+from profiles.cluster import Cluster, Link
+
+KINDS = st.sampled_from(COLLECTIVES)
+TENSOR_BYTES = st.integers(min_value=0, max_value=10**12).map(float)
+
+
+def _cluster(num_nodes: int = 4, devices_per_node: int = 8, backend: str = "gloo") -> Cluster:
+    """Links with round numbers: 10 s and 100 B/s inside a node, 1000 s and 160 B/s between."""
+    return dataclasses.replace(
+        Cluster.from_catalog("l4"),
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        intra_link=Link(name="intra", latency_s=10.0, bandwidth=100.0),
+        inter_link=Link(name="inter", latency_s=1000.0, bandwidth=160.0),
+        backend=backend,
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    per_node = draw(st.integers(1, 8))
+    nodes = draw(st.integers(1, 16))
+    concurrent = draw(st.integers(1, 8)) if nodes > 1 else 1
+    return Group(size=per_node * nodes, per_node=per_node, concurrent=concurrent)
+
+
+def _simulated_ring_all_gather(size: int) -> int:
+    """Shards each rank sends until all have all, passing on what arrived last."""
+    have = [{rank} for rank in range(size)]
+    last = list(range(size))
+    sent = 0
+    while any(len(shards) < size for shards in have):
+        last = [last[rank - 1] for rank in range(size)]
+        for rank in range(size):
+            have[rank].add(last[rank])
+        sent += 1
+    return sent
+
+
+class TestBytes:
+    @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+    def test_against_a_simulated_ring(self, size: int) -> None:
+        shard = 840.0
+        gathered = _simulated_ring_all_gather(size) * shard
+        assert bytes_sent("all_gather", size * shard, size) == pytest.approx(gathered)
+        # A reduce-scatter is an all-gather run backwards, an all-reduce one after the other.
+        assert bytes_sent("reduce_scatter", size * shard, size) == pytest.approx(gathered)
+        assert bytes_sent("all_reduce", size * shard, size) == pytest.approx(2 * gathered)
+
+    @pytest.mark.parametrize("size", [2, 3, 8])
+    def test_all_to_all_keeps_one_block_and_sends_the_rest(self, size: int) -> None:
+        blocks = [(source, target) for source in range(size) for target in range(size)]
+        sent = Counter(source for source, target in blocks if source != target)
+        assert bytes_sent("all_to_all", 5.0 * len(blocks), size) == pytest.approx(5.0 * sent[0])
+
+    def test_broadcast_passes_on_everything(self) -> None:
+        assert bytes_sent("broadcast", 100.0, 4) == 100.0
+
+    @pytest.mark.parametrize("kind", COLLECTIVES)
+    def test_one_rank_sends_nothing(self, kind: str) -> None:
+        assert bytes_sent(kind, 1e9, 1) == 0.0
+        assert collective_time(kind, 1e9, Group(size=1, per_node=1), _cluster()) == 0.0
+
+    def test_unknown_kind_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="unknown collective 'gather'; legal: all_reduce"):
+            collective_time("gather", 1.0, Group(size=2, per_node=2), _cluster())
+
+
+class TestGroups:
+    @pytest.mark.parametrize(
+        ("size", "stride", "expected"),
+        [
+            (8, 1, Group(size=8, per_node=8)),  # tensor parallel fills the node
+            (4, 2, Group(size=4, per_node=4)),  # strided, still inside the node
+            (4, 8, Group(size=4, per_node=1, concurrent=8)),  # one rank on each node
+            (8, 4, Group(size=8, per_node=2, concurrent=4)),
+            (32, 1, Group(size=32, per_node=8, concurrent=1)),
+            (2, 16, Group(size=2, per_node=1, concurrent=8)),
+            (1, 1, Group(size=1, per_node=1)),
+        ],
+    )
+    def test_usual_meshes_on_four_nodes_of_eight(
+        self, size: int, stride: int, expected: Group
+    ) -> None:
+        assert group_for(_cluster(), size=size, stride=stride) == expected
+
+    @given(
+        num_nodes=st.integers(1, 5),
+        devices_per_node=st.integers(1, 12),
+        size=st.integers(1, 12),
+        stride=st.integers(1, 12),
+    )
+    def test_against_enumeration(
+        self, num_nodes: int, devices_per_node: int, size: int, stride: int
+    ) -> None:
+        cluster = _cluster(num_nodes, devices_per_node)
+        if size * stride > cluster.num_devices:
+            with pytest.raises(ValueError, match=f"needs {size * stride} ranks"):
+                group_for(cluster, size=size, stride=stride)
+            return
+        fewest, users = size, Counter[int]()
+        for tile in range(0, cluster.num_devices - size * stride + 1, size * stride):
+            for first in range(tile, tile + stride):
+                on_node = Counter((first + k * stride) // devices_per_node for k in range(size))
+                if len(on_node) > 1:
+                    fewest = min(fewest, max(on_node.values()))
+                    users.update(on_node.keys())
+        group = group_for(cluster, size=size, stride=stride)
+        assert group == Group(size=size, per_node=fewest, concurrent=max(users.values(), default=1))
+
+    def test_impossible_groups_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="per_node is 3; legal: 1 to 2"):
+            Group(size=2, per_node=3)
+        with pytest.raises(ValueError, match="concurrent is 0; legal: 1 or more"):
+            Group(size=2, per_node=1, concurrent=0)
+
+
+class TestSeconds:
+    @pytest.mark.parametrize(
+        ("kind", "time_s"),
+        [
+            ("all_reduce", 2 * 800 * 3 / 4 / 100 + 6 * 10),
+            ("all_gather", 800 * 3 / 4 / 100 + 3 * 10),
+            ("reduce_scatter", 800 * 3 / 4 / 100 + 3 * 10),
+            ("all_to_all", 800 * 3 / 16 / 100 + 3 * 10),
+            ("broadcast", 800 / 100 + 3 * 10),
+        ],
+    )
+    def test_inside_a_node(self, kind: str, time_s: float) -> None:
+        group = Group(size=4, per_node=4)
+        assert collective_time(kind, 800.0, group, _cluster()) == pytest.approx(time_s)
+
+    def test_ring_over_nodes(self) -> None:
+        """8 ranks on 4 nodes: 3 steps cross the network, 4 stay; half a node's NICs are theirs."""
+        group = Group(size=8, per_node=2, concurrent=2)
+        time_s = collective_time("all_gather", 800.0, group, _cluster())
+        assert time_s == pytest.approx(800 * 7 / 8 / 80 + 3 * 1000 + 4 * 10)
+
+    def test_all_to_all_over_nodes(self) -> None:
+        """6 ranks on 3 nodes: of 36 blocks each node sends 2 x 4 through its NICs."""
+        group = Group(size=6, per_node=2)
+        time_s = collective_time("all_to_all", 36 * 500.0, group, _cluster())
+        assert time_s == pytest.approx(2 * 4 * 500 / 160 + 1000 + 5 * 10)
+
+    def test_narrowest_place_of_the_ring(self) -> None:
+        cluster = _cluster()
+        assert ring_bandwidth(Group(size=8, per_node=8), cluster) == 100.0
+        assert ring_bandwidth(Group(size=16, per_node=8), cluster) == 100.0  # of 160, intra caps
+        assert ring_bandwidth(Group(size=8, per_node=2, concurrent=4), cluster) == 40.0
+        own_nic = dataclasses.replace(cluster.inter_link, per_rank_bandwidth=20.0)
+        narrow = dataclasses.replace(cluster, inter_link=own_nic)
+        assert ring_bandwidth(Group(size=4, per_node=1), narrow) == 20.0
+        assert ring_bandwidth(Group(size=12, per_node=3), narrow) == 60.0
+        assert ring_bandwidth(Group(size=8, per_node=1, concurrent=16), narrow) == 10.0
+
+    def test_nccl_takes_the_tree_while_latency_rules(self) -> None:
+        cluster, group = _cluster(backend="nccl"), Group(size=32, per_node=8)
+        tree_s = 2 * 8.0 / 100 + 2 * (3 * 10 + 2 * 1000)
+        assert collective_time("all_reduce", 8.0, group, cluster) == pytest.approx(tree_s)
+        ring_s = 2 * 1e9 * 31 / 32 / 100 + 2 * (28 * 10 + 3 * 1000)
+        assert collective_time("all_reduce", 1e9, group, cluster) == pytest.approx(ring_s)
+
+    def test_point_to_point(self) -> None:
+        cluster = _cluster()
+        assert p2p_time(800.0, cluster, crosses_node=False) == pytest.approx(8 + 10)
+        assert p2p_time(800.0, cluster, crosses_node=True) == pytest.approx(8 + 1000)
+        shared = p2p_time(800.0, cluster, crosses_node=True, concurrent=8)
+        assert shared == pytest.approx(800 / 20 + 1000)
+
+    @given(kind=KINDS, group=groups())
+    def test_arrays_equal_scalars(self, kind: str, group: Group) -> None:
+        nbytes = np.array([0.0, 1.0, 1e3, 1e9])
+        for backend in ("nccl", "gloo"):
+            times = collective_time(kind, nbytes, group, _cluster(backend=backend))
+            assert times.tolist() == [
+                collective_time(kind, size, group, _cluster(backend=backend))
+                for size in nbytes.tolist()
+            ]
+
+    @given(kind=KINDS, group=groups(), nbytes=TENSOR_BYTES, more=TENSOR_BYTES)
+    def test_more_bytes_never_take_less(
+        self, kind: str, group: Group, nbytes: float, more: float
+    ) -> None:
+        for backend in ("nccl", "gloo"):
+            cluster = _cluster(backend=backend)
+            less_s = collective_time(kind, nbytes, group, cluster)
+            assert 0 <= less_s <= collective_time(kind, nbytes + more, group, cluster)
+
+    @given(kind=KINDS, group=groups(), nbytes=TENSOR_BYTES)
+    def test_sharing_the_network_never_helps(self, kind: str, group: Group, nbytes: float) -> None:
+        shared = dataclasses.replace(group, concurrent=group.concurrent + 1)
+        cluster = _cluster(backend="nccl")
+        alone_s = collective_time(kind, nbytes, group, cluster)
+        assert alone_s <= collective_time(kind, nbytes, shared, cluster)
+
+    @given(group=groups(), nbytes=TENSOR_BYTES)
+    def test_all_reduce_is_at_most_its_two_halves(self, group: Group, nbytes: float) -> None:
+        for backend in ("nccl", "gloo"):
+            cluster = _cluster(backend=backend)
+            halves_s = sum(
+                collective_time(kind, nbytes, group, cluster)
+                for kind in ("reduce_scatter", "all_gather")
+            )
+            whole_s = collective_time("all_reduce", nbytes, group, cluster)
+            assert whole_s <= halves_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "size", "kind", "nbytes", "measured_us"),
+    [
+        # nccl-tests tables: vTrain (DGX A100), ml-engineering (H200), and a public EFA benchmark.
+        ("a100-80gb", 1, 8, "all_reduce", 2**20, 92.15),
+        ("a100-80gb", 1, 8, "all_reduce", 2**30, 8196.4),
+        ("a100-80gb", 1, 4, "all_reduce", 2**30, 7275.5),
+        ("h200-sxm", 1, 8, "all_gather", 2**34, 41594.8),
+        ("p5.48xlarge", 16, 128, "all_reduce", 2**33, 47844.7),
+        ("p5.48xlarge", 16, 128, "all_gather", 2**31, 8035.85),
+        ("p5.48xlarge", 32, 256, "all_gather", 2**25, 2699.79),
+        ("p5.48xlarge", 32, 256, "all_reduce", 2**25, 1007.64),
+        ("p5.48xlarge", 2, 16, "all_to_all", 2**31 * 16, 25403.9),
+        ("p5.48xlarge", 32, 256, "all_to_all", 2**31 * 256, 52454.5),
+    ],
+)
+def test_published_measurements(
+    hardware: str, nodes: int, size: int, kind: str, nbytes: int, measured_us: float
+) -> None:
+    cluster = Cluster.from_catalog(hardware, num_nodes=nodes)
+    group = group_for(cluster, size=size, stride=1)
+    predicted_us = collective_time(kind, float(nbytes), group, cluster) * 1e6
+    assert predicted_us == pytest.approx(measured_us, rel=0.4)
