@@ -42,7 +42,7 @@ from planner.stage_chain import (
 from planner.stage_dp import ROUNDING, LeastSum, least_sum
 
 _GALLOP = 1.1
-"""Step between values of t_max while none has admitted a partition."""
+"""First step between values of t_max while none has admitted a partition; steps grow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,7 @@ class _Search:
     def _split(self, times: Floats, first: int, last: int, total: float) -> int:
         """Choose the candidate to try: low while nothing is found, high once, then the middle."""
         if self.best is None:
-            value = _GALLOP * times[first]
+            value = times[first] * _GALLOP**self.tried
         elif total == 0.0:
             return last
         else:
@@ -262,9 +262,9 @@ def _chain(
     if num_devices < 1:
         raise ValueError(f"num_devices={num_devices} must be at least 1")
     devices = np.asarray(table.devices, dtype=np.int64)
-    unit = int(np.gcd.reduce(devices))
     order = np.argsort(devices, kind="stable")
     order = order[devices[order] <= num_devices]
+    unit = int(np.gcd.reduce(devices[order]))
     most = min(rows - 1, num_devices // int(devices.min()))
     if num_stages is None:
         counts: Collection[int] = range(1, most + 1)
@@ -273,7 +273,7 @@ def _chain(
     if num_stages is not None and (not counts or min(counts) < 1):
         raise ValueError(f"num_stages={num_stages} must name stage counts of at least 1")
     allowed = tuple(sorted({int(n) for n in counts if n <= most}))
-    if num_devices % unit or not allowed:
+    if not allowed or num_devices % unit:
         return None
     held = np.array([in_flight(s) for s in range(1, allowed[-1] + 1)], dtype=np.int64)
     if (held < 0).any() or (np.diff(held) < 0).any():
@@ -307,8 +307,8 @@ def _check_table(table: StageTable) -> int:
         raise ValueError(f"StageTable.time_s has shape {shape}; it must be (V, K+1, K+1), V, K > 0")
     if np.shape(table.devices) != shape[:1] or np.min(table.devices) < 1:
         raise ValueError(
-            f"StageTable.devices is {np.asarray(table.devices).tolist()}; it must hold one positive "
-            f"device count for each of the {shape[0]} variants"
+            f"StageTable.devices is {np.asarray(table.devices).tolist()}; it must hold one "
+            f"positive device count for each of the {shape[0]} variants"
         )
     upper = np.triu(np.ones(shape[1:], dtype=bool), 1)
     legal = upper & ~(table.time_s == np.inf)

@@ -190,11 +190,14 @@ def _pack(member: Masks, words: int) -> BitSets:
     padded = np.zeros((len(member), 64 * words), dtype=np.uint64)
     padded[:, 1 : member.shape[1]] = member[:, 1:]
     weights = np.uint64(1) << np.arange(64, dtype=np.uint64)
-    return (padded.reshape(len(member), words, 64) * weights).sum(axis=2, dtype=np.uint64).T
+    packed: BitSets = (padded.reshape(len(member), words, 64) * weights).sum(axis=2).T
+    return packed
 
 
 def _has(counts: BitSets, s: int) -> Masks:
-    return (counts[s // 64] >> np.uint64(s % 64)) & np.uint64(1) > 0
+    """Return where the bit sets along the first axis hold s."""
+    held: Masks = (counts[s // 64] >> np.uint64(s % 64)) & np.uint64(1) > 0
+    return held
 
 
 def _walk_counts(chain: Chain, fits: Shorts, counts: BitSets, num_stages: int) -> tuple[Stage, ...]:

@@ -48,7 +48,7 @@ from planner.stage_chain import (
 
 ROUNDING = 1e-12
 """Improvements below this fraction of a cost are rounding, and are not pursued."""
-_PRICES = 8
+_PRICES = 4
 """Stage prices tried before the exact program takes over; each costs one relaxed program."""
 
 
@@ -108,7 +108,8 @@ def _earliest_positions(chain: Chain, fits: Shorts, t_max: float) -> Shorts:
     following = np.minimum(cover(np.where(legal, 1.0, np.inf)), most)
     # At most i stages come before block i, so the rest of the smallest count comes after it.
     preceding = chain.stage_counts[0] - np.arange(chain.num_blocks + 1)
-    return np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
+    earliest: Shorts = np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
+    return earliest
 
 
 def _prefix_costs(chain: Chain, cost: Floats, before: Ints, after: Ints) -> Floats:
@@ -118,9 +119,9 @@ def _prefix_costs(chain: Chain, cost: Floats, before: Ints, after: Ints) -> Floa
     prefix[0, 0] = 0.0
     scratch = np.empty((blocks, devices + 1))
     legal = np.isfinite(cost)
-    used = legal.any(axis=1)
-    start = legal.argmax(axis=1)
-    stop = blocks + 1 - legal[:, ::-1].argmax(axis=1)
+    used: Masks = np.any(legal, axis=1)
+    start: Ints = np.argmax(legal, axis=1)
+    stop: Ints = blocks + 1 - legal[:, ::-1].argmax(axis=1)
     for j in range(1, blocks + 1):
         for z in np.flatnonzero(used[:, j]):
             size, i0, i1 = int(chain.sizes[z]), int(start[z, j]), int(stop[z, j])
@@ -242,7 +243,8 @@ class _Layers:
         """Return (K+1,): rows whose blocks before can make up an allowed number of stages."""
         more = np.array(self.chain.stage_counts)[:, None] - s
         block = np.arange(self.chain.num_blocks + 1)
-        return ((more >= self.fewest_before) & (more <= block)).any(axis=0)
+        rows: Masks = np.any((more >= self.fewest_before) & (more <= block), axis=0)
+        return rows
 
     def _next(self, layer: Floats, cost: Floats, cutoff: float) -> Floats:
         """Put one more stage in front of every state of ``layer``."""

@@ -49,46 +49,61 @@ def stage_table(num_blocks: int, num_devices: int, *, kind: str, node: int = 8) 
     )
 
 
+def timed_row(
+    table: StageTable,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    memory_bytes: float,
+    num_stages: int | None,
+) -> str:
+    """Solve one problem under 1F1B and return its line of the output."""
+    begin = time.perf_counter()
+    solution = solve_inter_op(
+        table,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        memory_bytes=memory_bytes,
+        in_flight=lambda s: min(s, num_microbatches),
+        num_stages=num_stages,
+    )
+    time_s = time.perf_counter() - begin
+    row = f"{memory_bytes / GIB:6.1f}G {num_microbatches:4d} {num_stages or 'any':>7} "
+    if solution is None:
+        return f"{row} infeasible {time_s:23.3f}"
+    found = f"{len(solution.stages):6d} {solution.candidates_tried:5d} {solution.objective_s:13.5f}"
+    return f"{row} {found} {time_s:7.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 64, 512])
     parser.add_argument("--kinds", nargs="+", default=["homogeneous", "heterogeneous", "noisy"])
     arguments = parser.parse_args()
-    print("  K    D kind           memory    m   stages tried objective_s  time_s")
+    print("  K    D kind           memory    m allowed  stages tried   objective_s  time_s")
     for num_blocks, num_devices in ((32, 64), (128, 512), (98, 1024)):
         for kind in arguments.kinds:
             table = stage_table(num_blocks, num_devices, kind=kind)
-            shared = {"num_devices": num_devices}
-            for memory in (80 * GIB, 2.5 * 6 * GIB * num_blocks / num_devices):
+            ample, tight = 80 * GIB, 15 * GIB * num_blocks / num_devices
+            cases = [(ample, None), (tight, None), (tight, 8)]
+            for memory_bytes, num_stages in cases:
                 for m in arguments.microbatches:
-                    begin = time.perf_counter()
-                    solution = solve_inter_op(
+                    row = timed_row(
                         table,
+                        num_devices=num_devices,
                         num_microbatches=m,
-                        memory_bytes=memory,
-                        in_flight=lambda s, m=m: min(s, m),
-                        **shared,
+                        memory_bytes=memory_bytes,
+                        num_stages=num_stages,
                     )
-                    spent = time.perf_counter() - begin
-                    found = (
-                        "infeasible"
-                        if solution is None
-                        else f"{len(solution.stages):8d} {solution.candidates_tried:5d} "
-                        f"{solution.objective_s:11.5f}"
-                    )
-                    print(
-                        f"{num_blocks:3d} {num_devices:4d} {kind:13s} {memory / GIB:6.1f}G {m:4d} "
-                        f"{found:26s} {spent:7.3f}",
-                        flush=True,
-                    )
-    begin = time.perf_counter()
+                    print(f"{num_blocks:3d} {num_devices:4d} {kind:13s} {row}", flush=True)
     table = stage_table(128, 512, kind="noisy")
+    begin = time.perf_counter()
     shortfall = minimal_shortfall(
         table, num_devices=512, memory_bytes=GIB, in_flight=lambda s: min(s, 64)
     )
-    spent = time.perf_counter() - begin
+    time_s = time.perf_counter() - begin
     if shortfall is not None:
-        print(f"shortfall, K=128 D=512: {shortfall.excess_bytes / GIB:.2f}G, {spent:.3f} s")
+        print(f"shortfall, K=128 D=512: {shortfall.excess_bytes / GIB:.2f}G, {time_s:.3f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"peak memory: {peak / GIB:.2f} GiB")
 

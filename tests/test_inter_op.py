@@ -1,6 +1,7 @@
 """The inter-operator program against enumeration of every partition."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -137,3 +138,227 @@ def test_shortfall_equals_enumeration(problem: dict[str, Any]) -> None:
     least = min(max(stage_bytes(table, stages, in_flight)) for stages in partitions)
     assert shortfall.excess_bytes == least - problem["memory_bytes"]
     assert (shortfall.excess_bytes <= 0) == (solve_inter_op(**problem) is not None)
+
+
+def alpa_optimum(table: StageTable, problem: dict[str, Any], counts: range) -> float:
+    """Alpa's program as the paper states it: every t_max, then (stages, first block, devices)."""
+    blocks, m = table.time_s.shape[1] - 1, problem["num_microbatches"]
+    best = np.inf
+    for t_max in np.unique(table.time_s[np.isfinite(table.time_s)]):
+        layer = {(blocks, 0): 0.0}
+        for s in range(1, counts[-1] + 1):
+            held = problem["in_flight"](s) * table.activation_bytes + table.static_bytes
+            usable = (table.time_s <= t_max) & (held <= problem["memory_bytes"])
+            following: dict[tuple[int, int], float] = {}
+            for (j, d), cost in layer.items():
+                for v, i in np.argwhere(usable[:, :j, j]).tolist():
+                    state = (i, d + int(table.devices[v]))
+                    if state[1] <= problem["num_devices"]:
+                        through = cost + float(table.time_s[v, i, j])
+                        following[state] = min(following.get(state, np.inf), through)
+            layer = following
+            if s in counts:
+                total = layer.get((0, problem["num_devices"]), np.inf)
+                best = min(best, total + (m - 1) * float(t_max))
+    return best
+
+
+def pipeline_table(num_blocks: int, *, seed: int, power: float = 1.0) -> StageTable:
+    """Return a table whose stages get faster with devices and whose memory binds by position.
+
+    With a power above 1 long stages are disproportionately slow, so that more stages cost less.
+    """
+    rng = np.random.default_rng(seed)
+    ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, num_blocks))])
+    work = np.where(np.triu(np.ones((num_blocks + 1,) * 2), 1) > 0, ends - ends[:, None], np.inf)
+    devices = np.array([2, 2, 4, 4, 8])
+    slowdown = np.array([1.0, 1.3, 1.05, 1.35, 1.4])[:, None, None]
+    saved = np.array([1.0, 0.2, 1.0, 0.2, 1.0])[:, None, None]
+    share = work / devices[:, None, None]
+    share_bytes = np.where(np.isfinite(share), share, 0.0)
+    return StageTable(
+        devices=devices,
+        time_s=share**power * slowdown + 0.05,
+        static_bytes=2.0 * share_bytes,
+        activation_bytes=saved * share_bytes,
+    )
+
+
+@pytest.mark.parametrize("counts", [range(1, 9), range(4, 5), range(3, 7)])
+@pytest.mark.parametrize("memory_bytes", [2.5, 3.5, 5.0, 20.0])
+@pytest.mark.parametrize(("m", "power"), [(1, 1.0), (1, 2.0), (4, 1.0), (4, 2.0), (32, 1.0)])
+def test_solution_equals_the_program_of_the_paper(
+    counts: range, memory_bytes: float, m: int, power: float
+) -> None:
+    table = pipeline_table(7, seed=m, power=power)
+    problem: dict[str, Any] = {
+        "num_devices": 16,
+        "num_microbatches": m,
+        "memory_bytes": memory_bytes,
+        "in_flight": one_f_one_b(m),
+    }
+    expected = alpa_optimum(table, problem, counts)
+    solution = solve_inter_op(table, num_stages=counts, **problem)
+    if np.isinf(expected):
+        assert solution is None
+    else:
+        assert solution is not None
+        assert solution.objective_s == pytest.approx(expected, rel=1e-11)
+        assert len(solution.stages) in counts
+
+
+def uniform_table(num_blocks: int, devices: tuple[int, ...]) -> StageTable:
+    """Return a table of equal blocks: n blocks on d devices take n/d seconds and n/d bytes each."""
+    length = np.maximum(np.arange(num_blocks + 1) - np.arange(num_blocks + 1)[:, None], 0)
+    share = length / np.array(devices)[:, None, None]
+    return StageTable(
+        devices=np.array(devices),
+        time_s=np.where(share > 0, share, np.inf),
+        static_bytes=share,
+        activation_bytes=share,
+    )
+
+
+def solve_uniform(table: StageTable, **changes: Any) -> Partition | None:
+    """Return the stages for 8 devices, 4 micro-batches and ample memory, with some changes."""
+    arguments: dict[str, Any] = {
+        "num_devices": 8,
+        "num_microbatches": 4,
+        "memory_bytes": 1e9,
+        "in_flight": one_f_one_b(4),
+    }
+    solution = solve_inter_op(table, **(arguments | changes))
+    return None if solution is None else solution.stages
+
+
+def test_equal_blocks_are_split_evenly() -> None:
+    """Each stage has 2 of 8 devices, so the even split is the only one of least t_max."""
+    stages = solve_uniform(uniform_table(12, (2,)))
+    assert stages == tuple(StageChoice(start=i, stop=i + 3, variant=0) for i in range(0, 12, 3))
+
+
+def test_more_than_64_stages() -> None:
+    """As many stages as blocks, one device each: the first holds one block and 70 micro-batches."""
+    table = uniform_table(70, (1,))
+    stages = solve_uniform(table, num_devices=70)
+    assert stages == tuple(StageChoice(start=i, stop=i + 1, variant=0) for i in range(70))
+    shortfall = minimal_shortfall(table, num_devices=70, memory_bytes=3.0, in_flight=lambda s: s)
+    assert shortfall is not None
+    assert shortfall.stages == stages
+    assert shortfall.excess_bytes == 71.0 - 3.0
+
+
+def test_devices_must_be_met_exactly() -> None:
+    table = uniform_table(3, (2, 4))
+    assert solve_uniform(table, num_devices=7) is None
+    assert solve_uniform(table, num_devices=1) is None
+    assert solve_uniform(table, num_devices=14) is None  # 3 blocks: at most 12 devices
+    assert minimal_shortfall(table, num_devices=7, memory_bytes=0, in_flight=gpipe(1)) is None
+    assert solve_uniform(table, num_devices=12) is not None
+
+
+def test_position_decides_whether_a_stage_fits() -> None:
+    """Two stages of one block use 1 + 1 bytes at the end and 1 + 2 before it under 1F1B."""
+    table = uniform_table(2, (1,))
+    two: dict[str, Any] = {"num_devices": 2, "in_flight": one_f_one_b(4)}
+    assert solve_uniform(table, **two, memory_bytes=3.0) is not None
+    assert solve_uniform(table, **two, memory_bytes=2.9) is None
+    assert solve_uniform(table, num_devices=2, in_flight=gpipe(4), memory_bytes=3.0) is None
+    shortfall = minimal_shortfall(table, **two, memory_bytes=2.5)
+    assert shortfall is not None
+    assert shortfall.stage_excess_bytes == (0.5, -0.5)
+
+
+def test_more_stages_win_where_only_the_exact_program_can_tell() -> None:
+    """The cheap first block fits second from the end only; third from the end it costs 3, not 1.
+
+    So 3 stages look like 1 + 4 + 9 but cost 16, and still beat the 2 stages of 9 + 9.  Blocks 1
+    and 2 also make one stage, on too many devices, which hides where the first block must stand.
+    """
+    time_s = np.full((4, 4, 4), np.inf)
+    time_s[0, 0, 1] = 1.0
+    time_s[1, [0, 1, 2], [1, 2, 3]] = 3.0, 4.0, 9.0
+    time_s[2, 0, 2] = 9.0
+    time_s[3, 1, 3] = 1.0
+    activation_bytes = np.zeros_like(time_s)
+    activation_bytes[0, 0, 1] = 1.0
+    table = StageTable(
+        devices=np.array([1, 1, 2, 3]),
+        time_s=time_s,
+        static_bytes=np.zeros_like(time_s),
+        activation_bytes=activation_bytes,
+    )
+    changes: dict[str, Any] = {"num_devices": 3, "num_microbatches": 1, "in_flight": lambda s: s}
+    three = solve_uniform(table, **changes, memory_bytes=2.0)
+    assert three == tuple(StageChoice(start=i, stop=i + 1, variant=1) for i in range(3))
+    cheap = solve_uniform(table, **changes, memory_bytes=3.0)
+    assert cheap is not None and cheap[0].variant == 0 and len(cheap) == 3
+
+
+def test_number_of_stages_is_restricted() -> None:
+    table = uniform_table(8, (1, 2, 4, 8))
+    for count in range(1, 9):
+        stages = solve_uniform(table, num_stages=count)
+        assert stages is not None and len(stages) == count
+    assert solve_uniform(table, num_stages=9) is None
+    stages = solve_uniform(table, num_stages={3, 9})
+    assert stages is not None and len(stages) == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.randoms())
+def test_order_of_variants_does_not_change_the_cost(problem: dict[str, Any], random: Any) -> None:
+    table: StageTable = problem["table"]
+    order = list(range(len(table.devices)))
+    random.shuffle(order)
+    shuffled = StageTable(
+        devices=table.devices[order],
+        time_s=table.time_s[order],
+        static_bytes=table.static_bytes[order],
+        activation_bytes=table.activation_bytes[order],
+    )
+    first, again = solve_inter_op(**problem), solve_inter_op(**problem)
+    other = solve_inter_op(**(problem | {"table": shuffled}))
+    assert first == again
+    assert (first is None) == (other is None)
+    if first is not None and other is not None:
+        assert first.objective_s == pytest.approx(other.objective_s, rel=1e-11)
+
+
+def test_ties_take_the_first_variant() -> None:
+    table = uniform_table(4, (2, 2, 2))
+    stages = solve_uniform(table, num_devices=4)
+    assert stages is not None
+    assert {choice.variant for choice in stages} == {0}
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.floats(0.0, 0.5))
+def test_relative_gap_is_kept(problem: dict[str, Any], gap: float) -> None:
+    exact = solve_inter_op(**problem)
+    loose = solve_inter_op(**problem, relative_gap=gap)
+    assert (exact is None) == (loose is None)
+    if exact is not None and loose is not None:
+        assert loose.objective_s * (1 - gap) <= exact.objective_s * (1 + 1e-11)
+
+
+def test_malformed_input_is_named() -> None:
+    table = uniform_table(2, (1, 2))
+    with pytest.raises(ValueError, match="num_microbatches=0"):
+        solve_uniform(table, num_microbatches=0)
+    with pytest.raises(ValueError, match="num_devices=0"):
+        solve_uniform(table, num_devices=0)
+    with pytest.raises(ValueError, match="num_stages=0"):
+        solve_uniform(table, num_stages=0)
+    with pytest.raises(ValueError, match="relative_gap=1"):
+        solve_uniform(table, relative_gap=1)
+    with pytest.raises(ValueError, match="may not fall"):
+        solve_uniform(table, in_flight=lambda s: 5 - s)
+    with pytest.raises(ValueError, match="positive device count"):
+        solve_uniform(replace(table, devices=np.array([1, 0])))
+    with pytest.raises(ValueError, match="static_bytes has shape"):
+        solve_uniform(replace(table, static_bytes=np.zeros(3)))
+    broken = table.time_s.copy()
+    broken[1, 0, 2] = np.nan
+    with pytest.raises(ValueError, match=r"time_s\[1, 0, 2\] = nan"):
+        solve_uniform(replace(table, time_s=broken))

@@ -1,0 +1,240 @@
+"""Operators that know the axis they are split on.
+
+Each replaces one ATen operator where its rule names an implementation: vocabulary-parallel
+cross-entropy, masked embedding, synchronised batch norm; the loss normalised by a global count; and dropout
+whose mask is a function of global indices, so that every plan draws the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from costmodel.strategies import RP, P, Placement
+from executor.reshard import Axis, Reshard, local_part
+
+
+class ParallelEmbedding(nn.Module):
+    """Rows of the table split over `axis`: ids of other ranks look up zero; the results are partial."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(
+        self, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, *rest: Any
+    ) -> torch.Tensor:
+        rows = weight.shape[0]
+        local = ids - self.axis.rank * rows
+        outside = (local < 0) | (local >= rows)
+        padding = padding_idx - self.axis.rank * rows if padding_idx >= 0 else -1
+        own = padding if 0 <= padding < rows else None
+        found = F.embedding(local.masked_fill(outside, 0), weight, padding_idx=own)
+        return found.masked_fill(outside.unsqueeze(-1), 0)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Σ cross-entropy over rows with classes split over an axis; three numbers per row are exchanged.
+
+    Source: Megatron-LM's vocabulary-parallel cross-entropy (max, sum of exponentials, target logit).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, axis: Axis
+    ) -> torch.Tensor:
+        classes = logits.shape[1]
+        top = logits.max(dim=1).values
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
+        shifted = logits - top.unsqueeze(1)
+        exponentials = shifted.exp()
+        local = target - axis.rank * classes
+        outside = (local < 0) | (local >= classes)
+        safe = local.masked_fill(outside, 0)
+        hit = shifted.gather(1, safe.unsqueeze(1)).squeeze(1).masked_fill(outside, 0)
+        both = torch.stack([exponentials.sum(dim=1), hit])
+        dist.all_reduce(both, group=axis.group)
+        total, hit = both
+        kept = target != ignore_index
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), safe, outside, kept)
+        return ((total.log() - hit) * kept).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        softmax, safe, outside, kept = ctx.saved_tensors
+        grad = softmax * kept.unsqueeze(1)
+        inside = (~outside & kept).to(grad.dtype)
+        grad.scatter_add_(1, safe.unsqueeze(1), -inside.unsqueeze(1))
+        return grad * grads[0], None, None, None
+
+
+class GlobalLoss(nn.Module):
+    """Cross-entropy or NLL of local rows, divided by a count that spans ranks and micro-batches.
+
+    `classes` is the axis the class dim is split over, if any; `count` the axis over which rows are
+    counted when no `denominator` is handed in. Reduction "sum" divides by nothing.
+    """
+
+    def __init__(self, kind: str, reduction: int, classes: Axis | None, count: Axis | None) -> None:
+        super().__init__()
+        self.kind, self.reduction, self.classes, self.count = kind, reduction, classes, count
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        denominator: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.classes is not None:
+            loss = _VocabularyLoss.apply(logits, target, ignore_index, self.classes)
+        elif self.kind == "nll":
+            loss = F.nll_loss(logits, target, ignore_index=ignore_index, reduction="sum")
+        else:
+            loss = F.cross_entropy(
+                logits,
+                target,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                reduction="sum",
+            )
+        if self.reduction == 2:
+            return loss
+        if denominator is None:
+            denominator = (target != ignore_index).sum()
+            if self.count is not None:
+                dist.all_reduce(denominator, group=self.count.group)
+        return loss / denominator.to(loss.dtype)
+
+
+class SyncBatchNorm(nn.Module):
+    """Batch norm in training mode with statistics over the whole micro-batch, as on one device."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.sum = Reshard(P, RP, axis)
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+        mean: torch.Tensor | None, var: torch.Tensor | None, training: bool, momentum: float, eps: float, *rest: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        dims = [0, *range(2, x.dim())]
+        count = x.numel() // x.shape[1] * self.axis.size
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        batch_mean = self.sum(x.sum(dims)) / count
+        centred = x - batch_mean.view(shape)
+        batch_var = self.sum((centred * centred).sum(dims)) / count
+        if mean is not None and var is not None:
+            with torch.no_grad():
+                mean.lerp_(batch_mean.to(mean.dtype), momentum)
+                var.lerp_((batch_var * (count / max(count - 1, 1))).to(var.dtype), momentum)
+        out = centred * (batch_var + eps).rsqrt().view(shape)
+        if weight is not None:
+            out = out * weight.view(shape)
+        return out if bias is None else out + bias.view(shape)
+
+
+class ScaledMean(nn.Module):
+    """Turns the mean over local elements into this rank's share of the mean over all."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+# --- dropout by counter ------------------------------------------------------------------------------
+
+
+class IndexGrid(nn.Module):
+    """Global element numbers of a local tensor: every plan sees the same number for the same element.
+
+    `shape` is the global shape of one micro-batch; `cuts` the placements that made it local, in order, with
+    the size and rank of their axes; `batch` is (dim, elements per row in that dim) of the batch, to
+    which the micro-batch's first row is added.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        cuts: list[tuple[Placement, int, int]],
+        batch: tuple[int, int] | None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.cuts, self.batch = shape, cuts, batch
+
+    def forward(self, first_row: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.int64, device=first_row.device)
+        stride = 1
+        for d in reversed(range(len(self.shape))):
+            index = torch.arange(self.shape[d], dtype=torch.int64, device=first_row.device)
+            for placement, n, rank in self.cuts:
+                if placement.sharded and placement.dim == d:
+                    index = local_part(index, Placement("S", 0, placement.split), n, rank)
+            if self.batch is not None and self.batch[0] == d:
+                index = index + first_row * self.batch[1]
+            total = total + (index * stride).view([-1] + [1] * (len(self.shape) - 1 - d))
+            stride *= self.shape[d]
+        return total
+
+
+def keep_mask(index: torch.Tensor, seed: torch.Tensor, salt: int, p: float) -> torch.Tensor:
+    """True with probability 1-p, a pure function of (seed, salt, index): a 32-bit integer mix.
+
+    Source of the mixer: the "lowbias32" constants of C. Wellons' hash prospector.
+    """
+    low = 0xFFFFFFFF
+    h = (index + (seed ^ salt) * 0x9E3779B1) & low
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & low
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & low
+    h = h ^ (h >> 16)
+    return h >= int(p * 2**32)
+
+
+class CounterDropout(nn.Module):
+    """Dropout whose mask is the same under every plan. `rng` is the pair (step seed, first row)."""
+
+    def __init__(self, grid: IndexGrid, salt: int) -> None:
+        super().__init__()
+        self.grid, self.salt = grid, salt
+
+    def forward(self, x: torch.Tensor, p: float, train: bool, rng: torch.Tensor) -> torch.Tensor:
+        if not train or p == 0.0:
+            return x
+        mask = keep_mask(self.grid(rng[1]), rng[0], self.salt, p)
+        return x * mask.to(x.dtype) * (1.0 / (1.0 - p))
+
+
+class DropoutAttention(nn.Module):
+    """Scaled dot-product attention with counter dropout on its probabilities, written out."""
+
+    def __init__(self, grid: IndexGrid, salt: int) -> None:
+        super().__init__()
+        self.drop = CounterDropout(grid, salt)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, p: float,
+        causal: bool, scale: float | None, grouped: bool, rng: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        if grouped:
+            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+            v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+        scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        if mask is not None:
+            scores = (
+                scores.masked_fill(~mask, float("-inf"))
+                if mask.dtype == torch.bool
+                else scores + mask
+            )
+        return self.drop(scores.softmax(-1), p, True, rng) @ v

@@ -1,0 +1,95 @@
+"""Process group of a run: joining it under torchrun, talking over it, leaving it in order."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = (
+    300  # a rank that hangs stops the others after this long; MESHWRIGHT_TIMEOUT_S overrides
+)
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def running() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    return dist.get_world_size() if running() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if running() else 0
+
+
+def device_here() -> torch.device:
+    """The local GPU under NCCL, else the CPU."""
+    if running() and dist.get_backend() == "nccl" or not running() and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def start(backend: str) -> None:
+    """Join the process group that torchrun's environment describes, unless it is already joined."""
+    if running() or not under_torchrun():
+        return
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    limit = float(os.environ.get("MESHWRIGHT_TIMEOUT_S", TIMEOUT_S))
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit))
+
+
+def agree(value: Any) -> Any:
+    """Rank 0's value, on every rank: what was measured or solved on one is used by all."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def stop() -> None:
+    """Leave the process group after everybody has finished."""
+    if not running():
+        return
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    time.sleep(0.3)  # gloo's threads must be gone before the interpreter is
+
+
+@contextmanager
+def distributed(backend: str = "gloo") -> Iterator[None]:
+    """A process group for the duration; a rank that raises says so and takes the others down with it.
+
+    Without `os._exit` the other ranks would wait for this one until the process group's timeout.
+    """
+    start(backend)
+    try:
+        yield
+    except BaseException as error:
+        if world_size() == 1 or isinstance(error, SystemExit):
+            raise
+        sys.stderr.write(f"rank {rank()} failed: {type(error).__name__}: {error}\n")
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    stop()

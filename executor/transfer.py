@@ -1,0 +1,122 @@
+"""What crosses between stages: each rank sends and receives exactly the slices the other side needs.
+
+A tensor lies on a stage's mesh replicated, or split along one dim of the data axis. The slices are the
+intersections of the boxes that source and destination ranks hold; where several source ranks hold
+the same box, each destination takes the replica that spreads the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from costmodel.strategies import Placement
+from executor.meshes import StageMesh
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """`box` (global index ranges per dim) travels from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def held(shape: Sequence[int], placement: Placement, n: int, k: int) -> Box:
+    """The box of the k-th of n ranks on the data axis."""
+    box = [(0, size) for size in shape]
+    if placement.sharded:
+        size = shape[placement.dim] // n
+        box[placement.dim] = (k * size, (k + 1) * size)
+    return tuple(box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None if it is empty."""
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def slices(
+    shape: Sequence[int],
+    source: StageMesh,
+    source_placement: Placement,
+    target: StageMesh,
+    target_placement: Placement,
+) -> list[Slice]:
+    """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
+    moved: list[Slice] = []
+    for d in range(target.dp):
+        wanted = held(shape, target_placement, target.dp, d)
+        for t in range(target.tp):
+            holders = range(source.dp) if source_placement.sharded else [d % source.dp]
+            for s in holders:
+                box = intersect(held(shape, source_placement, source.dp, s), wanted)
+                if box is not None:
+                    origin = source.rank(s, (t + d) % source.tp if source.tp != target.tp else t)
+                    moved.append(Slice(source=origin, target=target.rank(d, t), box=box))
+    return moved
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Index of a box relative to the tensor that holds `outer`."""
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
+
+
+class Channel:
+    """One tensor's way from one stage to another, in one direction, as seen from this rank."""
+
+    def __init__(
+        self, moved: Sequence[Slice], rank: int, mine: Box, dtype: torch.dtype,
+        device: torch.device, group: object, tag: int,
+    ) -> None:  # fmt: skip
+        self.outgoing = [s for s in moved if s.source == rank]
+        self.incoming = [s for s in moved if s.target == rank]
+        self.mine, self.dtype, self.device, self.group, self.tag = mine, dtype, device, group, tag
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank sends per micro-batch."""
+        return sum(_numel(s.box) for s in self.outgoing) * self.dtype.itemsize
+
+    def send(self, x: torch.Tensor) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Start sending; the tensors must live until the work is done."""
+        started = []
+        for piece in self.outgoing:
+            part = x.detach()[within(piece.box, self.mine)].contiguous()
+            work = dist.isend(part, piece.target, group=self.group, tag=self.tag)
+            started.append((work, part))
+        return started
+
+    def post(self) -> list[tuple[dist.Work, torch.Tensor, Slice]]:
+        """Post the receives of one micro-batch."""
+        posted = []
+        for piece in self.incoming:
+            part = torch.empty([b - a for a, b in piece.box], dtype=self.dtype, device=self.device)
+            work = dist.irecv(part, piece.source, group=self.group, tag=self.tag)
+            posted.append((work, part, piece))
+        return posted
+
+    def finish(self, posted: list[tuple[dist.Work, torch.Tensor, Slice]]) -> torch.Tensor:
+        """Wait for posted receives and put the tensor together."""
+        for work, _, _ in posted:
+            work.wait()
+        if len(posted) == 1 and posted[0][2].box == self.mine:
+            return posted[0][1]
+        whole = torch.empty([b - a for a, b in self.mine], dtype=self.dtype, device=self.device)
+        for _, part, piece in posted:
+            whole[within(piece.box, self.mine)] = part
+        return whole
+
+
+def _numel(box: Box) -> int:
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total

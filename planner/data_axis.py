@@ -1,0 +1,106 @@
+"""The batch on the data axis: one pass over the graph, no search.
+
+Every operator that can split the batch does. What does not depend on the batch (position embeddings) is
+computed on every rank with its gradient left partial, to be reduced once per step with the weights'.
+An operator that can't split it gets the whole micro-batch gathered, and its result is sliced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph, Op
+from costmodel.strategies import (
+    PARTIAL,
+    REPLICATE,
+    RP,
+    P,
+    Placement,
+    R,
+    Strategy,
+    strategies,
+    transition,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLayout:
+    """Per operator its strategy on the data axis, per value its state, and the keys of operators that
+    need the whole micro-batch on every rank."""
+
+    strategies: Mapping[str, Strategy]
+    states: Mapping[str, Placement]
+    gathered: tuple[str, ...]
+
+
+def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
+    """States of every value on a data axis of `degree` ranks."""
+    at: dict[str, Placement] = {name: R for name in graph.values}
+    if table.batch is not None and degree > 1:
+        for name in graph.batched:
+            found = table.find(name, table.batch)
+            at[name] = Placement("S", *found) if found else R
+    chosen: dict[str, Strategy] = {}
+    gathered: list[str] = []
+    for op in (*graph.derived, *graph.ops):
+        strategy = _choose(graph, table, op, degree, at)
+        chosen[op.name] = strategy
+        at |= dict(zip(op.results, strategy.results, strict=True))
+        if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
+            gathered.append(op.key)
+    _leave_gradients_partial(graph, chosen, at)
+    return DataLayout(strategies=chosen, states=at, gathered=tuple(gathered))
+
+
+def _choose(
+    graph: Graph, table: FactorTable, op: Op, degree: int, at: Mapping[str, Placement]
+) -> Strategy:
+    """The batch split where an operand carries it; partial results carried through linear operators."""
+    options = strategies(graph, table, op, degree, only=table.batch if degree > 1 else -1)
+    matmul = table.ops[op.name].matmul
+
+    def effort(item: tuple[int, Strategy]) -> tuple[int, int, int]:
+        order, option = item
+        collectives = 99 * (matmul and option.name.startswith(PARTIAL))
+        for value, target in zip(op.operands, option.operands, strict=True):
+            if value in graph.parameters:
+                continue
+            kinds = transition(at[value], target)
+            collectives += 99 if kinds is None else sum(bool(k) for k in kinds)
+        agreeing = sum(
+            at[v].sharded and at[v] == t for v, t in zip(op.operands, option.operands, strict=True)
+        )
+        return (collectives, -agreeing, order)
+
+    return min(enumerate(options), key=effort)[1]
+
+
+def _leave_gradients_partial(
+    graph: Graph, chosen: dict[str, Strategy], at: dict[str, Placement]
+) -> None:
+    """Replicated operators all of whose readers leave partial gradients pass them on, unreduced."""
+    crossing = {name for block in graph.blocks for name in block.inputs}
+    readers: dict[str, list[Placement]] = {}
+    for op in reversed((*graph.derived, *graph.ops)):
+        strategy = chosen[op.name]
+        passes = (
+            strategy.name == REPLICATE
+            and any(graph.values[v].requires_grad for v in op.results)
+            and all(at[v] in (R, RP) for v in op.operands)
+            and all(readers.get(v) and set(readers[v]) == {RP} for v in op.results)
+            and not crossing & set(op.results)
+        )
+        if passes:
+            operands = tuple(RP if graph.values[v].requires_grad else R for v in op.operands)
+            strategy = Strategy(name="reduced", operands=operands, results=(RP,) * len(op.results))
+            chosen[op.name] = strategy
+            at |= dict.fromkeys(op.results, RP)
+        for value, target in zip(op.operands, strategy.operands, strict=True):
+            readers.setdefault(value, []).append(target)
+
+
+def loss_is_summed(layout: DataLayout, graph: Graph) -> bool:
+    """Whether each data rank holds its share of the loss (to be summed) rather than all of it."""
+    return layout.states[graph.loss] == P
