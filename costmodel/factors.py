@@ -1,19 +1,19 @@
 """Factors across the graph: which dims of which tensors are the same thing.
 
-Every dim starts as one unknown; each operator's rule says which of its operands' and results' dims share a
-factor; a union-find with splitting merges them. What remains are atoms: batch, sequence, heads, head
-dim, ffn, vocabulary get their identity without being told, and a fused projection's output is seen as
-(parts × heads × head dim), so that it can be split by heads.
+Every dim starts as one unknown; each operator's rule says which of its operands' and results' dims
+share a factor; a union-find with splitting merges them. What remains are atoms: batch, sequence,
+heads, head dim, ffn, vocabulary get their identity without being told, and a fused projection's
+output is seen as (parts × heads × head dim), so that it can be split by heads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodel.graph import Graph, Op
-from costmodel.rules import OpFactors, factors_of
+from costmodel.rules import Kind, OpFactors, factors_of
 
 AtomDims = tuple[tuple[int, ...], ...]
 
@@ -33,7 +33,8 @@ class FactorTable:
     batch: int | None
 
     def find(self, value: str, atom: int) -> tuple[int, int] | None:
-        """(dim, product of the atoms before it in that dim) of an atom in a value; None if absent."""
+        """(dim, product of the atoms before it in that dim) of an atom in a value; None if
+        absent."""
         for d, atoms in enumerate(self.dims[value]):
             if atom in atoms:
                 return d, math.prod(self.sizes[a] for a in atoms[: atoms.index(atom)])
@@ -73,7 +74,8 @@ class _Atoms:
         self.parts[x] = (self.new(major_size), self.new(self.size[x] // major_size))
 
     def unify(self, left: list[int], right: list[int]) -> bool:
-        """Make two lists of factors one; False (and a partial merge of what nests) where they don't nest."""
+        """Make two lists of factors one; False (and a partial merge of what nests) where they don't
+        nest."""
         a, b = self._expand(left), self._expand(right)
         while a and b:
             x, y = a.pop(0), b.pop(0)
@@ -114,8 +116,8 @@ def analyse(graph: Graph) -> FactorTable:
         if bad:
             broken[op.name] = bad
     for name, bad in broken.items():
-        kinds = {**ops[name].kinds, **dict.fromkeys(bad, "whole")}
-        ops[name] = _replace_kinds(ops[name], kinds)
+        whole: dict[str, Kind] = dict.fromkeys(bad, "whole")
+        ops[name] = replace(ops[name], kinds={**ops[name].kinds, **whole})
     flat = {name: tuple(tuple(atoms._expand(list(d))) for d in ds) for name, ds in dims.items()}
     table = {
         name: {letter: tuple(atoms.leaves(var)) for letter, var in found.items()}
@@ -149,9 +151,3 @@ def _link(
             if var and known and not atoms.unify(list(var), known):
                 bad |= set(dim)
     return made, letters, bad
-
-
-def _replace_kinds(made: OpFactors, kinds: Mapping[str, str]) -> OpFactors:
-    from dataclasses import replace
-
-    return replace(made, kinds=kinds)

@@ -1,7 +1,8 @@
 """The traced model as plain data: tensors, operators, blocks.
 
 A `Graph` holds no torch modules and no weights, only names, shapes and wiring, so that it can be
-priced, hashed and rewritten without a device. It is traced for one micro-batch of `batch_size` rows.
+priced, hashed and rewritten without a device. It is traced for one micro-batch of `batch_size`
+rows.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class TensorMeta:
 class Op:
     """One operator call.
 
-    `args` and `kwargs` are the call's arguments with every tensor replaced by a `Ref`. `results` has
-    one name per output tensor. `key` is the stable name used by plans: the module's FQN, the
-    operator, and its occurrence there (`transformer.h.0.mlp.c_fc:addmm`).
+    `args` and `kwargs` are the call's arguments with every tensor replaced by a `Ref`. `results`
+    has one name per output tensor. `key` is the stable name used by plans: the module's FQN, the
+    operator, and its occurrence there (`transformer.h.0.mlp.c_fc:addmm`). `operands` are the names
+    of the tensor arguments in call order, repeats included; `short` is `add` of `aten.add.Tensor`.
     """
 
     name: str
@@ -55,25 +57,21 @@ class Op:
     key: str = ""
     module: str = ""
     source: str = ""
+    operands: tuple[str, ...] = field(init=False, compare=False)
+    short: str = field(init=False, compare=False)
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the tensor arguments in call order, repeats included."""
-        return tuple(refs(self.args)) + tuple(refs(self.kwargs))
-
-    @property
-    def short(self) -> str:
-        """`aten.add.Tensor` -> `add`."""
-        return self.target.split(".")[1]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operands", (*refs(self.args), *refs(self.kwargs)))
+        object.__setattr__(self, "short", self.target.split(".")[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A contiguous run of operators, the unit of stage cuts and of recompute.
 
-    `inputs` and `outputs` are activations crossing the block's boundary; `derived` are values computed
-    from raw inputs alone that it reads (masks, positions); `parameters` and `buffers` are value names.
-    Blocks with equal `class_id` are the same program on different parameters.
+    `inputs` and `outputs` are activations crossing the block's boundary; `derived` are values
+    computed from raw inputs alone that it reads (masks, positions); `parameters` and `buffers` are
+    value names. Blocks with equal `class_id` are the same program on different parameters.
     """
 
     name: str
@@ -90,12 +88,12 @@ class Block:
 class Graph:
     """A traced model: loss included, batch of `batch_size` rows, operators in execution order.
 
-    `inputs` maps a value name to its path in the user's batch (`input_ids`, `0`, ...); `batched` are
-    those whose dim 0 is the batch. `parameters` and `buffers` map value names to FQNs (a tied
+    `inputs` maps a value name to its path in the user's batch (`input_ids`, `0`, ...); `batched`
+    are those whose dim 0 is the batch. `parameters` and `buffers` map value names to FQNs (a tied
     parameter has one name), `constants` to tensors. `derived` are the operators that depend on raw
-    inputs, buffers and constants only: they belong to no block, every stage recomputes what it needs.
-    `aliases` maps every FQN of a tied parameter to the one kept. `loss` is the scalar output;
-    `updates` maps a buffer's value name to the value that replaces it after the forward.
+    inputs, buffers and constants only: they belong to no block, every stage recomputes what it
+    needs. `aliases` maps every FQN of a tied parameter to the one kept. `loss` is the scalar
+    output; `updates` maps a buffer's value name to the value that replaces it after the forward.
     """
 
     values: Mapping[str, TensorMeta]
@@ -143,3 +141,57 @@ def map_refs(tree: Any, fn: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: map_refs(item, fn) for key, item in tree.items()}
     return tree
+
+
+def verify_graph(graph: Graph) -> None:
+    """Check what every reader of a Graph relies on; a violation is a bug of the tracer.
+
+    Every operand is defined before it is read, by one definition of known shape; names and keys are
+    unique; derived operators read no parameter and no activation; the loss is a scalar; blocks, if
+    cut, partition the operators in order.
+    """
+    sources = (*graph.inputs, *graph.parameters, *graph.buffers, *graph.constants)
+    defined = _declared(graph, sources)
+    for op in graph.derived:
+        read = graph.parameters.keys() & set(op.operands)
+        _check(not read, f"derived {op.name} reads parameters {sorted(read)}")
+        _define(graph, op, defined)
+    for op in graph.ops:
+        _define(graph, op, defined)
+    calls = (*graph.derived, *graph.ops)
+    for what, names in (("name", [o.name for o in calls]), ("key", [o.key for o in calls])):
+        _check(len(set(names)) == len(names), f"an operator {what} is used twice")
+    _check(graph.loss in defined, f"loss {graph.loss} is not defined")
+    _check(graph.values[graph.loss].shape == (), f"loss {graph.loss} is no scalar")
+    _check(graph.batched <= set(graph.inputs), "a batched value is no input")
+    for buffer, update in graph.updates.items():
+        _check(buffer in graph.buffers, f"update of {buffer}, which is no buffer")
+        _check(update in defined, f"update {update} of {buffer} is not defined")
+    kept = set(graph.aliases.values())
+    _check(
+        not kept & set(graph.aliases), f"aliases of aliases: {sorted(kept & set(graph.aliases))}"
+    )
+    if graph.blocks:
+        flat = tuple(op for block in graph.blocks for op in block.ops)
+        _check(flat == graph.ops, "the blocks do not partition the operators in order")
+
+
+def _declared(graph: Graph, sources: tuple[str, ...]) -> set[str]:
+    _check(len(set(sources)) == len(sources), "a value is of two kinds")
+    for name in sources:
+        _check(name in graph.values, f"{name} has no shape")
+    return set(sources)
+
+
+def _define(graph: Graph, op: Op, defined: set[str]) -> None:
+    for name in op.operands:
+        _check(name in defined, f"{op.name} ({op.key}) reads {name} before it is defined")
+    for name in op.results:
+        _check(name not in defined, f"{op.name} ({op.key}) defines {name} again")
+        _check(name in graph.values, f"{name} has no shape")
+    defined.update(op.results)
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(f"inconsistent graph: {what}")

@@ -1,8 +1,9 @@
 """Bytes a device holds: model states by precision and ZeRO stage, and what autograd saves.
 
-Model states with AdamW (field's notation, per parameter): fp32 training holds 4 weight + 4 gradient + 8
-moments = 16 bytes. bf16/fp16 holds 2 weight + 4 gradient accumulated in fp32 + 4 master + 8 moments = 18.
-ZeRO-1 divides master, moments and the gradient shard handed to the optimizer by the data-parallel degree.
+Model states with AdamW (field's notation, per parameter): fp32 training holds 4 weight + 4 gradient
++ 8 moments = 16 bytes. bf16/fp16 holds 2 weight + 4 gradient accumulated in fp32 + 4 master + 8
+moments = 18. ZeRO-1 divides master, moments and the gradient shard handed to the optimizer by the
+data-parallel degree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(
 
 
 def model_state_bytes(numel: float, *, precision: str, zero: int, dp: int, optimizer: str) -> float:
-    """Bytes of weights, gradients and optimizer states of `numel` local (tensor-parallel) parameters."""
+    """Bytes of weights, gradients and optimizer states of `numel` local (tensor-parallel)
+    parameters."""
     moments = optimizer_bytes(optimizer)
     mixed = precision != "fp32"
     if zero == 0:
@@ -34,7 +36,8 @@ def optimizer_bytes(optimizer: str) -> int:
     except KeyError:
         raise ValueError(
             f"optimizer={optimizer!r}: the planner knows the states of {sorted(OPTIMIZER_BYTES)}; "
-            "name the one with as many moments as yours (the model is trained with any torch optimizer)"
+            "name the one with as many moments as yours (the model is trained with any torch "
+            "optimizer)"
         ) from None
 
 

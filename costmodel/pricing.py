@@ -1,11 +1,11 @@
 """Seconds and bytes of one operator under one strategy, and of one re-shard, on one mesh.
 
     forward  = roofline(local FLOPs, local bytes)
-    backward = 2 × forward for matrix products, twice the traffic for the rest; 0 where no gradient flows
-    re-shard = its collectives, forward and backward (`strategies.TRANSITIONS`)
+    backward = 2 × forward for matrix products, twice the traffic for the rest; 0 where no gradient
+    flows re-shard = its collectives, forward and backward (`strategies.TRANSITIONS`)
 
-Parameters are paid for once per step: reduction of their gradients over the data axis (and over the tensor axis
-where they come out partial), and the optimizer's traffic.
+Parameters are paid for once per step: reduction of their gradients over the data axis (and over the
+tensor axis where they come out partial), and the optimizer's traffic.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from costmodel.memory import optimizer_step_bytes
 from costmodel.strategies import Placement, R, Strategy, transition
 from profiles.cluster import Cluster
 
+BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where a block runs: `rows` batch rows per device and micro-batch, on a (dp, tp) mesh, tp innermost."""
+    """Where a block runs: `rows` batch rows per device and micro-batch, on a (dp, tp) mesh, tp
+    innermost."""
 
     cluster: Cluster
     dp: int
@@ -76,12 +78,19 @@ class Pricer:
     setting: Setting
     tensor_group: Group = field(init=False)
     data_group: Group = field(init=False)
+    data_seconds_per_byte: float = field(init=False)
     _comm: dict[tuple[str, float], float] = field(default_factory=dict)
+    _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
+    _moves: dict[tuple[str, Placement, Placement], Cost | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         setting = self.setting
         self.tensor_group = group_for(setting.cluster, size=setting.tp, stride=1)
         self.data_group = group_for(setting.cluster, size=setting.dp, stride=setting.tp)
+        self.data_seconds_per_byte = (
+            float(collective_time("all_reduce", BUCKET_BYTES, self.data_group, setting.cluster))
+            / BUCKET_BYTES
+        )
 
     # --- sizes ---
 
@@ -97,8 +106,21 @@ class Pricer:
 
     # --- operators ---
 
+    def once(self, setting: Setting) -> Pricer:
+        """The same prices per micro-batch (caches shared) with another data axis: same tp and
+        rows."""
+        return Pricer(
+            graph=self.graph, table=self.table, setting=setting, _comm=self._comm, _ops=self._ops, _moves=self._moves,
+        )  # fmt: skip
+
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
         """Compute and inner communication of one operator call."""
+        key = (op.name, strategy.name)
+        if key not in self._ops:
+            self._ops[key] = self._op_cost(op, strategy)
+        return self._ops[key]
+
+    def _op_cost(self, op: Op, strategy: Strategy) -> Cost:
         made = self.table.ops[op.name]
         results = sum(self.nbytes(v, p) for v, p in zip(op.results, strategy.results, strict=True))
         if made.view and not made.matmul and op.short not in ("cat", "stack"):
@@ -134,7 +156,7 @@ class Pricer:
         atoms = self.table.letters[op.name]
         if any(self.table.batch in atoms.get(f, ()) for f in made.flop_factors):
             flops *= self.setting.rows / self.graph.batch_size
-        if op.kwargs.get("is_causal") or op.short.startswith("scaled") and True in op.args[5:6]:
+        if op.kwargs.get("is_causal") or (op.short.startswith("scaled") and True in op.args[5:6]):
             flops /= 2
         return flops / self.setting.tp if strategy.split_factor in made.flop_factors else flops
 
@@ -143,7 +165,8 @@ class Pricer:
         return self.setting.precision if itemsize == DTYPE_BYTES[self.setting.precision] else "fp32"
 
     def _inner_comm(self, op: Op, strategy: Strategy) -> float:
-        """What an implementation exchanges by itself: vocabulary-parallel loss sends three numbers a row."""
+        """What an implementation exchanges by itself: vocabulary-parallel loss sends three numbers
+        a row."""
         if strategy.implementation != "cross_entropy" or strategy.split_factor == "n":
             return 0.0
         return 3 * self.comm("all_reduce", self.numel(op.operands[1]) * 4)
@@ -162,7 +185,14 @@ class Pricer:
         return self._comm[key]
 
     def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        """Moving an activation between two states, once per micro-batch; None where it is illegal."""
+        """Moving an activation between two states, once per micro-batch; None where it is
+        illegal."""
+        key = (value, source, target)
+        if key not in self._moves:
+            self._moves[key] = self._reshard(value, source, target)
+        return self._moves[key]
+
+    def _reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
         kinds = transition(source, target)
         if kinds is None:
             return None
@@ -174,7 +204,8 @@ class Pricer:
         return Cost(forward_s=f, backward_s=b, forward_comm_s=f, backward_comm_s=b)
 
     def reshard_parameter(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        """As `reshard`, but a gradient that comes out partial is reduced once per step, not per micro-batch."""
+        """As `reshard`, but a gradient that comes out partial is reduced once per step, not per
+        micro-batch."""
         if source == R and target.kind == "Rp":
             return Cost(reduce_s=self.comm("all_reduce", self.numel(value) * 4))
         return self.reshard(value, source, target)
@@ -182,16 +213,16 @@ class Pricer:
     # --- once per step ---
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
-        """Gradient reduction over the data axis and the optimizer step of one parameter (fp32 gradients)."""
+        """Gradient reduction over the data axis and the optimizer step of one parameter (fp32
+        gradients)."""
         if not self.graph.values[value].requires_grad:
             return Cost()
         setting = self.setting
         numel = self.numel(value, placement)
         reduce_s = 0.0
         if setting.dp > 1:
-            reduce_s = float(
-                collective_time("all_reduce", numel * 4, self.data_group, setting.cluster)
-            )
+            # a share of a bucket: its bytes, without a launch of its own
+            reduce_s = self.data_seconds_per_byte * numel * 4
         device = setting.cluster.device
         owned = numel / setting.dp if setting.zero else numel
         moved = optimizer_step_bytes(owned, optimizer=setting.optimizer)

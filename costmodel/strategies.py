@@ -5,14 +5,15 @@ Per mesh axis a tensor, value and gradient together, is in one of the states
     R   (replicated, replicated)      Rp  (replicated, partial): the gradient is still to be summed
     P   (partial, replicated)         S   (split, split) along one atom of one dim
 
-An operator's strategies are: replicated; split along one atom of one factor; or partial, where it is linear.
+An operator's strategies are: replicated; split along one atom of one factor; or partial, where it
+is linear.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph, Op
@@ -20,8 +21,9 @@ from costmodel.graph import Graph, Op
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """State of a tensor on one mesh axis. For `S`, dim `dim` is seen as (split, n, rest) and n is divided:
-    `split == 1` is torch's `Shard(dim)`, else a shard inside each of `split` parts (fused projections)."""
+    """State of a tensor on one mesh axis. For `S`, dim `dim` is seen as (split, n, rest) and n is
+    divided: `split == 1` is torch's `Shard(dim)`, else a shard inside each of `split` parts (fused
+    projections)."""
 
     kind: str
     dim: int = -1
@@ -57,7 +59,8 @@ DISPLAY = {factor: alias for alias, factor in ALIASES.items()}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One way to run an operator on one mesh axis. `name` is the factor split (with `.k` for the
-    k-th atom of a factor that has several), `replicate` or `partial`. `split_factor` is the factor."""
+    k-th atom of a factor that has several), `replicate` or `partial`. `split_factor` is the
+    factor."""
 
     name: str
     operands: tuple[Placement, ...]
@@ -71,7 +74,8 @@ def strategies(
 ) -> list[Strategy]:
     """The legal strategies of `op` on an axis of `degree` ranks, replicated first.
 
-    `only` keeps the splits of one atom (the data axis passes the batch); otherwise the batch is left out.
+    `only` keeps the splits of one atom (the data axis passes the batch); otherwise the batch is
+    left out.
     """
     made = table.ops[op.name]
     found = [
@@ -85,10 +89,10 @@ def strategies(
             if not wanted or table.sizes[atom] % degree:
                 continue
             split = _split(graph, table, op, letter, atom)
-            if split is None or split.implementation and k > 0:
+            if split is None or (split.implementation and k > 0):
                 continue
             shown = DISPLAY.get(letter, letter) + (f".{k}" if len(atoms) > 1 else "")
-            found.append(_renamed(split, shown))
+            found.append(replace(split, name=shown))
     found += _partial(graph, table, op)
     return found
 
@@ -98,20 +102,15 @@ def indivisible(table: FactorTable, op: Op, degree: int) -> dict[str, int]:
     made = table.ops[op.name]
     sizes = {}
     for letter, atoms in table.letters[op.name].items():
-        if made.kinds[letter] != "whole" and table.batch not in atoms:
-            if all(table.sizes[a] % degree for a in atoms):
-                sizes[letter] = made.sizes[letter]
+        splittable = made.kinds[letter] != "whole" and table.batch not in atoms
+        if splittable and all(table.sizes[a] % degree for a in atoms):
+            sizes[letter] = made.sizes[letter]
     return sizes
 
 
-def _renamed(strategy: Strategy, name: str) -> Strategy:
-    from dataclasses import replace
-
-    return replace(strategy, name=name)
-
-
 def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> Strategy | None:
-    """Split one atom of one factor; None where the atom is not at one place in a tensor that has the factor."""
+    """Split one atom of one factor; None where the atom is not at one place in a tensor that has
+    the factor."""
     made = table.ops[op.name]
     kind = made.kinds[letter]
     summed = kind in ("sum", "mean")

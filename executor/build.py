@@ -21,6 +21,7 @@ from executor.transfer import Channel, held, slices
 from planner.data_axis import DataLayout, data_layout
 from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan
+from planner.stage_costs import recomputable
 from planner.trace import DTYPES
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
@@ -43,11 +44,6 @@ class BuiltStage:
     losses: Mapping[str, tuple[str, int]]
     tied: Mapping[str, Mapping[int, Placement]]
     data: DataLayout
-
-
-def recomputable(block: Block) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics."""
-    return not any(op.short == "batch_norm" and op.args[5] for op in block.ops)
 
 
 def stage_of(plan: Plan) -> dict[str, int]:

@@ -38,7 +38,8 @@ class ParallelEmbedding(nn.Module):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Σ cross-entropy over rows with classes split over an axis; three numbers per row are exchanged.
+    """Σ cross-entropy over rows with classes split over an axis; three numbers per row are exchanged,
+    in single precision at least.
 
     Source: Megatron-LM's vocabulary-parallel cross-entropy (max, sum of exponentials, target logit).
     """
@@ -50,7 +51,8 @@ class _VocabularyLoss(torch.autograd.Function):
         classes = logits.shape[1]
         top = logits.max(dim=1).values
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
-        shifted = logits - top.unsqueeze(1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        shifted = logits.to(wide) - top.unsqueeze(1)
         exponentials = shifted.exp()
         local = target - axis.rank * classes
         outside = (local < 0) | (local >= classes)
@@ -61,7 +63,8 @@ class _VocabularyLoss(torch.autograd.Function):
         total, hit = both
         kept = target != ignore_index
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), safe, outside, kept)
-        return ((total.log() - hit) * kept).sum()
+        ctx.dtype = logits.dtype
+        return ((total.log() - hit) * kept).sum().to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -69,17 +72,19 @@ class _VocabularyLoss(torch.autograd.Function):
         grad = softmax * kept.unsqueeze(1)
         inside = (~outside & kept).to(grad.dtype)
         grad.scatter_add_(1, safe.unsqueeze(1), -inside.unsqueeze(1))
-        return grad * grads[0], None, None, None
+        return (grad * grads[0]).to(ctx.dtype), None, None, None
 
 
 class GlobalLoss(nn.Module):
     """Cross-entropy or NLL of local rows, divided by a count that spans ranks and micro-batches.
 
-    `classes` is the axis the class dim is split over, if any; `count` the axis over which rows are
+    `classes` is the axis the class dim is split over, if any; `count` the axes over which rows are
     counted when no `denominator` is handed in. Reduction "sum" divides by nothing.
     """
 
-    def __init__(self, kind: str, reduction: int, classes: Axis | None, count: Axis | None) -> None:
+    def __init__(
+        self, kind: str, reduction: int, classes: Axis | None, count: tuple[Axis, ...]
+    ) -> None:
         super().__init__()
         self.kind, self.reduction, self.classes, self.count = kind, reduction, classes, count
 
@@ -107,13 +112,14 @@ class GlobalLoss(nn.Module):
             return loss
         if denominator is None:
             denominator = (target != ignore_index).sum()
-            if self.count is not None:
-                dist.all_reduce(denominator, group=self.count.group)
+            for axis in self.count:
+                dist.all_reduce(denominator, group=axis.group)
         return loss / denominator.to(loss.dtype)
 
 
 class SyncBatchNorm(nn.Module):
-    """Batch norm in training mode with statistics over the whole micro-batch, as on one device."""
+    """Batch norm in training mode with statistics over the whole micro-batch, as on one device; they
+    are taken in single precision at least."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -127,8 +133,9 @@ class SyncBatchNorm(nn.Module):
         dims = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] * self.axis.size
         shape = [1, -1] + [1] * (x.dim() - 2)
-        batch_mean = self.sum(x.sum(dims)) / count
-        centred = x - batch_mean.view(shape)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        batch_mean = self.sum(wide.sum(dims)) / count
+        centred = wide - batch_mean.view(shape)
         batch_var = self.sum((centred * centred).sum(dims)) / count
         if mean is not None and var is not None:
             with torch.no_grad():
@@ -137,7 +144,7 @@ class SyncBatchNorm(nn.Module):
         out = centred * (batch_var + eps).rsqrt().view(shape)
         if weight is not None:
             out = out * weight.view(shape)
-        return out if bias is None else out + bias.view(shape)
+        return (out if bias is None else out + bias.view(shape)).to(x.dtype)
 
 
 class ScaledMean(nn.Module):

@@ -8,15 +8,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TIMEOUT_S = (
     300  # a rank that hangs stops the others after this long; MESHWRIGHT_TIMEOUT_S overrides
@@ -57,13 +59,24 @@ def start(backend: str) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=limit))
 
 
-def agree(value: Any) -> Any:
-    """Rank 0's value, on every rank: what was measured or solved on one is used by all."""
+def agree_on(decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on every rank; a ValueError it raises is raised everywhere.
+
+    What was measured or solved on one rank is used by all, so that they can't disagree.
+    """
     if world_size() == 1:
-        return value
-    box = [value]
+        return decide()
+    box: list[Any] = [None]
+    if rank() == 0:
+        try:
+            box = [(decide(), None)]
+        except ValueError as error:
+            box = [(None, error)]
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    value, failed = box[0]
+    if failed is not None:
+        raise failed
+    return value
 
 
 def stop() -> None:

@@ -32,7 +32,7 @@ from executor.implementations import (
 from executor.reshard import Axis, Reshard
 from planner.blocks import class_hash
 from planner.data_axis import DataLayout
-from planner.layouts import Assignment, BlockLayouts
+from planner.layouts import Assignment, BlockLayouts, default_state
 
 State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
 LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss": "nll", "nll_loss_nd": "nll"}
@@ -168,12 +168,30 @@ class _Emitter:
         self.counts = {op.name: self.out.placeholder(f"n{i}") for i, op in enumerate(self.losses)}
         if any(_random(op) for op in self.ops):
             self.rng = self.out.placeholder("rng")
+        for name in arguments:
+            if name in self.graph.values and not self._parameter_like(name):
+                self._settle(name)
         for position, op in enumerate(self.ops):
             self._emit(op, position, outputs)
         results = [self.value(name, self._leaving(name)) for name in outputs]
         self.out.output(tuple(results))
         self.out.lint()
         return fx.GraphModule(self.root, self.out)
+
+    def _parameter_like(self, name: str) -> bool:
+        return name in self.graph.parameters or name in self.graph.buffers
+
+    def _settle(self, name: str) -> None:
+        """Move a value that crosses the block's boundary to the state in which its readers share it."""
+        if self.assignment is None or self.layouts is None or self.layouts.fixed(name):
+            return
+        state = self.states[name]
+        targets = self.layouts.targets(name, self.assignment.strategies)
+        hub = default_state(state[1], targets, False)
+        if hub != state[1]:
+            moved = (state[0], hub)
+            self.nodes[name, moved] = self._move(name, self.nodes[name, state], state, moved)
+            self.states[name] = moved
 
     def _leaving(self, name: str) -> State:
         tensor = self.assignment.states.get(name, R) if self.assignment else R
@@ -268,11 +286,17 @@ class _Emitter:
                 moved = (state[0], hub)
                 self.nodes[value, moved] = self._move(value, made, state, moved)
                 self.states[value] = moved
+            if value in outputs:
+                leaving = self._leaving(value)
+                self.nodes[value, leaving] = self.value(value, leaving)
+                self._settle(value)
 
     def _localized(self, op: Op, args: Sequence[Any], results: Sequence[State]) -> list[Any]:
         """Arguments that hold sizes, rewritten with the local ones."""
         index = self.table.ops[op.name].shape_arg
         args = list(args)
+        if op.short == "squeeze":  # as a reshape: a dim of one local element is not one to drop
+            return [args[0], self.low.local_shape(op.results[0], results[0])]
         if index is None or index >= len(args):
             return args
         shapes = [self.low.local_shape(v, s) for v, s in zip(op.results, results, strict=True)]
@@ -308,12 +332,13 @@ class _Emitter:
             return self._call(CounterDropout(grid, position), (*args[:3], self.rng))
         if op.short == "scaled_dot_product_attention" and _random(op):
             return self._attention(op, position, args, kwargs, results[0])
-        if op.short in LOSSES and self._global(op, data, tensor):
+        if self._normalised(op) and self._global(op, data, tensor):
             return self._loss(op, args, data, tensor)
         if tensor.implementation == "embedding":
             return self._call(ParallelEmbedding(self.low.tensor_axis), tuple(args))
-        if data.implementation == "batch_norm":
-            return self._call(SyncBatchNorm(self.low.data_axis), tuple(args))
+        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
+            if strategy.implementation == "batch_norm":
+                return self._call(SyncBatchNorm(axis), tuple(args))
         return None
 
     def _attention(
@@ -354,16 +379,25 @@ class _Emitter:
         split = data.name != "replicate" or tensor.name != "replicate"
         return split or self.low.microbatches > 1
 
+    def _normalised(self, op: Op) -> bool:
+        """Whether an operator is a loss over rows that are counted globally: reduced, unweighted."""
+        reduced = op.short in LOSSES and argument(op, 3, "reduction", 1) != 0
+        return reduced and self.table.ops[op.name].known
+
     def _counted(self, op: Op, known: Iterable[str]) -> bool:
         """Whether the loss's rows are counted up front, over all micro-batches: its target is an input."""
-        if op.short not in LOSSES or argument(op, 3, "reduction", 1) != 1:
+        if not self._normalised(op) or argument(op, 3, "reduction", 1) != 1:
             return False
         data, tensor = self._strategies(op)
         return self._global(op, data, tensor) and op.operands[1] in known
 
     def _loss(self, op: Op, args: list[Any], data: Strategy, tensor: Strategy) -> fx.Node:
         vocabulary = self.low.tensor_axis if tensor.implementation == "cross_entropy" else None
-        count = self.low.data_axis if data.split_factor else None
+        count = tuple(
+            axis
+            for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
+            if strategy.split_factor and not strategy.implementation
+        )
         module = GlobalLoss(
             LOSSES[op.short],
             int(argument(op, 3, "reduction", 1)),
@@ -400,7 +434,7 @@ def block_salt(name: str) -> int:
 
 def _callable(op: Op) -> Any:
     namespace, name, overload = op.target.split(".")
-    if name in ("view", "_unsafe_view"):
+    if name in ("view", "_unsafe_view", "squeeze") and overload != "dtype":
         name, overload = "reshape", "default"  # a shard's memory need not allow a view
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 

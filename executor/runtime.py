@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
@@ -169,6 +170,38 @@ class Runtime:
             else:
                 found[fqn] = self._whole_buffer(self.stage.program.tensors[value], state)
         return found
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (p for _, p in self.named_parameters())
+
+    def plain_state_dict(self) -> dict[str, torch.Tensor]:
+        """As `state_dict`, with fused projections' strided shards re-laid as plain ones, as checkpoints need."""
+        return {name: self.plain(x) for name, x in self.state_dict().items()}
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """A DTensor with plain `Shard` placements only; other tensors as they are. Collective on the stage."""
+        if not isinstance(x, DTensor) or not any(
+            isinstance(p, _StridedShard) for p in x.placements
+        ):
+            return x.detach()
+        wanted = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in x.placements]
+        whole = DTensor.from_local(
+            x.full_tensor(), x.device_mesh, [Replicate()] * len(wanted), run_check=False
+        )
+        return whole.redistribute(placements=wanted).detach()
+
+    def restore(self, held: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor read from a checkpoint into one of the optimizer's, whatever their layouts."""
+        if isinstance(held, DTensor) and isinstance(source, DTensor):
+            whole = DTensor.from_local(
+                source.full_tensor(),
+                held.device_mesh,
+                [Replicate()] * len(held.placements),
+                run_check=False,
+            )
+            source = whole.redistribute(placements=held.placements)
+        with torch.no_grad():
+            held.copy_(source)
 
     def _whole_buffer(self, local: torch.Tensor, state: Any) -> torch.Tensor:
         parts = [torch.empty_like(local) for _ in range(self.place.tensor.size)]

@@ -2,11 +2,12 @@
 
 A tensor lies on a stage's mesh replicated, or split along one dim of the data axis. The slices are the
 intersections of the boxes that source and destination ranks hold; where several source ranks hold
-the same box, each destination takes the replica that spreads the load.
+the same box, the destinations take them in turn (between equal meshes: each its counterpart).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,16 +53,26 @@ def slices(
 ) -> list[Slice]:
     """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
     moved: list[Slice] = []
+    taken: Counter[Box] = Counter()
     for d in range(target.dp):
         wanted = held(shape, target_placement, target.dp, d)
         for t in range(target.tp):
-            holders = range(source.dp) if source_placement.sharded else [d % source.dp]
-            for s in holders:
-                box = intersect(held(shape, source_placement, source.dp, s), wanted)
-                if box is not None:
-                    origin = source.rank(s, (t + d) % source.tp if source.tp != target.tp else t)
-                    moved.append(Slice(source=origin, target=target.rank(d, t), box=box))
+            for box, replicas in _holders(shape, source, source_placement).items():
+                common = intersect(box, wanted)
+                if common is not None:
+                    origin = replicas[taken[box] % len(replicas)]
+                    taken[box] += 1
+                    moved.append(Slice(source=origin, target=target.rank(d, t), box=common))
     return moved
+
+
+def _holders(shape: Sequence[int], mesh: StageMesh, placement: Placement) -> dict[Box, list[int]]:
+    """The distinct boxes of a tensor on a mesh, and the ranks that hold each."""
+    found: dict[Box, list[int]] = {}
+    for d in range(mesh.dp):
+        ranks = [mesh.rank(d, t) for t in range(mesh.tp)]
+        found.setdefault(held(shape, placement, mesh.dp, d), []).extend(ranks)
+    return found
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -1,15 +1,18 @@
 """Cut a graph into blocks: contiguous runs of operators between narrow cuts, repeats found.
 
-Module containers (`layers.0`, `layers.1`, ...) give the boundaries where the model has them; what runs
-before the first is the block `embed`, what runs after the last is `head`. A model without containers
-is cut where few bytes cross, into runs of about equal work, at the period of its repeats if it has one.
-Blocks that are the same program on different parameters get the same `class_id`.
+Module containers (`layers.0`, `layers.1`, ...) give the boundaries where the model has them; what
+runs before the first is the block `embed`, what runs after the last is `head`, and what runs
+between two containers (an encoder's last norm) is a block named after its module. A model without
+containers, or a heavy part of one outside them, is cut where few bytes cross: at the period of its
+repeats where it has one, else into runs of about equal work. Blocks that are the same program on
+different parameters get the same `class_id`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,8 +20,12 @@ from collections.abc import Mapping, Sequence
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op, map_refs
 
-MAX_BLOCKS = 16  # of a model without containers
+MAX_BLOCKS = 16  # that a model without repeats is cut into
+MAX_PERIOD = 256  # narrow cuts in one repeat
+NARROW = 1.5  # a cut is narrow where no more than this times the least nearby bytes cross
 DOMINANT = 0.5  # a container instance with a larger share of the work is opened
+HEAVY = 1.5  # a part outside containers with more than this times an instance's work is cut
+FLOAT = r"(?<![\w.])-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)(?![\w.])"
 
 
 def cut_blocks(graph: Graph, table: FactorTable) -> Graph:
@@ -38,29 +45,78 @@ def op_flops(table: FactorTable, op: Op) -> float:
 
 
 def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | None:
-    """Start positions of blocks by `prefix.<int>` modules, with their names; None where there are none."""
+    """Starts of blocks by `prefix.<int>` modules, with their names; None without such modules."""
     labels = _labels(graph.ops, work)
-    total = sum(work) or 1.0
-    if sum(w for w, label in zip(work, labels, strict=True) if label) < 0.5 * total:
+    labelled = sum(w for w, label in zip(work, labels, strict=True) if label)
+    if labelled < 0.5 * sum(work) or len(set(labels) - {""}) < 2:
         return None
-    if len(set(labels) - {""}) < 2:
-        return None
-    starts: dict[int, str] = {}
-    current = None
-    last = max(i for i, label in enumerate(labels) if label)
-    for i, label in enumerate(labels):
+    runs = [(label, len(list(group))) for label, group in itertools.groupby(labels)]
+    starts: dict[int, str] = {} if labels[0] else {0: "embed"}
+    outside: set[int] = set(starts)
+    current, position = "", 0
+    for k, (label, length) in enumerate(runs):
         if label and label != current:
-            starts[i] = label
-            current = label
-        elif not label and i > last and current is not None:
-            starts[i], current = "head", None
-    if 0 not in starts:
-        starts[0] = "embed"
-    return _merge_light(starts, work)
+            starts[position] = current = label
+        elif not label and current:
+            later = {other for other, _ in runs[k + 1 :] if other}
+            start = position + _tail(graph, labels, current, position, length)
+            name = _outside_name(graph, graph.ops[start : position + length])
+            if not later:
+                name = "head"
+            if start < position + length and name and not _recurs(current, later):
+                starts[start] = name
+                outside.add(start)
+                current = ""
+        position += length
+    return _open_heavy(graph, work, _merge_light(starts, work, outside), outside)
+
+
+def _recurs(label: str, later: set[str]) -> bool:
+    """Whether the container of an instance has more instances later."""
+    container = label.rpartition(".")[0]
+    return any(other == label or other.rpartition(".")[0] == container for other in later)
+
+
+def _tail(graph: Graph, labels: Sequence[str], label: str, position: int, length: int) -> int:
+    """How many operators after an instance belong to it, though its parent module runs them: as
+    many as run alike after the container's previous instance (the residual sum, say)."""
+    container = label.rpartition(".")[0]
+    for i in reversed(range(1, position)):
+        before = labels[i - 1]
+        ends = before and before != label and labels[i] != before
+        if ends and before.rpartition(".")[0] == container:
+            gap = list(itertools.takewhile(lambda j: not labels[j], range(i, position)))
+            pairs = zip(gap, range(position, position + length), strict=False)
+            same = (graph.ops[x].target == graph.ops[y].target for x, y in pairs)
+            return len(list(itertools.takewhile(bool, same)))
+    return 0
+
+
+def _outside_name(graph: Graph, ops: Sequence[Op]) -> str:
+    """The module of the first operator with a parameter; "" where none has one."""
+    owners = (op.module for op in ops if graph.parameters.keys() & set(op.operands))
+    return next(owners, "")
+
+
+def _open_heavy(
+    graph: Graph, work: Sequence[float], starts: dict[int, str], outside: set[int]
+) -> dict[int, str]:
+    """Parts outside containers that outweigh every instance, cut by structure."""
+    bounds = [*sorted(starts), len(graph.ops)]
+    spans = {a: b for a, b in itertools.pairwise(bounds)}
+    loads = [sum(work[a:b]) for a, b in spans.items() if a not in outside]
+    opened = dict(starts)
+    for start in outside & set(starts):
+        if sum(work[start : spans[start]]) > HEAVY * max(loads, default=math.inf):
+            name = starts[start]
+            cuts = _structural_starts(graph, work, start, spans[start])
+            opened |= {at: f"{name}.{k}" for k, at in enumerate(sorted(cuts))}
+    return opened
 
 
 def _labels(ops: Sequence[Op], work: Sequence[float]) -> list[str]:
-    """Per operator its container instance: the outermost one that is not itself most of the model."""
+    """Per operator its container instance: the outermost one that is not itself most of the
+    model."""
     total = sum(work) or 1.0
     depth = [1] * len(ops)
     while True:
@@ -87,46 +143,88 @@ def _instance(module: str, depth: int) -> str:
     return ".".join(parts[: places[depth - 1] + 1])
 
 
-def _merge_light(starts: Mapping[int, str], work: Sequence[float]) -> dict[int, str]:
-    """Runs without a matrix product join the block before them (or after, at the front)."""
-    order = sorted(starts)
+def _merge_light(
+    starts: Mapping[int, str], work: Sequence[float], kept: set[int]
+) -> dict[int, str]:
+    """Runs without a matrix product join the block before them (or after, at the front), save those
+    in `kept`."""
+    bounds = [*sorted(starts), len(work)]
     merged: dict[int, str] = {}
     carried: int | None = None
-    for i, start in enumerate(order):
-        stop = order[i + 1] if i + 1 < len(order) else len(work)
-        light = sum(work[start:stop]) == 0 and starts[start] not in ("embed", "head")
+    for start, stop in itertools.pairwise(bounds):
+        light = sum(work[start:stop]) == 0 and start not in kept
         if light and merged:
             continue
         if light:
-            carried = start
+            carried = start if carried is None else carried
             continue
         merged[start if carried is None else carried] = starts[start]
         carried = None
-    return merged
+    return merged or {bounds[0]: starts[bounds[0]]}
 
 
 # --- boundaries from the graph alone -------------------------------------------------------------
 
 
-def _structural_starts(graph: Graph, work: Sequence[float]) -> dict[int, str]:
-    """Cuts where the fewest bytes cross, spaced by work; whole periods where the graph repeats."""
-    crossing = crossing_bytes(graph)
-    narrow = min(crossing[1:], default=0)
-    candidates = [i for i in range(1, len(graph.ops)) if crossing[i] <= 4 * narrow] or [0]
-    segments = [0, *[i for i in candidates if i]]
-    period = _repeat(graph, segments)
-    if period:
-        starts = period
-    else:
-        target = sum(work) / MAX_BLOCKS
-        starts, filled = [0], 0.0
-        bounds = [*segments[1:], len(graph.ops)]
-        for start, stop in zip(segments, bounds, strict=True):
-            if filled > 0 and filled + sum(work[start:stop]) / 2 > target:
-                starts.append(start)
-                filled = 0.0
-            filled += sum(work[start:stop])
-    return _merge_light({start: f"block.{k}" for k, start in enumerate(starts)}, work)
+def _structural_starts(
+    graph: Graph, work: Sequence[float], first: int = 0, last: int | None = None
+) -> dict[int, str]:
+    """Starts of blocks among the operators `first` to `last`, found without module names."""
+    last = len(graph.ops) if last is None else last
+    target = sum(work[first:last]) / MAX_BLOCKS
+    cuts = _narrow_cuts(crossing_bytes(graph), work, first, last, target)
+    starts, kept = _cut(graph, work, [first, *cuts, last], target)
+    numbered = {at: f"block.{k}" for k, at in enumerate(sorted(starts))}
+    shifted = _merge_light(numbered, [*work[:last]], kept)
+    return {at: f"block.{k}" for k, at in enumerate(sorted(shifted))}
+
+
+def _narrow_cuts(
+    crossing: Sequence[int], work: Sequence[float], first: int, last: int, target: float
+) -> list[int]:
+    """Positions where hardly more bytes cross than at the narrowest within `target` work, on one of
+    the two sides: the step to a narrow part is no reason to lose the last cut of the wide one."""
+    done = [0.0, *itertools.accumulate(work)]
+    lo, hi, cuts = first + 1, first + 1, []
+    for i in range(first + 1, last):
+        while done[i] - done[lo] > target:
+            lo += 1
+        while hi < last and done[hi] - done[i] <= target:
+            hi += 1
+        nearby = max(min(crossing[lo : i + 1]), min(crossing[i:hi], default=0))
+        if crossing[i] <= NARROW * nearby:
+            cuts.append(i)
+    return cuts
+
+
+def _cut(
+    graph: Graph, work: Sequence[float], bounds: Sequence[int], target: float
+) -> tuple[list[int], set[int]]:
+    """Starts among `bounds` (first and end included): a repeat's periods and, on both sides of it,
+    the same again; where nothing repeats, runs of `target` work. And those never to be merged."""
+    total = sum(work[bounds[0] : bounds[-1]])
+    found = _repeat(graph, bounds) if total > target else None
+    if found is None:
+        return _by_work(work, bounds, target), set()
+    left, periods, right = found
+    starts, kept = list(periods), set(periods[:1])
+    for side in (left, right):
+        if len(side) > 1:
+            more, fixed = _cut(graph, work, side, target)
+            starts += more
+            kept |= fixed | {more[0]}
+    return sorted(starts), kept
+
+
+def _by_work(work: Sequence[float], bounds: Sequence[int], target: float) -> list[int]:
+    starts, filled = [bounds[0]], 0.0
+    for start, stop in itertools.pairwise(bounds):
+        load = sum(work[start:stop])
+        if filled > 0 and filled + load / 2 > target:
+            starts.append(start)
+            filled = 0.0
+        filled += load
+    return starts
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
@@ -148,13 +246,14 @@ def crossing_bytes(graph: Graph) -> list[int]:
     return crossing
 
 
-def _repeat(graph: Graph, segments: Sequence[int]) -> list[int] | None:
-    """Start positions of the longest tandem repeat of segments (with what is before and after); None
-    where no run of at least three equal periods covers half of the graph."""
-    bounds = [*segments, len(graph.ops)]
-    hashes = [_shape_hash(graph, graph.ops[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+def _repeat(
+    graph: Graph, bounds: Sequence[int]
+) -> tuple[Sequence[int], list[int], Sequence[int]] | None:
+    """The tandem repeat of segments that covers most operators: (bounds before it, starts of its
+    periods, bounds after it). None where no run of three equal periods covers half of them."""
+    hashes = [_shape_hash(graph, graph.ops[a:b]) for a, b in itertools.pairwise(bounds)]
     best: tuple[int, int, int, int] | None = None
-    for period in range(1, len(hashes) // 3 + 1):
+    for period in range(1, min(len(hashes) // 3, MAX_PERIOD) + 1):
         run = 0
         for i in range(len(hashes) - period):
             run = run + 1 if hashes[i] == hashes[i + period] else 0
@@ -164,12 +263,12 @@ def _repeat(graph: Graph, segments: Sequence[int]) -> list[int] | None:
                 covered = bounds[first + repeats * period] - bounds[first]
                 if best is None or (covered, -period) > (best[0], -best[1]):
                     best = (covered, period, first, repeats)
-    if best is None or best[0] < 0.5 * len(graph.ops):
+    if best is None or best[0] < 0.5 * (bounds[-1] - bounds[0]):
         return None
     _, period, first, repeats = best
+    end = first + repeats * period
     starts = [bounds[first + k * period] for k in range(repeats)]
-    end = bounds[first + repeats * period]
-    return sorted({0, *starts, *([end] if end < len(graph.ops) else [])})
+    return bounds[: first + 1], starts, bounds[end:]
 
 
 def _shape_hash(graph: Graph, ops: Sequence[Op]) -> str:
@@ -228,13 +327,14 @@ def class_hash(graph: Graph, block: Block, *, exact: bool = False) -> str:
     def number(name: str) -> str:
         meta = graph.values[name]
         kind = "p" if name in graph.parameters else "b" if name in graph.buffers else "v"
-        return f"{kind}{local.setdefault(name, len(local))}{meta.shape}{meta.dtype}{meta.requires_grad}"
+        at = local.setdefault(name, len(local))
+        return f"{kind}{at}{meta.shape}{meta.dtype}{meta.requires_grad}"
 
     lines = [str([number(n) for n in block.inputs])]
     for op in block.ops:
         call = map_refs((op.args, op.kwargs), number)
         text = f"{op.target}{call}{[number(r) for r in op.results]}"
-        lines.append(text if exact else re.sub(r"(?<![\w.])-?\d+\.\d+(e-?\d+)?", "#", text))
+        lines.append(text if exact else re.sub(FLOAT, "#", text))
     lines.append(str([number(n) for n in block.outputs]))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 

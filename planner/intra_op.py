@@ -64,7 +64,12 @@ class PairwiseProblem:
 
 
 class BlockProgram:
-    """The program of one block in one setting; `boundary` gives the states its crossing values may have."""
+    """The program of one block on a tensor axis at given rows. What is paid once per step (parameters) is
+    added by `solve`, for a data-parallel degree and number of micro-batches.
+
+    `inputs` and `outputs` give the states that values crossing the boundary may have. `allowed(name, state)`
+    restricts operators (by name, strategies) and values (by name, states) beforehand.
+    """
 
     def __init__(
         self,
@@ -73,13 +78,12 @@ class BlockProgram:
         *,
         inputs: Mapping[str, Sequence[Placement]],
         outputs: Mapping[str, Sequence[Placement]],
-        pinned: Callable[[str, Strategy | Placement], bool] | None = None,
+        allowed: Callable[[str, Strategy | Placement], bool] | None = None,
     ) -> None:
         self.pricer, self.layouts = pricer, layouts
         self.graph, self.block = layouts.graph, layouts.block
         self.inputs, self.outputs = inputs, outputs
-        self.allowed = pinned or (lambda name, state: True)
-        self.microbatches = pricer.setting.num_microbatches
+        self.allowed = allowed or (lambda name, state: True)
         self.problem = PairwiseProblem()
         self._build()
 
@@ -103,11 +107,9 @@ class BlockProgram:
             self._attach(value, f"in:{value}", lambda s: s)
         for value, (op_name, k) in made.items():
             self._attach(value, op_name, lambda s, k=k: s.results[k])
-        for value in self.block.parameters:
-            self._parameter(value)
 
-    def _seconds(self, cost: Cost | None) -> float:
-        return np.inf if cost is None else cost.seconds(self.microbatches)
+    def _seconds(self, cost: Cost | None, microbatches: int = 1) -> float:
+        return np.inf if cost is None else cost.seconds(microbatches)
 
     def _slicing(self, operands: Sequence[str], strategy: Strategy) -> float:
         """Derived values and buffers are replicated: readable in any state but partial."""
@@ -161,48 +163,58 @@ class BlockProgram:
             cache[s, t] = self._seconds(self.pricer.reshard(value, s, t))
         self.problem.edge(a, b, np.array([[cache[s, t] for t in right] for s in left]))
 
-    def _parameter(self, value: str) -> None:
-        readers = self.layouts.readers[value]
-        wanted = {s.operands[i] for op, i in readers for s in self.layouts.options(op)}
-        states = sorted({R} | {t for t in wanted if t.sharded})
-        costs = [
-            self._seconds(self.pricer.parameter_cost(value, s))
-            if self.allowed(value, s)
-            else np.inf
-            for s in states
-        ]
-        node = f"parameter:{value}"
-        self.problem.node(node, states, costs)
-        for op, i in readers:
-            right = [s.operands[i] for s in self.layouts.options(op)]
-            table = [
-                [self._seconds(self._stored(value, s, t, len(readers))) for t in right]
+    def _with_parameters(
+        self, pricer: Pricer, allowed: Callable[[str, Placement], bool]
+    ) -> PairwiseProblem:
+        """The program with a node per parameter: how it is stored, what that costs once per step."""
+        problem = PairwiseProblem(
+            states=dict(self.problem.states),
+            unary=dict(self.problem.unary),
+            pairs=dict(self.problem.pairs),
+        )
+        m = pricer.setting.num_microbatches
+        for value in self.block.parameters:
+            readers = self.layouts.readers[value]
+            states = self.stored_states(value)
+            costs = [
+                self._seconds(pricer.parameter_cost(value, s), m)
+                if self.allowed(value, s) and allowed(value, s)
+                else np.inf
                 for s in states
             ]
-            self.problem.edge(node, op.name, np.array(table))
+            node = f"parameter:{value}"
+            problem.node(node, states, costs)
+            price = pricer.reshard_parameter if len(readers) == 1 else pricer.reshard
+            for op, i in readers:
+                right = [s.operands[i] for s in self.layouts.options(op)]
+                cache = {
+                    (s, t): self._seconds(price(value, s, t), m)
+                    for s, t in itertools.product(states, set(right))
+                }
+                problem.edge(
+                    node, op.name, np.array([[cache[s, t] for t in right] for s in states])
+                )
+        return problem
 
-    def _stored(
-        self, value: str, source: Placement, target: Placement, readers: int
-    ) -> Cost | None:
-        price = self.pricer.reshard_parameter if readers == 1 else self.pricer.reshard
-        return price(value, source, target)
+    def stored_states(self, value: str) -> list[Placement]:
+        """States in which a parameter may be stored: replicated, or as some reader takes it."""
+        readers = self.layouts.readers[value]
+        wanted = {s.operands[i] for op, i in readers for s in self.layouts.options(op)}
+        return sorted({R} | {t for t in wanted if t.sharded})
 
     # --- solving ---
 
-    def solve(self) -> BlockTable | None:
-        """The cheapest assignment for every pair of boundary states; None if there is none at all."""
-        keep = [
-            name
-            for name in self.problem.states
-            if (
-                name.startswith("in:")
-                or name.removeprefix("hub:") in self.block.outputs
-                and name.startswith("hub:")
-            )
-            and len(self.problem.states[name]) > 1
-        ]
-        reduced = eliminate(self.problem, keep)
-        shape = [len(self.problem.states[name]) for name in keep]
+    def solve(
+        self, pricer: Pricer, allowed: Callable[[str, Placement], bool] = lambda value, state: True
+    ) -> BlockTable | None:
+        """The cheapest assignment for every pair of boundary states; None if there is none at all.
+
+        `pricer` prices the parameters; `allowed` restricts how they are stored.
+        """
+        problem = self._with_parameters(pricer, allowed)
+        keep = self.boundary_nodes()
+        reduced = eliminate(problem, keep)
+        shape = [len(problem.states[name]) for name in keep]
         costs = np.full(shape, np.inf)
         choices: dict[tuple[int, ...], dict[str, int]] = {}
         for index in itertools.product(*map(range, shape)):
@@ -210,27 +222,23 @@ class BlockProgram:
             if found is None:
                 continue
             choices[index] = found
-            costs[index] = objective_of(found, self.problem.unary, self.problem.pairs)
-        return (
-            BlockTable(program=self, keep=tuple(keep), costs=costs, choices=choices)
-            if choices
-            else None
+            costs[index] = objective_of(found, problem.unary, problem.pairs)
+        if not choices:
+            return None
+        return BlockTable(
+            program=self, problem=problem, keep=tuple(keep), costs=costs, choices=choices
         )
 
-    def certify(
-        self, fixed: Mapping[str, int], time_limit_s: float | None = 30.0
-    ) -> Certificate | None:
-        """The whole program handed to the solver, without elimination: an independent proof."""
-        unary = dict(self.problem.unary)
-        for name, state in fixed.items():
-            unary[name] = np.where(np.arange(len(unary[name])) == state, unary[name], np.inf)
-        return solve_pairwise(unary, self.problem.pairs, time_limit_s=time_limit_s)
+    def boundary_nodes(self) -> list[str]:
+        """Nodes of the block's inputs and outputs that have a choice of states: at most one of each."""
+        names = [f"in:{v}" for v in self.block.inputs] + [f"hub:{v}" for v in self.block.outputs]
+        return [n for n in names if len(self.problem.states[n]) > 1]
 
-    def assignment(self, choice: Mapping[str, int]) -> Assignment:
-        """A solution as strategies and states."""
+    def assignment(self, table: BlockTable, index: tuple[int, ...]) -> Assignment:
+        """The solution for given boundary states as strategies and states."""
         chosen: dict[str, Strategy] = {}
         states: dict[str, Placement] = {}
-        picked = {name: self.problem.states[name][s] for name, s in choice.items()}
+        picked = {name: table.problem.states[name][s] for name, s in table.choices[index].items()}
         for op in self.block.ops:
             chosen[op.name] = picked[op.name]  # type: ignore[assignment]
         for op in self.block.ops:
@@ -252,9 +260,19 @@ class BlockTable:
     """Cost of a block over the states of its boundary nodes `keep`, and the choice behind each."""
 
     program: BlockProgram
+    problem: PairwiseProblem
     keep: tuple[str, ...]
     costs: np.ndarray
     choices: Mapping[tuple[int, ...], Mapping[str, int]]
+
+    def certify(
+        self, index: tuple[int, ...], time_limit_s: float | None = 30.0
+    ) -> Certificate | None:
+        """The whole program handed to the solver, without elimination: an independent proof."""
+        unary = dict(self.problem.unary)
+        for name, state in zip(self.keep, index, strict=True):
+            unary[name] = np.where(np.arange(len(unary[name])) == state, unary[name], np.inf)
+        return solve_pairwise(unary, self.problem.pairs, time_limit_s=time_limit_s)
 
 
 # --- exact elimination ---------------------------------------------------------------------------
@@ -344,16 +362,11 @@ def price_block(
                 cost = cost + _moved(pricer, value, placement, targets[0], via=state)
                 continue
             cost = cost + _legal(pricer.reshard(value, placement, state), value)
-            cost = cost + _read(pricer, value, state, targets)
+            leaves = value in block.outputs
+            cost = cost + _read(pricer, value, state, targets, hub=leaves)
     for value in block.inputs:
-        state = inputs.get(value, R)
         targets = layouts.targets(value, assignment.strategies)
-        hub = default_state(state, targets, False)
-        cost = (
-            cost
-            + _legal(pricer.reshard(value, state, hub), value)
-            + _read(pricer, value, hub, targets)
-        )
+        cost = cost + _read(pricer, value, inputs.get(value, R), targets, hub=True)
     parameters = frozen = 0.0
     for value in block.parameters:
         state = assignment.states[value]
@@ -392,8 +405,14 @@ def _moved(
     )
 
 
-def _read(pricer: Pricer, value: str, state: Placement, targets: Sequence[Placement]) -> Cost:
+def _read(
+    pricer: Pricer, value: str, state: Placement, targets: Sequence[Placement], *, hub: bool
+) -> Cost:
+    """Re-shards from a value's state to its readers; a boundary value goes through one more state."""
     cost = Cost()
+    if hub:
+        inner = default_state(state, targets, False)
+        cost, state = _legal(pricer.reshard(value, state, inner), value), inner
     for target in targets:
         cost = cost + _legal(pricer.reshard(value, state, target), value)
     return cost

@@ -9,7 +9,7 @@ re-sharded once where all its readers agree (its state), and once per kind of re
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodel.factors import FactorTable
@@ -18,12 +18,16 @@ from costmodel.strategies import (
     ALIASES,
     DISPLAY,
     PARTIAL,
+    RP,
     Placement,
     R,
     Strategy,
     strategies,
     transition,
 )
+
+
+FOLLOW = "follow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,10 @@ class Entry:
 
     @staticmethod
     def parse(text: str) -> Entry:
-        """`colwise`, `heads -> S(1)`, `-> R`."""
+        """`colwise`, `heads -> S(1)`, `-> R`, or `follow` (as if nothing were said)."""
         strategy, _, state = text.partition("->")
+        if text.strip() == FOLLOW:
+            return Entry()
         return Entry(
             strategy=strategy.strip() or None, state=Placement.parse(state) if state else None
         )
@@ -87,15 +93,22 @@ class BlockLayouts:
 
     # --- completing ---
 
-    def complete(self, entries: Mapping[str, Entry], inputs: Mapping[str, Placement]) -> Assignment:
-        """All choices from a few. `entries` by operator name (or parameter value name); `inputs` are the
-        states of the block's input activations (R where absent)."""
+    def complete(
+        self,
+        entries: Mapping[str, Entry],
+        inputs: Mapping[str, Placement],
+        leaving: Collection[str] = (),
+    ) -> Assignment:
+        """All choices from a few. `entries` by operator name (or parameter value name); `inputs` are
+        the states of the block's input activations (R where absent). Values `leaving` the stage are
+        replicated whatever their entry says, so that one glob serves all repeats of a block."""
+        entries = {**entries, **self._without_state(entries, leaving)}
         chosen: dict[str, Strategy] = {}
         at: dict[str, Placement] = {name: inputs.get(name, R) for name in self.block.inputs}
         for op in self.block.ops:
             entry = entries.get(op.name, Entry())
             chosen[op.name] = (
-                self._named(op, entry.strategy) if entry.strategy else self._follow(op, at)
+                self.named(op, entry.strategy) if entry.strategy else self._follow(op, at)
             )
             for k, (value, placement) in enumerate(
                 zip(op.results, chosen[op.name].results, strict=True)
@@ -103,6 +116,15 @@ class BlockLayouts:
                 at[value] = entry.state if entry.state and k == 0 else placement
         states = self._states(chosen, entries)
         return Assignment(strategies=chosen, states=states)
+
+    def _without_state(
+        self, entries: Mapping[str, Entry], leaving: Collection[str]
+    ) -> dict[str, Entry]:
+        return {
+            op.name: Entry(strategy=entries[op.name].strategy)
+            for op in self.block.ops
+            if op.name in entries and op.results[0] in leaving
+        }
 
     def _states(
         self, chosen: Mapping[str, Strategy], entries: Mapping[str, Entry]
@@ -122,7 +144,7 @@ class BlockLayouts:
             states[value] = explicit or stored_state(self.targets(value, chosen))
         return states
 
-    def _named(self, op: Op, name: str) -> Strategy:
+    def named(self, op: Op, name: str) -> Strategy:
         """The strategy of that name; a factor's bare name means its first divisible atom."""
         options = self.options(op)
         wanted = DISPLAY.get(name, name)
@@ -195,7 +217,8 @@ def default_state(made: Placement, targets: Sequence[Placement], is_output: bool
     """State in which a value waits for its readers, where nothing else is decided.
 
     Outputs of a block are replicated. A partial value is summed at once unless every reader takes it
-    partial, or all want the same shard. A sharded value is gathered once if nobody reads a shard.
+    partial, or all want the same shard. A sharded value is gathered once if nobody reads a shard, with its
+    gradients scattered back once if some readers leave them partial.
     """
     if is_output:
         return R
@@ -204,8 +227,10 @@ def default_state(made: Placement, targets: Sequence[Placement], is_output: bool
         if kinds == {"P"} or not targets:
             return made
         return targets[0] if len(targets) == 1 and targets[0].sharded else R
-    if made.sharded and kinds and kinds <= {"R", "Rp"} and len(targets) > 1:
+    if made.sharded and "P" in kinds:
         return R
+    if made.sharded and len(targets) > 1 and kinds == {"R", "Rp"}:
+        return RP
     return made
 
 

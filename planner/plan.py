@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
 from costmodel.schedule import SCHEDULES
-from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.layouts import FOLLOW, Assignment, BlockLayouts, Entry
 
 FORMAT = 1
 RECOMPUTE = ("none", "full")
@@ -220,19 +220,28 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def glob(pattern: str) -> re.Pattern[str]:
+    """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots."""
+    parts = [
+        {"**": ".*", "*": "[^.:]*", "?": "[^.:]"}.get(part, re.escape(part))
+        for part in re.split(r"(\*\*|\*|\?)", pattern)
+    ]
+    return re.compile("".join(parts) + r"\Z")
+
+
 def resolve_shardings(
     graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str], place: str = "plan"
 ) -> dict[str, Entry]:
     """Globs to entries by operator name or parameter value name; the longest pattern wins.
 
-    A pattern without `:` names a module (its matrix products and embeddings) or a parameter. Raises
+    `*` stays within one component of a name, `**` crosses dots. A pattern without `:` names a module (its matrix products and embeddings) or a parameter. Raises
     `PlanError` with the nearest names where a pattern matches nothing.
     """
     entries: dict[str, Entry] = {}
     names: set[str] = set()
     unmatched = dict.fromkeys(shardings)
     order = sorted(shardings, key=lambda p: (len(p.replace("*", "")), p))
-    compiled = [(p, re.compile(fnmatch.translate(p)), ":" in p) for p in order]
+    compiled = [(p, glob(p), ":" in p) for p in order]
     main = {"linear", "addmm", "mm", "bmm", "matmul", "embedding", "conv1d", "conv2d", "conv3d"}
     for block in blocks:
         for op in block.ops:
@@ -272,7 +281,8 @@ def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
 def express_shardings(
     graph: Graph, blocks: Sequence[Block], entries: Mapping[str, Entry]
 ) -> dict[str, str]:
-    """Entries as globs: a decision taken alike in all repeats of a block is written once with `*`."""
+    """Entries as globs: a decision taken alike in most repeats of a block is written once with `*`, what
+    differs after it under its own name (the longest pattern wins)."""
     texts: dict[str, str | None] = {}
     groups: dict[str, list[str]] = {}
     for block in blocks:
@@ -289,14 +299,16 @@ def express_shardings(
     out: dict[str, str] = {}
     done: set[str] = set()
     for pattern, keys in groups.items():
-        values = {texts[key] for key in keys}
-        regex = re.compile(fnmatch.translate(pattern))
-        covered = [key for key in texts if regex.match(key)]
-        if len(values) == 1 and set(covered) == set(keys):
-            done |= set(keys)
-            value = values.pop()
-            if value is not None:
-                out[pattern if len(keys) > 1 else keys[0]] = value
+        regex = glob(pattern)
+        if len(keys) < 2 or {key for key in texts if regex.match(key)} != set(keys):
+            continue
+        common, count = Counter(texts[key] for key in keys).most_common(1)[0]
+        if common is None or count < 2:
+            continue
+        out[pattern] = common
+        exceptions = {key: texts[key] or FOLLOW for key in keys if texts[key] != common}
+        out |= exceptions
+        done |= set(keys)
     out |= {key: text for key, text in texts.items() if text is not None and key not in done}
     return out
 
@@ -403,13 +415,14 @@ def stage_assignments(
     blocks = [block for block in graph.blocks if block.name in set(stage.blocks)]
     place = f"plan: stage {k}"
     entries = resolve_shardings(graph, blocks, stage.shardings, place)
+    later = {n for b in graph.blocks if b.name not in set(stage.blocks) for n in b.inputs}
     found: dict[str, Assignment] = {}
     states: dict[str, Any] = {}
     for block in blocks:
         layouts = BlockLayouts(graph, table, block, stage.tp)
         inputs = {name: states[name] for name in block.inputs if name in states}
         try:
-            found[block.name] = layouts.complete(entries, inputs)
+            found[block.name] = layouts.complete(entries, inputs, later)
         except ValueError as error:
             raise PlanError(f"{place}: {error}") from None
         states |= {name: found[block.name].states[name] for name in block.outputs}

@@ -1,0 +1,23 @@
+"""Meshwright: decides how to train a PyTorch model on a cluster, says why, and runs the decision."""
+
+from executor.launch import distributed
+from meshwright.api import auto_parallelize
+from meshwright.model import ParallelModel
+from planner.overrides import OverrideError, Overrides
+from planner.plan import Plan, PlanError
+from planner.search import InfeasibleError
+from planner.trace import TraceError
+from profiles.cluster import Cluster
+
+__all__ = [
+    "Cluster",
+    "InfeasibleError",
+    "OverrideError",
+    "Overrides",
+    "ParallelModel",
+    "Plan",
+    "PlanError",
+    "TraceError",
+    "auto_parallelize",
+    "distributed",
+]

@@ -1,0 +1,222 @@
+"""`meshwright plan | show | run`: the API from the shell.
+
+stdout carries the result, stderr the progress. Exit 0: done, 1: error, 2: no plan fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from executor import launch
+from meshwright.api import auto_parallelize
+from meshwright.model import ParallelModel
+from planner.overrides import Overrides
+from planner.plan import Plan
+from planner.report import describe
+from planner.search import InfeasibleError
+from profiles.cluster import Cluster
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
+    try:
+        return args.command(args)
+    except InfeasibleError as error:
+        _say(f"infeasible: {error}")
+        return 2
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        _say(f"error: {error}")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshwright",
+        description="Decides how to train a PyTorch model on a cluster, says why, and runs it.",
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON instead of text")
+    common.add_argument("--verbose", action="store_true", help="log progress to stderr")
+    commands = parser.add_subparsers(required=True, metavar="plan | show | run")
+
+    plan = commands.add_parser(
+        "plan", parents=[common], help="search for a plan and print the report"
+    )
+    _model_arguments(plan)
+    plan.add_argument("-o", "--output", help="write the plan to this file")
+    plan.add_argument("--trace", help="write the simulated step as a Chrome trace")
+    for name in ("tp", "dp", "pp", "microbatch-size", "num-microbatches", "zero"):
+        plan.add_argument(f"--{name}", type=int, help=f"override {name}")
+    plan.add_argument("--schedule", help="override the pipeline schedule")
+    plan.add_argument("--recompute", help="override recompute: none or full")
+    plan.add_argument(
+        "--forbid", action="append", default=[], help="what must not be used (repeatable)"
+    )
+    plan.add_argument(
+        "--sharding",
+        action="append",
+        default=[],
+        metavar="GLOB=DECISION",
+        help="e.g. 'layers.*.mlp.up_proj=colwise'",
+    )
+    plan.set_defaults(command=_plan)
+
+    show = commands.add_parser("show", parents=[common], help="print a plan file")
+    show.add_argument("plan")
+    show.set_defaults(command=_show)
+
+    run = commands.add_parser(
+        "run", parents=[common], help="train for a few steps; launch it with torchrun"
+    )
+    _model_arguments(run)
+    run.add_argument("--plan", help="plan file; without it a plan is searched")
+    run.add_argument("--steps", type=int, default=10)
+    run.add_argument("--lr", type=float, default=1e-3)
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        help="module:function returning (model, example_inputs) or (model, example_inputs, loss_fn)",
+    )
+    parser.add_argument(
+        "--cluster",
+        default="local:1",
+        help="catalog name, name:nodes, local:N, detect, or a TOML file (default local:1)",
+    )
+    parser.add_argument(
+        "--batch", type=int, required=True, help="global batch size, rows per optimizer step"
+    )
+    parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
+    parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
+
+
+def _cluster(text: str) -> Cluster:
+    if text.endswith(".toml"):
+        return Cluster.load(text)
+    if text == "detect":
+        return Cluster.detect()
+    name, _, count = text.partition(":")
+    if count and not count.isdigit():
+        raise ValueError(
+            f"--cluster {text!r}: after the colon comes a number of nodes (or processes for local:N)"
+        )
+    number = int(count or 1)
+    return (
+        Cluster.local(number) if name == "local" else Cluster.from_catalog(name, num_nodes=number)
+    )
+
+
+def _target(text: str) -> tuple[Any, ...]:
+    """(model, example_inputs[, loss_fn]) from `module:function`."""
+    module, colon, function = text.partition(":")
+    if not colon:
+        raise ValueError(f"target {text!r}: expected module:function, e.g. my_models:gpt2")
+    sys.path.insert(0, os.getcwd())
+    made = getattr(importlib.import_module(module), function, None)
+    if made is None:
+        raise ValueError(f"target {text!r}: module {module!r} has no {function!r}")
+    built = made()
+    if not isinstance(built, tuple) or len(built) not in (2, 3):
+        raise ValueError(
+            f"target {text!r}: must return (model, example_inputs) or (model, example_inputs, loss_fn)"
+        )
+    return built
+
+
+def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
+    model, example, *rest = _target(args.target)
+    result = auto_parallelize(
+        model, _cluster(args.cluster), example_inputs=example, global_batch_size=args.batch,
+        loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer, **more,
+    )  # fmt: skip
+    return result, example
+
+
+def _plan(args: argparse.Namespace) -> int:
+    shardings = dict(item.rpartition("=")[::2] for item in args.sharding)
+    overrides = Overrides(
+        tp=args.tp, dp=args.dp, pp=args.pp, microbatch_size=args.microbatch_size,
+        num_microbatches=args.num_microbatches, schedule=args.schedule, zero=args.zero,
+        recompute=args.recompute, shardings=shardings, forbid=tuple(args.forbid),
+    )  # fmt: skip
+    result, _ = _parallelize(args, overrides=overrides)
+    if args.output:
+        result.plan.save(args.output)
+        _say(f"plan written to {args.output}")
+    if args.trace:
+        result.report.trace(args.trace)
+    _print(json.dumps(result.report.to_dict(), indent=2) if args.json else str(result.report))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    plan = Plan.load(args.plan)
+    if args.json:
+        _print(plan.to_json())
+        return 0
+    _print(
+        f"{describe(plan)}; global batch {plan.global_batch_size}, {plan.precision}, model {plan.model}"
+    )
+    for k, stage in enumerate(plan.stages):
+        _print(f"  stage {k}: {len(stage.blocks)} blocks on {len(stage.ranks)} ranks, dp{stage.dp} × tp{stage.tp}, "
+               f"ZeRO-{stage.zero}, recompute {stage.recompute}, {stage.blocks[0]} ... {stage.blocks[-1]}")  # fmt: skip
+        for name, text in stage.shardings.items():
+            _print(f"    {name}: {text}")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    cluster = _cluster(args.cluster)
+    with launch.distributed(cluster.backend):
+        result, example = _parallelize(args, plan=args.plan)
+        rows = next(x.shape[0] for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor))
+
+        def repeat(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != rows:
+                return x
+            times = -(-args.batch // rows)
+            return x.repeat(times, *[1] * (x.dim() - 1))[: args.batch]
+
+        batch = pytree.tree_map(repeat, example)
+        optimizer = torch.optim.AdamW(result.parameters(), lr=args.lr)
+        losses = []
+        for step in range(args.steps):
+            optimizer.zero_grad()
+            losses.append(float(result.train_step(batch)))
+            optimizer.step()
+            if launch.rank() == 0:
+                _say(f"step {step + 1}/{args.steps}: loss {losses[-1]:.4f}")
+        if launch.rank() == 0:
+            _print(
+                json.dumps({"losses": losses})
+                if args.json
+                else f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+            )
+    return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

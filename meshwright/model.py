@@ -1,0 +1,89 @@
+"""ParallelModel: a model, the plan for it, and (under torchrun) the plan running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor import checkpoint
+from executor.runtime import Runtime
+from planner.evaluate import Prediction
+from planner.plan import Plan
+from planner.report import Report
+
+
+class ParallelModel:
+    """What `auto_parallelize` returns. `plan`, `report` and `prediction` are always there; the rest needs
+    the plan's ranks to be running (torchrun), or a plan of one rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        report: Report,
+        prediction: Prediction,
+        start: Callable[[], Runtime],
+        why_not: str | None,
+    ) -> None:
+        self.plan = plan
+        self.report = report
+        self.prediction = prediction
+        self._start, self._why_not = start, why_not
+        self._runtime: Runtime | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """This rank's running part; raises RuntimeError with the command to launch where nothing can run."""
+        if self._runtime is None:
+            if self._why_not:
+                raise RuntimeError(self._why_not)
+            self._runtime = self._start()
+        return self._runtime
+
+    def train_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
+        """One forward and backward over a global batch; returns the mean loss (fp32 scalar) on every rank.
+
+        `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may be given
+        apart. Gradients are added to `.grad`: zero them before, step your optimizer after.
+        """
+        if targets is not None:
+            batch = (
+                {**batch, "targets": targets}
+                if isinstance(batch, Mapping)
+                else (*_tuple(batch), targets)
+            )
+        return self.runtime.train_step(batch)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the user's FQNs: DTensors on the stage's (dp, tp) mesh."""
+        return self.runtime.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For any torch optimizer."""
+        return (p for _, p in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This stage's parameters (DTensors) and buffers by FQN, tied names included."""
+        return self.runtime.state_dict()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state as CPU tensors, on every rank: for `model.load_state_dict`. Collective."""
+        return self.runtime.full_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's parts from a whole state dict by FQN."""
+        self.runtime.load_state_dict(state)
+
+    def save_checkpoint(self, path: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write parameters, buffers and optimizer states (torch.distributed.checkpoint). Collective."""
+        checkpoint.save(self.runtime, path, optimizer)
+
+    def load_checkpoint(self, path: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read what `save_checkpoint` wrote, under this plan or another. Collective."""
+        checkpoint.load(self.runtime, path, optimizer)
+
+
+def _tuple(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

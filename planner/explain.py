@@ -1,0 +1,169 @@
+"""From a search or a given plan to its report: reasons, prices of overrides, what is assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph
+from costmodel.strategies import indivisible
+from planner.data_axis import data_layout
+from planner.evaluate import Evaluation
+from planner.overrides import Overrides
+from planner.report import Report, breakdown, describe, seconds, stage_rows, why_slower
+from planner.search import SearchResult
+from profiles.cluster import Cluster
+
+
+def explain_search(
+    result: SearchResult,
+    graph: Graph,
+    table: FactorTable,
+    cluster: Cluster,
+    overrides: Overrides,
+    free: SearchResult | None,
+    phases_s: Mapping[str, float],
+) -> Report:
+    """The report of a search; `free` is the same search without overrides, where there were any."""
+    best = result.best.evaluation
+    chosen = breakdown(best)
+    runners = [
+        {
+            "plan": describe(c.plan),
+            "step_time_s": c.step_time_s,
+            "slower": c.step_time_s / result.best.step_time_s - 1,
+            "why": why_slower(chosen, breakdown(c.evaluation)),
+        }
+        for c in result.candidates[1:]
+    ]
+    proofs = [
+        {
+            "block": name,
+            "objective_s": proof.objective,
+            "gap": proof.gap,
+            "time_s": proof.time_s,
+            "solver": proof.solver,
+            "integral_relaxation": proof.integral_relaxation,
+        }
+        for name, proof in result.certificates.items()
+    ]
+    return _report(
+        best, graph, table, cluster, runners=runners, solver=proofs,
+        overrides=_override_rows(overrides, result, free), phases_s={**phases_s, **result.phases_s},
+        notes=result.notes,
+    )  # fmt: skip
+
+
+def explain_plan(
+    evaluation: Evaluation,
+    graph: Graph,
+    table: FactorTable,
+    cluster: Cluster,
+    phases_s: Mapping[str, float],
+) -> Report:
+    """The report of a plan that was given, not searched."""
+    return _report(
+        evaluation, graph, table, cluster, runners=[], solver=[], overrides=[], phases_s=phases_s,
+        notes=("the plan was given: nothing was searched",),
+    )  # fmt: skip
+
+
+def _report(
+    evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster, *,
+    runners: Sequence[Mapping[str, Any]], solver: Sequence[Mapping[str, Any]],
+    overrides: Sequence[Mapping[str, Any]], phases_s: Mapping[str, float], notes: Sequence[str],
+) -> Report:  # fmt: skip
+    plan, prediction = evaluation.plan, evaluation.prediction
+    summary = {
+        "parameters": graph.num_parameters(),
+        "cluster": cluster.describe(),
+        "chosen": describe(plan),
+        "step_time_s": prediction.step_time_s,
+        "rows_per_s": plan.global_batch_size / prediction.step_time_s,
+        "mfu": prediction.mfu,
+        "bubble_fraction": prediction.bubble_fraction,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
+        "memory_bytes": cluster.device.memory_bytes,
+    }
+    return Report(
+        plan=plan,
+        summary=summary,
+        stages=stage_rows(evaluation),
+        components=breakdown(evaluation),
+        runners_up=runners,
+        overrides=overrides,
+        solver=solver,
+        assumptions=(*cluster.assumptions, *_assumptions(evaluation, graph)),
+        notes=(*notes, *graph.notes, *_limits(evaluation, graph, table)),
+        phases_s=phases_s,
+        timeline=evaluation.timeline.chrome_trace(),
+    )
+
+
+def _override_rows(
+    overrides: Overrides, result: SearchResult, free: SearchResult | None
+) -> list[dict[str, Any]]:
+    """What all overrides together cost against the free optimum."""
+    given = overrides.given()
+    if not given:
+        return []
+    text = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if free is None:
+        return [{"override": text, "effect": "without them no plan fits, or none was searched"}]
+    ours, best = result.best.step_time_s, free.best.step_time_s
+    if ours <= best * (1 + 1e-9):
+        effect = "cost nothing: the free optimum is no faster"
+    else:
+        effect = (
+            f"cost {seconds(ours - best)} a step (+{ours / best - 1:.1%}) against the free optimum, "
+            f"{describe(free.best.plan)} at {seconds(best)}"
+        )
+    return [{"override": text, "effect": effect, "free_step_time_s": best}]
+
+
+def _assumptions(evaluation: Evaluation, graph: Graph) -> list[str]:
+    lines = [
+        "operators by roofline with the catalog's efficiencies, collectives by alpha-beta; nothing was measured for this model",
+        "gradient reduction is not overlapped with the backward; sends are, receives are posted ahead",
+    ]
+    ops = {op.short for op in graph.ops}
+    if "batch_norm" in ops:
+        lines.append(
+            "batch norm statistics are per micro-batch, over all data-parallel ranks; its blocks are not recomputed"
+        )
+    if any(op.short == "dropout" for op in graph.ops):
+        lines.append(
+            "dropout masks come from a counter over global indices: the same under every plan"
+        )
+    return lines
+
+
+def _limits(evaluation: Evaluation, graph: Graph, table: FactorTable) -> list[str]:
+    """Operators without a rule, gathers on the data axis, sizes that a degree does not divide."""
+    notes = []
+    unknown = sorted({op.target for op in graph.ops if not table.ops[op.name].known})
+    if unknown:
+        notes.append(
+            f"no sharding rule for {', '.join(unknown)}: run in full on every tensor-parallel rank"
+        )
+    dp = max(stage.dp for stage in evaluation.plan.stages)
+    if dp > 1:
+        gathered = data_layout(graph, table, graph.batch_size).gathered
+        if gathered:
+            notes.append(
+                f"the whole micro-batch is gathered on every data-parallel rank for {', '.join(gathered[:5])}"
+            )
+    sizes: dict[str, set[int]] = {}
+    for degree in (2, 4, 8):
+        for block in {b.class_id: b for b in graph.blocks}.values():
+            for op in block.ops:
+                if not table.ops[op.name].matmul and op.short != "embedding":
+                    continue
+                for factor, size in indivisible(table, op, degree).items():
+                    sizes.setdefault(f"{op.key} ({factor} = {size})", set()).add(degree)
+    for where, degrees in list(sizes.items())[:6]:
+        notes.append(
+            f"not split {'- or '.join(map(str, sorted(degrees)))}-way: {where}; a padded size would divide"
+        )
+    return notes

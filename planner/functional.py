@@ -1,0 +1,299 @@
+"""Operators as plain values: every result has a name of its own, and no operator changes memory.
+
+A traced program may write into tensors (`relu_`, `x[:, 0] = 0`, `running.mul_(0.9)`). Here each
+piece of memory is a slot whose value is replaced: a write makes a new value for the slot, and a
+write into a view also makes one for what it is a view of,
+
+    slot(view) := new,    slot(base) := scatter(slot(base), new)
+
+while other views of the same memory are taken again from their base when they are next read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from costmodel.graph import Op, Ref, TensorMeta, map_refs, refs
+
+# results that carry no gradient, whatever the operands do
+CONSTANT_LIKE = frozenset({
+    "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+    "randint_like", "new_zeros", "new_ones", "new_full", "new_empty", "bernoulli",
+})  # fmt: skip
+SIDE_EFFECTS = ("batch_norm", "instance_norm")  # update their buffers unseen
+RESHAPES = frozenset({
+    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel",
+    "view_as", "reshape_as",
+})  # fmt: skip
+# views that, where the shape stays, see every element in its place
+ALIGNED = RESHAPES | {"slice", "contiguous", "to", "alias", "expand", "expand_as"}
+
+
+class TraceError(ValueError):
+    """The model can't be traced: says where in the user's source, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in the model an operator comes from: module FQN, and file:line of the user's source."""
+
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return self.source or "an unknown place"
+
+
+@dataclass(slots=True, kw_only=True)
+class Builder:
+    """Operators in order, and the shapes of the values they make."""
+
+    values: dict[str, TensorMeta] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+    _keys: Counter[str] = field(default_factory=Counter)
+
+    def unique(self, base: str) -> str:
+        """`base`, or `base` with a number where it is taken."""
+        name, k = base, 0
+        while name in self._names:
+            k += 1
+            name = f"{base}_{k}"
+        self._names.add(name)
+        return name
+
+    def define(self, base: str, meta: TensorMeta) -> str:
+        """A value that no operator makes (input, parameter, buffer, constant)."""
+        name = self.unique(base)
+        self.values[name] = meta
+        return name
+
+    def add(
+        self, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, *,
+        name: str = "", metas: Sequence[TensorMeta] = (), several: bool = False, grad: bool = True,
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Append one call; names of its results. Without `metas` their shapes are found on meta."""
+        short = target.split(".")[1]
+        metas = metas or evaluate(self.values, target, args, kwargs)
+        flows = grad and short not in CONSTANT_LIKE
+        needs = flows and any(self.values[n].requires_grad for n in refs((args, kwargs)))
+        name = self.unique(name or short)
+        results = (
+            tuple(self.unique(f"{name}_{i}") for i in range(len(metas))) if several else (name,)
+        )
+        for result, meta in zip(results, metas, strict=True):
+            self.values[result] = dataclasses.replace(
+                meta, requires_grad=needs and meta.dtype.is_floating_point
+            )
+        self._append(target, tuple(args), dict(kwargs), results, name, place)
+        return results
+
+    def _append(
+        self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        results: tuple[str, ...], name: str, place: Place,
+    ) -> None:  # fmt: skip
+        base = f"{place.module}:{target.split('.')[1]}"
+        count = self._keys[base]
+        self._keys[base] += 1
+        self.ops.append(
+            Op(
+                name=name,
+                target=target,
+                args=args,
+                kwargs=kwargs,
+                results=results,
+                key=f"{base}#{count}" if count else base,
+                module=place.module,
+                source=place.source,
+            )
+        )
+
+    def cast(self, value: str, dtype: torch.dtype, place: Place, *, grad: bool = True) -> str:
+        """The value in another dtype; itself where it has it."""
+        if self.values[value].dtype == dtype:
+            return value
+        return self.add("aten.to.dtype", (Ref(value), dtype), {}, place, grad=grad)[0]
+
+
+def overload(target: str) -> torch._ops.OpOverload:
+    """`aten.add.Tensor` -> the operator."""
+    namespace, name, which = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), which)
+
+
+def evaluate(
+    values: Mapping[str, TensorMeta], target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[TensorMeta]:
+    """Shapes and dtypes of a call's results, by making it on meta tensors."""
+
+    def blank(name: str) -> torch.Tensor:
+        return torch.empty(values[name].shape, dtype=values[name].dtype, device="meta")
+
+    local_args, local_kwargs = map_refs((tuple(args), dict(kwargs)), blank)
+    if "device" in local_kwargs:
+        local_kwargs["device"] = torch.device("meta")
+    with torch.no_grad():
+        made = overload(target)(*local_args, **local_kwargs)
+    made = list(made) if isinstance(made, (tuple, list)) else [made]
+    return [TensorMeta(shape=tuple(t.shape), dtype=t.dtype) for t in made]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """How a slot is seen in another: one result of `op`, whose first operand is the slot `base`."""
+
+    base: str
+    op: Op
+    index: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Slots:
+    """What every slot holds now. A slot is named by the first value it held."""
+
+    builder: Builder
+    held: dict[str, str] = field(default_factory=dict)
+    _views: dict[str, _View] = field(default_factory=dict)
+    _seen: dict[str, int] = field(default_factory=dict)  # writes into its memory a slot has seen
+    _writes: Counter[str] = field(default_factory=Counter)  # by root slot
+
+    def new(self, value: str, base: str | None = None) -> str:
+        """A slot holding `value`; with `base`, the last operator added viewed that slot."""
+        slot = value
+        while slot in self.held:
+            slot += "'"
+        self.held[slot] = value
+        if base is not None:
+            op = self.builder.ops[-1]
+            self._views[slot] = _View(base=base, op=op, index=op.results.index(value))
+        self._seen[slot] = self._writes[self.root(slot)]
+        return slot
+
+    def root(self, slot: str) -> str:
+        while slot in self._views:
+            slot = self._views[slot].base
+        return slot
+
+    def read(self, slot: str) -> str:
+        """The value a slot holds, taken from its base again if the base was written to since."""
+        writes = self._writes[self.root(slot)]
+        if self._seen[slot] < writes:
+            view = self._views[slot]
+            args = (Ref(self.read(view.base)), *view.op.args[1:])
+            metas = [self.builder.values[r] for r in view.op.results]
+            made = self.builder.add(
+                view.op.target, args, view.op.kwargs, _place(view.op),
+                name=view.op.name, metas=metas, several=view.op.results != (view.op.name,),
+            )  # fmt: skip
+            self.held[slot] = made[view.index]
+            self._seen[slot] = writes
+        return self.held[slot]
+
+    def write(self, slot: str, value: str, place: Place) -> None:
+        """The slot holds `value` from now on, and so does the memory it is a view of."""
+        root = self.root(slot)
+        chain = [slot]
+        while chain[-1] in self._views:
+            chain.append(self._views[chain[-1]].base)
+        updates = {slot: value}
+        for inner in chain[:-1]:
+            view = self._views[inner]
+            updates[view.base] = self._scatter(view, self.read(view.base), updates[inner], place)
+        self._writes[root] += 1
+        for updated, new in updates.items():
+            self.held[updated] = new
+            self._seen[updated] = self._writes[root]
+
+    def _scatter(self, view: _View, base: str, value: str, place: Place) -> str:
+        """The base with the view's part replaced by `value`."""
+        short, args = view.op.short, view.op.args[1:]
+        shape = self.builder.values[base].shape
+        if short in ALIGNED and self.builder.values[value].shape == shape:
+            return value
+        call = _INVERSES.get(short)
+        if short in RESHAPES:
+            call = "aten.reshape.default", (list(shape),)
+        elif short == "permute":
+            order = [int(d) % len(shape) for d in args[0]]
+            call = "aten.permute.default", ([order.index(d) for d in range(len(shape))],)
+        elif short in ("select", "slice"):
+            target = f"aten.{short}_scatter.default"
+            inputs = (Ref(base), Ref(value), *args)
+            return self.builder.add(target, inputs, view.op.kwargs, place)[0]
+        if call is None:
+            raise TraceError(
+                f"at {place} a view made by {view.op.target} is "
+                "written to in place; write it out of place (torch.where, torch.cat, x = x + y)"
+            )
+        target, more = call
+        return self.builder.add(target, (Ref(value), *(more or args)), {}, place)[0]
+
+
+# views that are their own inverse, called with the same arguments
+_INVERSES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "transpose": ("aten.transpose.int", ()),
+    "swapaxes": ("aten.transpose.int", ()),
+    "t": ("aten.t.default", ()),
+}
+
+
+def _place(op: Op) -> Place:
+    return Place(module=op.module, source=op.source)
+
+
+def functional_call(
+    builder: Builder, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place,
+    *, name: str, grad: bool,
+) -> str:  # fmt: skip
+    """The value that an in-place call `target` would leave in its first operand."""
+    namespace, base, which = target.split(".")
+    held: Ref = args[0]
+    meta = builder.values[held.name]
+    add: Callable[..., tuple[str, ...]] = builder.add
+    if base == "copy_" or (base == "fill_" and isinstance(args[1], Ref)):
+        value = builder.cast(args[1].name, meta.dtype, place, grad=grad)
+        if builder.values[value].shape == meta.shape:
+            return value
+        return add("aten.expand.default", (Ref(value), list(meta.shape)), {}, place, grad=grad)[0]
+    if base in ("fill_", "zero_"):
+        fill = args[1] if base == "fill_" else 0
+        return add("aten.full_like.default", (held, fill), {}, place, name=name)[0]
+    packet = getattr(getattr(torch.ops, namespace), base[:-1], None)
+    if packet is None or not base.endswith("_") or which not in packet.overloads():
+        raise TraceError(
+            f"in-place operator {target} at {place} has no functional form; write it out of place"
+        )
+    made = add(f"{namespace}.{base[:-1]}.{which}", args, kwargs, place, name=name, grad=grad)[0]
+    return builder.cast(made, meta.dtype, place, grad=grad)
+
+
+def partition(calls: Sequence[Op], wanted: set[str], raw: set[str]) -> tuple[list[Op], list[Op]]:
+    """Operators that `wanted` values need: (those that follow from `raw` values alone, the
+    rest)."""
+    live, kept = set(wanted), []
+    for op in reversed(calls):
+        if live & set(op.results):
+            live |= set(op.operands)
+            kept.append(op)
+    known = set(raw)
+    derived: list[Op] = []
+    ops: list[Op] = []
+    for op in reversed(kept):
+        if known.issuperset(op.operands) and not _effectful(op):
+            known |= set(op.results)
+            derived.append(op)
+        else:
+            ops.append(op)
+    return derived, ops
+
+
+def _effectful(op: Op) -> bool:
+    """Whether two calls may differ or leave a trace, so that stages can't each make their own."""
+    random = torch.Tag.nondeterministic_seeded in overload(op.target).tags
+    return op.short in SIDE_EFFECTS or random

@@ -1,0 +1,103 @@
+"""Reading the nodes of an exported fx graph: results, aliasing, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from costmodel.graph import TensorMeta
+from planner.functional import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A result that no value of the graph can stand for: it has no fixed shape, or is made by a
+    `call` that is no operator."""
+
+    source: str
+    call: str
+    dynamic: bool
+
+    def error(self) -> TraceError:
+        if not self.dynamic:
+            return TraceError(
+                f"the model can't be traced: at {self.source} it calls {self.call}, which is no "
+                "tensor operator; write it with plain tensor operations (e.g. a batch dim in place "
+                "of torch.vmap), or take it out of forward"
+            )
+        return TraceError(
+            f"the model can't be traced: at {self.source} {self.call} makes a number or a shape "
+            "that depends on tensor values. Ways out: masks and torch.where in place of selecting "
+            "(x[mask], nonzero), tensor operations in place of .item()"
+        )
+
+
+def results_of(node: fx.Node) -> list[Any]:
+    val = node.meta.get("val")
+    return list(val) if isinstance(val, (tuple, list)) else [val]
+
+
+def is_dynamic(results: Sequence[Any]) -> bool:
+    """Whether sizes or results are symbols, known only when the values are."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    sizes = [s for r in results if isinstance(r, torch.Tensor) for s in r.shape]
+    return any(isinstance(x, symbols) for x in (*results, *sizes))
+
+
+def schema_of(node: fx.Node) -> Any:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema
+
+
+def shapes_of(tensors: Sequence[Any]) -> set[tuple[int, ...]]:
+    return {tuple(t.shape) for t in tensors}
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def plain(tree: Any) -> Any:
+    """fx's immutable lists and dicts as plain ones."""
+    if isinstance(tree, list):
+        return [plain(x) for x in tree]
+    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
+        return tuple(plain(x) for x in tree)
+    return tree
+
+
+def module_of(node: fx.Node) -> str:
+    """FQN in the user's model of the innermost module a node was called in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    parts = [part.split("@")[0] for part in path.split(".")]
+    return ".".join(parts[1:] if parts[0] == "model" else parts)
+
+
+def where(node: fx.Node) -> str:
+    """`source_of` for messages."""
+    return source_of(node) or "an unknown place"
+
+
+def source_of(node: fx.Node) -> str:
+    """file:line of the innermost call outside torch."""
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    lines = [
+        line.split('"')
+        for line in (node.meta.get("stack_trace") or "").splitlines()
+        if line.strip().startswith("File")
+    ]
+    found = [parts for parts in lines if not parts[1].startswith(skipped)]
+    if not found:
+        return ""
+    number = found[-1][2].split()[2].rstrip(",")
+    return f"{found[-1][1]}:{number}"

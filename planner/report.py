@@ -1,0 +1,252 @@
+"""The report: what was chosen, what it costs, why not something else, what is assumed. Text and dict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.evaluate import Evaluation
+from planner.plan import Plan, compress_names, compress_ranks
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """Where the step time of the busiest stage goes, in seconds; the sum is the step time."""
+
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    gradient_reduction_s: float
+    optimizer_s: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "compute": self.compute_s,
+            "exposed communication": self.communication_s,
+            "bubble": self.bubble_s,
+            "gradient reduction": self.gradient_reduction_s,
+            "optimizer": self.optimizer_s,
+        }
+
+
+def breakdown(evaluation: Evaluation) -> Components:
+    """Components of the stage that is busy longest."""
+    m = evaluation.plan.num_microbatches
+    busiest = max(evaluation.stages, key=lambda s: s.forward_s + s.backward_s)
+    communication = float(m * (busiest.forward_comm_s + busiest.backward_comm_s))
+    busy = float(m * (busiest.forward_s + busiest.backward_s))
+    once = float(busiest.reduce_s), float(busiest.optimizer_s)
+    bubble = max(0.0, evaluation.prediction.step_time_s - busy - sum(once))
+    return Components(
+        compute_s=busy - communication,
+        communication_s=communication,
+        bubble_s=bubble,
+        gradient_reduction_s=once[0],
+        optimizer_s=once[1],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything a person wants to know about a plan. `str()` is the text, `to_dict()` the same as data."""
+
+    plan: Plan
+    summary: Mapping[str, Any]
+    stages: Sequence[Mapping[str, Any]]
+    components: Components
+    runners_up: Sequence[Mapping[str, Any]]
+    overrides: Sequence[Mapping[str, Any]]
+    solver: Sequence[Mapping[str, Any]]
+    assumptions: Sequence[str]
+    notes: Sequence[str]
+    phases_s: Mapping[str, float]
+    timeline: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: seconds, bytes, names."""
+        return {
+            "summary": dict(self.summary),
+            "stages": [dict(s) for s in self.stages],
+            "components_s": self.components.as_dict(),
+            "runners_up": [dict(r) for r in self.runners_up],
+            "overrides": [dict(o) for o in self.overrides],
+            "solver": [dict(s) for s in self.solver],
+            "assumptions": list(self.assumptions),
+            "notes": list(self.notes),
+            "planning_s": dict(self.phases_s),
+            "plan": json.loads(self.plan.to_json()),
+        }
+
+    def trace(self, path: str | Path) -> None:
+        """Write the simulated step as a Chrome trace (chrome://tracing, Perfetto)."""
+        Path(path).write_text(json.dumps(self.timeline))
+
+    def __str__(self) -> str:
+        lines = [*self._head(), "", *self._stage_table(), "", *self._where()]
+        for part in (self._overrides(), self._runners(), self._shardings(), self._solver()):
+            lines += ["", *part] if part else []
+        lines += ["", "Assumed", *(f"  - {text}" for text in (*self.assumptions, *self.notes))]
+        spent = ", ".join(f"{name} {s:.1f} s" for name, s in self.phases_s.items())
+        return "\n".join([*lines, "", f"Planned in {sum(self.phases_s.values()):.1f} s: {spent}"])
+
+    def _head(self) -> list[str]:
+        s = self.summary
+        return [
+            f"{s['parameters'] / 1e9:.3g} B parameters on {s['cluster']}",
+            f"Chosen: {s['chosen']}",
+            f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, MFU {s['mfu']:.1%}, "
+            f"bubble {s['bubble_fraction']:.1%}, peak memory {max(s['peak_memory_bytes']) / GIB:.1f} of "
+            f"{s['memory_bytes'] / GIB:.1f} GiB",
+        ]
+
+    def _stage_table(self) -> list[str]:
+        head = (
+            "stage",
+            "blocks",
+            "ranks",
+            "dp×tp",
+            "zero",
+            "recompute",
+            "forward",
+            "backward",
+            "comm",
+            "memory",
+        )
+        rows = [head]
+        for k, s in enumerate(self.stages):
+            rows.append(
+                (
+                    str(k), ", ".join(s["blocks"]), s["ranks"], f"{s['dp']}×{s['tp']}", str(s["zero"]),
+                    s["recompute"], seconds(s["forward_s"]), seconds(s["backward_s"]),
+                    seconds(s["communication_s"]), f"{s['memory_bytes'] / GIB:.1f} GiB",
+                )
+            )  # fmt: skip
+        return [
+            *table(rows),
+            "  (per micro-batch; comm is the exposed part of forward and backward)",
+        ]
+
+    def _where(self) -> list[str]:
+        total = sum(self.components.as_dict().values()) or 1.0
+        parts = [
+            f"{name} {seconds(value)} ({value / total:.0%})"
+            for name, value in self.components.as_dict().items()
+            if value > 0
+        ]
+        return ["Where the step goes (busiest stage): " + ", ".join(parts)]
+
+    def _overrides(self) -> list[str]:
+        if not self.overrides:
+            return []
+        return ["Overrides", *(f"  {o['override']}: {o['effect']}" for o in self.overrides)]
+
+    def _runners(self) -> list[str]:
+        if not self.runners_up:
+            return []
+        return [
+            "Runners-up",
+            *(
+                f"  {r['plan']}: {seconds(r['step_time_s'])} (+{r['slower']:.1%}), {r['why']}"
+                for r in self.runners_up
+            ),
+        ]
+
+    def _shardings(self) -> list[str]:
+        lines = []
+        for k, stage in enumerate(self.plan.stages):
+            if stage.shardings and (k == 0 or stage.shardings != self.plan.stages[k - 1].shardings):
+                lines += [
+                    f"  stage {k}: {name}: {text}" for name, text in sorted(stage.shardings.items())
+                ]
+        return ["Shardings on the tensor axis (the rest follows)", *lines] if lines else []
+
+    def _solver(self) -> list[str]:
+        if not self.solver:
+            return []
+        return [
+            "Intra-op program, proved by the solver",
+            *(
+                f"  {s['block']}: objective {seconds(s['objective_s'])}, gap {s['gap']:.1e}, {s['solver']} in {s['time_s']:.2f} s"
+                + (", relaxation integral" if s["integral_relaxation"] else ", by branch and bound")
+                for s in self.solver
+            ),
+        ]
+
+
+def seconds(value: float) -> str:
+    """1.23 s, 4.56 ms, 7.89 µs."""
+    value = float(value)
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale or unit == "µs":
+            return f"{value / scale:.3g} {unit}"
+    raise AssertionError
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns aligned; the second one shortened to 36 characters."""
+    rows = [
+        [cell if i != 1 or len(cell) <= 36 else cell[:33] + "..." for i, cell in enumerate(row)]
+        for row in rows
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a line: degrees, schedule, micro-batches."""
+    meshes = list(dict.fromkeys((s.dp, s.tp) for s in plan.stages))
+    mesh = " | ".join(f"dp{d}×tp{t}" for d, t in meshes[:4]) + (" ..." if len(meshes) > 4 else "")
+    stages = f"pp{len(plan.stages)} × " if len(plan.stages) > 1 else ""
+    words = [
+        f"{stages}{mesh}",
+        f"{plan.num_microbatches} micro-batches of {plan.microbatch_rows} rows",
+    ]
+    if len(plan.stages) > 1:
+        words.insert(1, plan.schedule)
+    zero, recompute = {s.zero for s in plan.stages}, {s.recompute for s in plan.stages}
+    if zero != {0}:
+        words.append("ZeRO-1" if zero == {1} else "ZeRO-1 on some stages")
+    if recompute != {"none"}:
+        words.append("full recompute" if recompute == {"full"} else "recompute on some stages")
+    return ", ".join(words)
+
+
+def why_slower(chosen: Components, other: Components) -> str:
+    """The components that cost the other plan most, against the chosen one."""
+    ours, theirs = chosen.as_dict(), other.as_dict()
+    losses = sorted(((theirs[k] - ours[k], k) for k in ours), reverse=True)
+    parts = [f"+{seconds(d)} {k}" for d, k in losses[:2] if d > 0]
+    gains = [f"-{seconds(-d)} {k}" for d, k in losses[::-1][:1] if d < 0]
+    return "; ".join([*parts, *gains]) or "equal in every component"
+
+
+def stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """The stage table as data."""
+    rows = []
+    for k, (stage, costs) in enumerate(zip(evaluation.plan.stages, evaluation.stages, strict=True)):
+        rows.append(
+            {
+                "blocks": compress_names(stage.blocks),
+                "ranks": compress_ranks(stage.ranks),
+                "dp": stage.dp,
+                "tp": stage.tp,
+                "zero": stage.zero,
+                "recompute": stage.recompute,
+                "forward_s": float(costs.forward_s),
+                "backward_s": float(costs.backward_s),
+                "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),
+                "gradient_reduction_s": float(costs.reduce_s),
+                "optimizer_s": float(costs.optimizer_s),
+                "memory_bytes": evaluation.prediction.peak_memory_bytes[k],
+                "microbatches_in_flight": evaluation.in_flight[k],
+            }
+        )
+    return rows

@@ -1,0 +1,476 @@
+"""The outer search: micro-batches, schedule, meshes; the inter-op DP inside; candidates re-priced by simulation.
+
+For every number of micro-batches m, the costs of all stages on all meshes go into one table, and the
+inter-op DP finds the best cut for each schedule. The best candidates become plans, are priced by the
+event simulation, and the fastest one that fits is chosen; the others are kept as runners-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Block, Graph
+from costmodel.schedule import in_flight
+from costmodel.strategies import Placement
+from planner.evaluate import Evaluation, evaluate
+from planner.inter_op import InterOpSolution, StageTable, minimal_shortfall, solve_inter_op
+from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.overrides import OverrideError, Overrides, stage_cuts
+from planner.plan import (
+    Plan,
+    StagePlan,
+    check_plan,
+    express_shardings,
+    fingerprint,
+    resolve_shardings,
+)
+from planner.solvers import Certificate
+from planner.stage_costs import MODES, ChainCosts, StageCoster, boundary_index, stage_costs
+from profiles.cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+MAX_MICROBATCH_CHOICES = 12
+MIN_CANDIDATES = 6
+CANDIDATE_SLACK = (
+    1.25  # what the DP puts within this factor of its best is priced by simulation, too
+)
+DP_GAP = (
+    0.002  # the DP may stop this close to its bound; candidates are re-priced by simulation anyway
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run a stage: a mesh, ZeRO stage, recompute, and the chain its costs come from."""
+
+    dp: int
+    tp: int
+    zero: int
+    recompute: str
+    chain: ChainCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan the search considered, priced by simulation."""
+
+    evaluation: Evaluation
+    assignments: list[dict[str, Assignment]]
+    fits: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self.evaluation.plan
+
+    @property
+    def step_time_s(self) -> float:
+        return self.evaluation.prediction.step_time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The chosen plan first, runners-up after it; solver certificates of its block classes by block name; seconds
+    spent per phase; what was left out and why."""
+
+    candidates: tuple[Candidate, ...]
+    certificates: Mapping[str, Certificate]
+    phases_s: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+class InfeasibleError(ValueError):
+    """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes closest."""
+
+    def __init__(self, message: str, shortfall_bytes: Sequence[float]) -> None:
+        super().__init__(message)
+        self.shortfall_bytes = tuple(shortfall_bytes)
+
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, tuple[float, ...]]]:
+        return InfeasibleError, (str(self), self.shortfall_bytes)
+
+
+@dataclass(slots=True)
+class Search:
+    """One search: graph × cluster × overrides -> plans."""
+
+    graph: Graph
+    table: FactorTable
+    cluster: Cluster
+    global_batch_size: int
+    precision: str
+    optimizer: str
+    overrides: Overrides
+    phases: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    cuts: list[int] | None = None
+    coster: StageCoster = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.overrides = self.overrides.effective()
+        self.cuts = stage_cuts(self.overrides, self.graph)
+        entries = {}
+        if self.overrides.shardings:
+            entries = resolve_shardings(
+                self.graph, self.graph.blocks, self.overrides.shardings, "override shardings"
+            )
+        self.coster = StageCoster(
+            self.graph, self.table, self.cluster, self.precision, self.optimizer, entries
+        )
+
+    # --- the loop ---
+
+    def run(self) -> SearchResult:
+        """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds."""
+        solutions: list[tuple[float, InterOpSolution, Sequence[Variant], int, str]] = []
+        worst: tuple[float, Sequence[float], str] | None = None
+        for m in self.microbatch_counts():
+            variants = self._timed("price stages", self._variants, m)
+            if not variants:
+                continue
+            table = self._timed("price stages", self._table, variants, m)
+            for schedule in self.overrides.schedules():
+                solution = self._timed("inter-op DP", self._solve, table, m, schedule)
+                if solution is not None:
+                    solutions.append((solution.objective_s, solution, variants, m, schedule))
+                    continue
+                short = self._timed("inter-op DP", self._shortfall, table, m, schedule)
+                if short is not None and (worst is None or short[0] < worst[0]):
+                    worst = short
+        solutions.sort(key=lambda found: found[0])
+        found = [
+            self._timed("simulate", self._candidate, *rest)
+            for k, (objective, *rest) in enumerate(solutions)
+            if k < MIN_CANDIDATES or objective <= solutions[0][0] * CANDIDATE_SLACK
+        ]
+        fitting = [c for c in found if c.fits] or found
+        if not fitting:
+            raise self._failure(worst)
+        ranked = sorted(
+            fitting, key=lambda c: (c.step_time_s, len(c.plan.stages), c.plan.to_json())
+        )
+        certificates = self._timed("certify", self._certify, ranked[0])
+        return SearchResult(
+            candidates=tuple(_distinct(ranked)),
+            certificates=certificates,
+            phases_s=dict(self.phases),
+            notes=tuple(self.notes),
+        )
+
+    def _timed(self, phase: str, work, *args):  # noqa: ANN001, ANN202 - any step of the loop
+        started = time.perf_counter()
+        try:
+            return work(*args)
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
+
+    def microbatch_counts(self) -> list[int]:
+        """Numbers of micro-batches to try: divisors of the global batch, thinned to a dozen."""
+        batch, over = self.global_batch_size, self.overrides
+        divisors = [m for m in range(1, batch + 1) if batch % m == 0]
+        if over.num_microbatches is not None:
+            if over.num_microbatches not in divisors:
+                raise OverrideError(
+                    f"override num_microbatches={over.num_microbatches}: does not divide global_batch_size={batch}; "
+                    f"legal: {', '.join(map(str, divisors[:16]))}"
+                )
+            return [over.num_microbatches]
+        if over.microbatch_size is not None and batch % over.microbatch_size:
+            raise OverrideError(
+                f"override microbatch_size={over.microbatch_size}: does not divide global_batch_size={batch}; "
+                f"legal: {', '.join(map(str, divisors[:16]))}"
+            )
+        if len(divisors) > MAX_MICROBATCH_CHOICES:
+            wanted = np.geomspace(1, batch, MAX_MICROBATCH_CHOICES)
+            near = {min(divisors, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted}
+            divisors = sorted(near)
+        return divisors
+
+    # --- stage variants ---
+
+    def _meshes(self, m: int) -> list[tuple[int, int]]:
+        """(dp, tp) pairs on every submesh shape: parts of a node that divide it, and whole nodes."""
+        rows, over = self.global_batch_size // m, self.overrides
+        node, nodes = self.cluster.devices_per_node, self.cluster.num_nodes
+        sizes = [n for n in range(1, node + 1) if node % n == 0]
+        sizes += [node * k for k in range(2, nodes + 1) if nodes % k == 0]
+        found = []
+        for n in sizes:
+            for tp in range(1, min(n, max(node, over.tp or 1)) + 1):
+                dp = n // tp
+                if n % tp or rows % dp or node % tp and tp != over.tp:
+                    continue
+                if over.tp not in (None, tp) or over.dp not in (None, dp):
+                    continue
+                if over.microbatch_size not in (None, rows // dp):
+                    continue
+                found.append((dp, tp))
+        return found
+
+    def _variants(self, m: int) -> list[Variant]:
+        over = self.overrides
+        variants: list[Variant] = []
+        for dp, tp in self._meshes(m):
+            rows = self.global_batch_size / m / dp
+            for mode in MODES if tp > 1 else MODES[:1]:
+                setting = self.coster.setting(dp=dp, tp=tp, rows=rows, microbatches=m)
+                chain = self.coster.chain(setting, mode)
+                if chain is None:
+                    continue
+                for zero in (0, 1) if dp > 1 else (0,):
+                    for recompute in ("none", "full"):
+                        if (
+                            over.zero not in (None, zero)
+                            and dp > 1
+                            or over.recompute not in (None, recompute)
+                        ):
+                            continue
+                        variants.append(
+                            Variant(dp=dp, tp=tp, zero=zero, recompute=recompute, chain=chain)
+                        )
+        return variants
+
+    def _table(self, variants: Sequence[Variant], m: int) -> StageTable:
+        count = len(self.graph.blocks)
+        shape = (len(variants), count + 1, count + 1)
+        time_s, static, active = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
+        legal = self._legal_stages(count)
+        for v, variant in enumerate(variants):
+            chain = variant.chain
+            setting = self.coster.setting(
+                dp=variant.dp, tp=variant.tp, rows=chain.setting.rows, microbatches=m, zero=variant.zero,
+            )  # fmt: skip
+            costs = stage_costs(chain.sums, setting, variant.recompute)
+            send = chain.send_s[:, None] + chain.send_s[None, :]
+            ok = np.isfinite(chain.seconds) & legal
+            time_s[v] = np.where(ok, costs.amortised_s(m) + send, np.inf)
+            static[v], active[v] = costs.static_bytes, costs.activation_bytes
+        devices = np.array([v.dp * v.tp for v in variants], dtype=np.int64)
+        return StageTable(
+            devices=devices, time_s=time_s, static_bytes=static, activation_bytes=active
+        )
+
+    def _legal_stages(self, count: int) -> np.ndarray:
+        legal = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
+        if self.cuts is not None:
+            only = np.zeros_like(legal)
+            for start, stop in zip([0, *self.cuts], self.cuts, strict=False):
+                only[start, stop] = True
+            legal &= only
+        return legal
+
+    # --- the DP ---
+
+    def _solve(self, table: StageTable, m: int, schedule: str) -> InterOpSolution | None:
+        return solve_inter_op(
+            table,
+            num_devices=self.cluster.num_devices,
+            num_microbatches=m,
+            memory_bytes=self.cluster.device.usable_bytes,
+            in_flight=_in_flight(schedule, m),
+            num_stages=self.overrides.pp,
+            relative_gap=DP_GAP,
+        )
+
+    def _shortfall(
+        self, table: StageTable, m: int, schedule: str
+    ) -> tuple[float, Sequence[float], str] | None:
+        short = minimal_shortfall(
+            table,
+            num_devices=self.cluster.num_devices,
+            memory_bytes=self.cluster.device.usable_bytes,
+            in_flight=_in_flight(schedule, m),
+            num_stages=self.overrides.pp,
+        )
+        if short is None:
+            return None
+        how = f"{len(short.stages)} stages, {m} micro-batches, {schedule}"
+        return short.excess_bytes, short.stage_excess_bytes, how
+
+    def _candidate(
+        self, solution: InterOpSolution, variants: Sequence[Variant], m: int, schedule: str
+    ) -> Candidate:
+        """The solution as a checked plan, priced by simulation."""
+        chosen = [(c.start, c.stop, variants[c.variant]) for c in solution.stages]
+        ranks = place_stages([v.dp * v.tp for _, _, v in chosen], self.cluster)
+        stages, assignments = [], []
+        for (start, stop, v), here in zip(chosen, ranks, strict=True):
+            found = self.coster.assignments(v.chain, start, stop)
+            assignments.append(found)
+            blocks = self.graph.blocks[start:stop]
+            stages.append(
+                StagePlan(
+                    blocks=tuple(b.name for b in blocks),
+                    ranks=here,
+                    dp=v.dp,
+                    tp=v.tp,
+                    zero=v.zero,
+                    recompute=v.recompute,
+                    shardings=self._shardings(blocks, found, v.tp),
+                )
+            )
+        plan = Plan(
+            model=fingerprint(self.graph), global_batch_size=self.global_batch_size,
+            num_microbatches=m, schedule=schedule, precision=self.precision, stages=tuple(stages),
+        )  # fmt: skip
+        priced = evaluate(
+            plan, self.graph, self.table, self.cluster, assignments,
+            optimizer=self.optimizer, coster=self.coster,
+        )  # fmt: skip
+        capacity = self.cluster.device.memory_bytes
+        fits = all(used <= capacity for used in priced.prediction.peak_memory_bytes)
+        return Candidate(evaluation=priced, assignments=assignments, fits=fits)
+
+    def _shardings(
+        self, blocks: Sequence[Block], found: Mapping[str, Assignment], tp: int
+    ) -> dict[str, str]:
+        """The decisions that do not follow, as globs."""
+        if tp == 1:
+            return {}
+        entries: dict[str, Entry] = {}
+        states: dict[str, Placement] = {}
+        for block in blocks:
+            layouts = BlockLayouts(self.graph, self.table, block, tp)
+            inputs = {n: states[n] for n in block.inputs if n in states}
+            entries |= layouts.compress(found[block.name], inputs)
+            states |= {n: found[block.name].states[n] for n in block.outputs}
+        self._like_repeats(blocks, entries)
+        return express_shardings(self.graph, blocks, entries)
+
+    def _like_repeats(self, blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
+        """What leaves the stage is replicated whatever its entry says: give it the entry of its repeats, so that
+        one glob serves all."""
+        last = blocks[-1]
+        peers = [b for b in blocks[:-1] if b.class_id == last.class_id]
+        for k, op in enumerate(last.ops):
+            if peers and op.results[0] in last.outputs:
+                alike = entries.get(peers[0].ops[k].name)
+                if alike and alike.state:
+                    own = entries.get(op.name, Entry())
+                    entries[op.name] = dataclasses.replace(own, state=alike.state)
+
+    def _certify(self, best: Candidate) -> dict[str, Certificate]:
+        """An independent proof for every block class of the chosen plan: the whole integer program."""
+        found: dict[str, Certificate] = {}
+        check_plan(best.plan, self.graph, self.table)
+        for stage in best.plan.stages:
+            if stage.tp == 1:
+                continue
+            setting = self.coster.setting(
+                dp=stage.dp, tp=stage.tp, rows=best.plan.microbatch_rows / stage.dp,
+                microbatches=best.plan.num_microbatches, zero=0,
+            )  # fmt: skip
+            chain = self.coster.chain(setting)
+            if chain is None:
+                continue
+            classes: set[str] = set()
+            for block, table in zip(self.graph.blocks, chain.tables, strict=True):
+                if block.name in stage.blocks and block.class_id not in classes and len(found) < 6:
+                    classes.add(block.class_id)
+                    index = boundary_index(table, 0, 0)
+                    proof = table.certify(index) if index in table.choices else None
+                    if proof is not None:
+                        found.setdefault(block.name, proof)
+        return found
+
+    # --- when nothing fits ---
+
+    def _failure(self, worst: tuple[float, Sequence[float], str] | None) -> ValueError:
+        if worst is None:
+            given = self.overrides.given()
+            return OverrideError(
+                f"no plan exists on {self.cluster.describe()} for global_batch_size={self.global_batch_size} with overrides "
+                f"{given or 'none'}: the degrees must multiply to {self.cluster.num_devices} devices and dp must divide a micro-batch; "
+                "drop an override or change global_batch_size"
+            )
+        excess, per_stage, how = worst
+        gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.2f}" for k, x in enumerate(per_stage))
+        return InfeasibleError(
+            f"the model does not fit {self.cluster.describe()} ({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
+            f"The closest plan ({how}) lacks {excess / 2**30:.2f} GiB on its fullest stage; shortfall in GiB by stage: {gib}. "
+            + self._relaxation(),
+            per_stage,
+        )
+
+    def _relaxation(self) -> str:
+        """The cheapest single change that makes it fit, found by trying."""
+        for name in ("recompute", "zero"):
+            if name in self.overrides.given() or name in self.overrides.forbid:
+                freed = dataclasses.replace(
+                    self.overrides, **{name: None}, forbid=[f for f in self.overrides.forbid if f != name]  # type: ignore[arg-type]
+                )  # fmt: skip
+                if self._feasible(freed, self.cluster, self.global_batch_size):
+                    return f"Way out: leave {name} free."
+        for factor in (2, 4, 8, 16, 32, 64):
+            bigger = dataclasses.replace(self.cluster, num_nodes=self.cluster.num_nodes * factor)
+            if self._feasible(self.overrides, bigger, self.global_batch_size):
+                return f"Way out: {bigger.num_nodes} nodes ({bigger.num_devices} devices) fit it."
+        return "Not even 64 times as many nodes fit it: a smaller micro-batch, sequence or model is needed."
+
+    def _feasible(self, overrides: Overrides, cluster: Cluster, batch: int) -> bool:
+        trial = Search(
+            self.graph, self.table, cluster, batch, self.precision, self.optimizer, overrides
+        )
+        counts = trial.microbatch_counts()
+        for m in reversed(counts):
+            variants = trial._variants(m)
+            if not variants:
+                continue
+            table = trial._table(variants, m)
+            if any(trial._solve(table, m, s) is not None for s in trial.overrides.schedules()):
+                return True
+        return False
+
+
+def _in_flight(schedule: str, m: int):  # noqa: ANN202 - a function of the position from the end
+    """Micro-batches held by the stage at a position from the end (1 = last)."""
+    return lambda position: in_flight(schedule, stage=0, num_stages=position, num_microbatches=m)
+
+
+def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
+    """Ranks of every stage: in pipeline order, moved where needed so that no part of a node straddles two."""
+    node = cluster.devices_per_node
+    free = list(range(cluster.num_devices))
+    placed: dict[int, tuple[int, ...]] = {}
+    for k in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
+        size = sizes[k]
+        step = size if size <= node else node
+        start = next(
+            (
+                s
+                for s in range(0, cluster.num_devices - size + 1, step)
+                if all(r in free for r in (s, s + size - 1))
+            ),
+            None,
+        )
+        if start is None:
+            return [tuple(range(sum(sizes[:k]), sum(sizes[: k + 1]))) for k in range(len(sizes))]
+        placed[k] = tuple(range(start, start + size))
+        taken = set(placed[k])
+        free = [r for r in free if r not in taken]
+    return [placed[k] for k in range(len(sizes))]
+
+
+def _distinct(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The best few that differ in more than the number of micro-batches."""
+    kept: list[Candidate] = []
+    seen: set[tuple[object, ...]] = set()
+    for candidate in ranked:
+        plan = candidate.plan
+        schedule = plan.schedule if len(plan.stages) > 1 else ""
+        family = (schedule, tuple((s.dp, s.tp, s.zero, s.recompute) for s in plan.stages))
+        if family not in seen:
+            seen.add(family)
+            kept.append(candidate)
+    return kept[:6]

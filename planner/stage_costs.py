@@ -1,0 +1,395 @@
+"""Costs of every run of blocks as a pipeline stage, by exact composition of block programs.
+
+A block's program gives its cost for every pair of boundary states. A stage is a chain of blocks: its
+cost is the min-plus product of theirs, starting and ending replicated on the tensor axis (that is how
+tensors cross stages). All runs i..j-1 are composed at once, one block at a time, and carry their
+components (seconds, parameters, saved bytes) along. Blocks of one class are solved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from costmodel.collectives import p2p_time
+from costmodel.factors import FactorTable
+from costmodel.graph import Block, Graph
+from costmodel.memory import model_state_bytes
+from costmodel.pricing import Pricer, Setting
+from costmodel.strategies import Placement, R, Strategy
+from planner.blocks import crossing, op_flops
+from planner.intra_op import BlockPrice, BlockProgram, BlockTable, price_block
+from planner.layouts import Assignment, BlockLayouts, Entry
+from profiles.cluster import Cluster
+
+MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Components of a stage on one rank; floats, or arrays over (first block, last block + 1).
+
+    Seconds per micro-batch (`*_s`), once per step (`reduce_s`, `optimizer_s`); bytes in all (`static_bytes`)
+    and per micro-batch in flight (`activation_bytes`).
+    """
+
+    forward_s: Any
+    backward_s: Any
+    forward_comm_s: Any
+    backward_comm_s: Any
+    reduce_s: Any
+    optimizer_s: Any
+    static_bytes: Any
+    activation_bytes: Any
+    parameters: Any
+
+    def amortised_s(self, num_microbatches: int) -> Any:
+        """Seconds per micro-batch with the once-per-step work spread over them."""
+        once = (self.reduce_s + self.optimizer_s) / num_microbatches
+        return self.forward_s + self.backward_s + once
+
+
+# sums carried along a chain, in this order; the last one is a maximum
+FIELDS = (
+    "forward_s", "backward_s", "forward_comm_s", "backward_comm_s", "reduce_s", "optimizer_s", "parameters",
+    "frozen_bytes", "saved_bytes", "input_bytes", "again_s", "again_comm_s", "again_bytes", "largest_bytes",
+)  # fmt: skip
+
+
+def components(price: BlockPrice, block: Block) -> np.ndarray:
+    """One block's contribution to the sums. `again_*` is what full recompute repeats, or no longer keeps."""
+    c = price.cost
+    again = recomputable(block)
+    return np.array([
+        c.forward_s, c.backward_s, c.forward_comm_s, c.backward_comm_s, c.reduce_s, c.optimizer_s,
+        price.parameters, price.frozen_bytes, price.saved_bytes, price.input_bytes,
+        c.forward_s * again, c.forward_comm_s * again, price.saved_bytes * again, price.saved_bytes * again,
+    ])  # fmt: skip
+
+
+def recomputable(block: Block) -> bool:
+    """Whether running a block twice is harmless: not where a forward updates running statistics."""
+    return not any(op.short == "batch_norm" and op.args[5] for op in block.ops)
+
+
+def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCosts:
+    """Components of a stage from the sums of its blocks (last axis: `FIELDS`)."""
+    get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
+    again = recompute == "full"
+    states = model_state_bytes(
+        get["parameters"], precision=setting.precision, zero=setting.zero, dp=setting.dp,
+        optimizer=setting.optimizer,
+    )  # fmt: skip
+    owned = setting.dp if setting.zero else 1
+    kept = get["saved_bytes"] + get["input_bytes"]
+    return StageCosts(
+        forward_s=get["forward_s"],
+        backward_s=get["backward_s"] + again * get["again_s"],
+        forward_comm_s=get["forward_comm_s"],
+        backward_comm_s=get["backward_comm_s"] + again * get["again_comm_s"],
+        reduce_s=get["reduce_s"],
+        optimizer_s=get["optimizer_s"] / owned,
+        static_bytes=states + get["frozen_bytes"] + again * get["largest_bytes"],
+        activation_bytes=kept - again * get["again_bytes"],
+        parameters=get["parameters"],
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ChainCosts:
+    """Every stage i..j-1 for one (dp, tp, rows, m, mode): `sums[i, j]` and seconds to send over each cut."""
+
+    setting: Setting
+    mode: str
+    sums: np.ndarray
+    seconds: np.ndarray
+    send_s: np.ndarray
+    tables: Sequence[BlockTable]
+    cuts: Sequence[Sequence[Placement]]
+    costs: Sequence[np.ndarray]
+
+
+@dataclass(slots=True)
+class StageCoster:
+    """Prices stages of one graph on one cluster; owns the caches that make repeats free.
+
+    `entries` are sharding decisions forced by the user, by operator or parameter value name.
+    """
+
+    graph: Graph
+    table: FactorTable
+    cluster: Cluster
+    precision: str
+    optimizer: str
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    _programs: dict[Any, BlockProgram] = field(default_factory=dict)
+    _pricers: dict[tuple[int, float], Pricer] = field(default_factory=dict)
+    _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
+    _shared: frozenset[str] = frozenset()
+    _crossing: list[tuple[str, ...]] = field(default_factory=list)
+    _order: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        shared: set[str] = set()
+        for block in self.graph.blocks:
+            shared |= seen & set(block.parameters)
+            seen |= set(block.parameters)
+        self._shared = frozenset(shared)
+        self._crossing = [*crossing(self.graph), ()]
+        work = [sum(op_flops(self.table, op) for op in block.ops) for block in self.graph.blocks]
+        self._order = sorted(range(len(work)), key=lambda k: -work[k])
+
+    def setting(
+        self, *, dp: int, tp: int, rows: float, microbatches: int, zero: int = 0
+    ) -> Setting:
+        return Setting(
+            cluster=self.cluster, dp=dp, tp=tp, rows=rows, num_microbatches=microbatches,
+            precision=self.precision, optimizer=self.optimizer, zero=zero,
+        )  # fmt: skip
+
+    def pricer(self, setting: Setting) -> Pricer:
+        key = (setting.tp, setting.rows)
+        if key not in self._pricers:
+            self._pricers[key] = Pricer(graph=self.graph, table=self.table, setting=setting)
+        return self._pricers[key].once(setting)
+
+    # --- boundary states ---
+
+    def cut_states(self, k: int, tp: int) -> list[Placement]:
+        """States that the one value crossing cut k may have; replicated where several cross."""
+        values = self._crossing[k]
+        if len(values) != 1 or tp == 1:
+            return [R]
+        return self.value_states(values[0], tp)
+
+    def value_states(self, value: str, tp: int) -> list[Placement]:
+        key = (value, tp)
+        if key not in self._states:
+            found = [R]
+            for atoms in self.table.dims[value]:
+                for atom in atoms:
+                    at = self.table.find(value, atom)
+                    if atom != self.table.batch and self.table.sizes[atom] % tp == 0 and at:
+                        found.append(Placement("S", *at))
+            self._states[key] = found
+        return self._states[key]
+
+    # --- one setting ---
+
+    def chain(self, setting: Setting, mode: str = "fast") -> ChainCosts | None:
+        """Costs of all stages in one setting; None where some block has no legal assignment."""
+        blocks = self.graph.blocks
+        cuts = [self.cut_states(k, setting.tp) for k in range(len(blocks) + 1)]
+        tables = self._tables(setting, mode, cuts)
+        if tables is None:
+            return None
+        matrices: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for j, table in enumerate(tables):
+            if id(table) not in matrices:
+                shape = len(cuts[j]), len(cuts[j + 1])
+                matrices[id(table)] = self._matrix(table, *shape, setting)
+        steps = [matrices[id(table)] for table in tables]
+        sums, seconds = self._compose(steps)
+        return ChainCosts(
+            setting=setting, mode=mode, sums=sums, seconds=seconds, send_s=self.send_seconds(setting),
+            tables=tables, cuts=cuts, costs=[cost for cost, _ in steps],
+        )  # fmt: skip
+
+    def _tables(
+        self, setting: Setting, mode: str, cuts: Sequence[Sequence[Placement]]
+    ) -> list[BlockTable] | None:
+        """Solved programs in block order. Parameters read by several blocks are stored as the heaviest of
+        them wants."""
+        pricer = self.pricer(setting)
+        solved: dict[Any, BlockTable] = {}
+        stored: dict[str, Placement] = {}
+        found: dict[int, BlockTable] = {}
+        for k in self._order:
+            block = self.graph.blocks[k]
+            key = self._key(k, setting.tp)
+            if key not in solved:
+                table = self._solve(k, setting, pricer, mode, cuts, stored)
+                if table is None:
+                    return None
+                solved[key] = table
+                self._remember(block, table, stored)
+            found[k] = solved[key]
+        return [found[k] for k in range(len(self.graph.blocks))]
+
+    def _key(self, k: int, tp: int) -> Any:
+        block = self.graph.blocks[k]
+        shared = tuple(sorted(self._shared & set(block.parameters)))
+        forced = tuple(
+            (i, str(self.entries[name]))
+            for i, name in enumerate([*(op.name for op in block.ops), *block.parameters])
+            if name in self.entries
+        )
+        free = (len(self.cut_states(k, tp)) > 1, len(self.cut_states(k + 1, tp)) > 1)
+        return block.class_id, shared, forced, free
+
+    def _solve(
+        self, k: int, setting: Setting, pricer: Pricer, mode: str,
+        cuts: Sequence[Sequence[Placement]], stored: Mapping[str, Placement],
+    ) -> BlockTable | None:  # fmt: skip
+        key = (self._key(k, setting.tp), setting.tp, setting.rows)
+        if key not in self._programs:
+            block = self.graph.blocks[k]
+            layouts = BlockLayouts(self.graph, self.table, block, setting.tp)
+            self._programs[key] = BlockProgram(
+                pricer,
+                layouts,
+                inputs=dict.fromkeys(block.inputs, cuts[k]),
+                outputs=dict.fromkeys(block.outputs, cuts[k + 1]),
+                allowed=self._forced(layouts),
+            )
+        program = self._programs[key]
+
+        def allowed(value: str, state: Placement) -> bool:
+            if value in stored:
+                return state == stored[value]
+            if mode == "lean" and state == R and len(self.graph.values[value].shape) > 1:
+                return all(not s.sharded for s in program.stored_states(value))
+            return True
+
+        return program.solve(pricer, allowed)
+
+    def _forced(self, layouts: BlockLayouts) -> Any:
+        """Restriction to the user's sharding entries."""
+        wanted: dict[str, Any] = {}
+        for op in layouts.block.ops:
+            entry = self.entries.get(op.name)
+            if entry and entry.strategy:
+                wanted[op.name] = layouts.named(op, entry.strategy).name
+            if entry and entry.state:
+                wanted[op.results[0]] = entry.state
+        for value in layouts.block.parameters:
+            entry = self.entries.get(value)
+            if entry and entry.state:
+                wanted[value] = entry.state
+
+        def allowed(name: str, state: Strategy | Placement) -> bool:
+            if name not in wanted:
+                return True
+            return (state.name if isinstance(state, Strategy) else state) == wanted[name]
+
+        return allowed
+
+    def _remember(self, block: Block, table: BlockTable, stored: dict[str, Placement]) -> None:
+        best = min(table.choices, key=lambda index: (table.costs[index], index))
+        for value in self._shared & set(block.parameters):
+            states = table.problem.states[f"parameter:{value}"]
+            stored.setdefault(value, states[table.choices[best][f"parameter:{value}"]])  # type: ignore[arg-type]
+
+    # --- composition ---
+
+    def _compose(
+        self, steps: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(sums, seconds) of every stage: `[i, j]` for blocks i..j-1, replicated at both ends."""
+        count = len(steps)
+        sums = np.zeros((count + 1, count + 1, len(FIELDS)))
+        seconds = np.full((count + 1, count + 1), np.inf)
+        best = np.full((count, 1), np.inf)  # [start, state at the current cut]
+        carried = np.zeros((count, 1, len(FIELDS)))
+        for j, (cost, parts) in enumerate(steps):
+            best[j], carried[j] = np.inf, 0.0
+            best[j, 0] = 0.0
+            options = best[:, :, None] + cost[None]
+            pick = options.argmin(axis=1)
+            best = np.take_along_axis(options, pick[:, None, :], axis=1)[:, 0, :]
+            carried = self._carry(carried, parts, pick)
+            seconds[: j + 1, j + 1] = best[: j + 1, 0]
+            sums[: j + 1, j + 1] = carried[: j + 1, 0]
+        return sums, seconds
+
+    def _carry(self, carried: np.ndarray, parts: np.ndarray, pick: np.ndarray) -> np.ndarray:
+        starts = np.arange(len(carried))[:, None]
+        ends = np.arange(parts.shape[1])[None, :]
+        before, added = carried[starts, pick], parts[pick, ends]
+        together = before + added
+        together[..., -1] = np.maximum(before[..., -1], added[..., -1])
+        return together
+
+    def _matrix(
+        self, table: BlockTable, ins: int, outs: int, setting: Setting
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds, components) of a block over its boundary states, priced from the assignments."""
+        cost = np.full((ins, outs), np.inf)
+        parts = np.zeros((ins, outs, len(FIELDS)))
+        pricer = self.pricer(setting)
+        for s in range(ins):
+            for t in range(outs):
+                index = boundary_index(table, s, t)
+                if index not in table.choices:
+                    continue
+                price = self.price(pricer, table, index)
+                parts[s, t] = components(price, table.program.block)
+                cost[s, t] = price.cost.seconds(setting.num_microbatches)
+        return cost, parts
+
+    def price(self, pricer: Pricer, table: BlockTable, index: tuple[int, ...]) -> BlockPrice:
+        program = table.program
+        assignment = program.assignment(table, index)
+        inputs = {
+            value: program.inputs[value][table.choices[index][f"in:{value}"]]
+            for value in program.block.inputs
+        }
+        return price_block(pricer, program.layouts, assignment, inputs)
+
+    def send_seconds(self, setting: Setting) -> np.ndarray:
+        """Seconds to send what crosses each cut, one micro-batch, one direction: every rank its own rows."""
+        pricer = self.pricer(setting)
+        devices = setting.dp * setting.tp
+        crosses = devices >= self.cluster.devices_per_node and self.cluster.num_nodes > 1
+        concurrent = min(devices, self.cluster.devices_per_node)
+        out = np.zeros(len(self._crossing))
+        for k, values in enumerate(self._crossing):
+            nbytes = sum(pricer.nbytes(v) for v in values)
+            if nbytes:
+                out[k] = p2p_time(nbytes, self.cluster, crosses_node=crosses, concurrent=concurrent)
+        return out
+
+    # --- the way back ---
+
+    def assignments(self, chain: ChainCosts, start: int, stop: int) -> dict[str, Assignment]:
+        """The assignments behind stage `start..stop-1` of a chain, by block name."""
+        best = np.array([0.0])
+        trail: list[np.ndarray] = []
+        for j in range(start, stop):
+            first = chain.costs[j][:1] if j == start else chain.costs[j]
+            options = best[:, None] + first
+            trail.append(options.argmin(axis=0))
+            best = options.min(axis=0)
+        states = [0]
+        for pick in reversed(trail):
+            states.append(int(pick[states[-1]]))
+        states.reverse()
+        found = {}
+        for j in range(start, stop):
+            table, block = chain.tables[j], self.graph.blocks[j]
+            index = boundary_index(table, states[j - start], states[j - start + 1])
+            assignment = table.program.assignment(table, index)
+            found[block.name] = translate(assignment, table.program.block, block)
+        return found
+
+
+def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:
+    """Index into a block table for input state `s` and output state `t`."""
+    return tuple(s if name.startswith("in:") else t for name in table.keep)
+
+
+def translate(assignment: Assignment, source: Block, target: Block) -> Assignment:
+    """An assignment of one block carried over to another of the same class, by position."""
+    if source is target:
+        return assignment
+    names = dict(zip(source.parameters, target.parameters, strict=True))
+    strategies = {}
+    for a, b in zip(source.ops, target.ops, strict=True):
+        strategies[b.name] = assignment.strategies[a.name]
+        names |= dict(zip(a.results, b.results, strict=True))
+    states = {names[value]: state for value, state in assignment.states.items()}
+    return Assignment(strategies=strategies, states=states)

@@ -1,0 +1,393 @@
+"""A zoo of tiny models for tests, each with batches, a loss, an optimizer and shardings in Megatron's style.
+
+Sizes are chosen so that fp32 rounding stays far below the tolerance of a comparison between two orders of
+summation: widths of 32, no kinks where many values pass (SiLU for ReLU inside the ResNet), batch statistics
+over at least 256 values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.factors import FactorTable, analyse
+from costmodel.graph import Block, Graph
+from executor.runtime import Runtime
+from planner.blocks import cut_blocks
+from planner.plan import Plan, PlanError, StagePlan, check_plan, fingerprint, resolve_shardings
+from planner.trace import trace
+
+transformers.logging.set_verbosity_error()
+
+VOCAB, SEQUENCE = 96, 16
+GLOBAL_BATCH = 16
+
+Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+# --- models ------------------------------------------------------------------------------------------
+
+
+def gpt2(*, tied: bool, dropout: float = 0.0) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQUENCE, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, vocab_size=VOCAB, max_position_embeddings=SEQUENCE,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=64,
+        vocab_size=VOCAB, max_position_embeddings=SEQUENCE, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config).train()
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm around a skip connection, with in-place operators."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.c1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.b1 = nn.BatchNorm2d(outputs)
+        self.c2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.b2 = nn.BatchNorm2d(outputs)
+        self.act = nn.SiLU(inplace=True)
+        self.down: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.down = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b2(self.c2(self.act(self.b1(self.c1(x)))))
+        y += x if self.down is None else self.down(x)
+        return self.act(y)
+
+
+class ResNet(nn.Module):
+    """A stem, three groups of residual blocks, a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(3, 1, 1)
+        self.layer1 = nn.Sequential(Residual(8, 8), Residual(8, 8))
+        self.layer2 = nn.Sequential(Residual(8, 16, 2), Residual(16, 16))
+        self.avg = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer2(self.layer1(self.pool(F.silu(self.bn(self.conv(x))))))
+        return self.fc(torch.relu(torch.flatten(self.avg(x), 1)))
+
+
+class MLP(nn.Module):
+    """Linear layers of one nn.Sequential, no further structure."""
+
+    def __init__(self, width: int = 32, layers: int = 3) -> None:
+        super().__init__()
+        pairs = (
+            (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.net = nn.Sequential(*[module for pair in pairs for module in pair])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class PlainBlock(nn.Module):
+    """A pre-norm Transformer layer written by hand, with fused QKV and explicit softmax attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1) * (h // self.heads) ** -0.5
+        mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class PlainGPT(nn.Module):
+    """A GPT that returns logits, not a loss, and knows nothing of any library."""
+
+    def __init__(self, width: int = 32, heads: int = 4, layers: int = 3) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.positions = nn.Parameter(torch.randn(SEQUENCE, width) * 0.1)
+        self.layers = nn.ModuleList(PlainBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        s = ids.shape[1]
+        mask = torch.ones(s, s, dtype=torch.bool, device=ids.device).triu(1)
+        x = self.tokens(ids) + self.positions[:s]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.out(self.norm(x))
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# --- batches -----------------------------------------------------------------------------------------
+
+
+def _ids(rows: int, step: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (rows, SEQUENCE), generator=_generator(step))
+
+
+def _generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + step)
+
+
+def uneven(labels: torch.Tensor) -> torch.Tensor:
+    """Labels with rows wholly and partly ignored, so that micro-batches and ranks count differently."""
+    labels = labels.clone()
+    labels[0, :9] = -100
+    labels[3] = -100
+    labels[-1, 2:] = -100
+    return labels
+
+
+def causal_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
+    ids = _ids(rows, step)
+    return {"input_ids": ids, "labels": uneven(ids)}
+
+
+def masked_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
+    ids = _ids(rows, step)
+    present = torch.ones_like(ids)
+    present[1, 10:] = 0
+    return {"input_ids": ids, "attention_mask": present, "labels": uneven(ids)}
+
+
+def plain_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    ids = _ids(rows, step)
+    return ids, uneven(ids.roll(-1, 1))
+
+
+def image_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    generator = _generator(step)
+    return (
+        torch.randn(rows, 3, 16, 16, generator=generator),
+        torch.randint(0, 12, (rows,), generator=generator),
+    )
+
+
+def vector_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    generator = _generator(step)
+    return (
+        torch.randn(rows, 32, generator=generator),
+        torch.randn(rows, 32, generator=generator),
+    )
+
+
+# --- the zoo -----------------------------------------------------------------------------------------
+
+
+def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """`eps` far above the rounding noise of gradients that are zero in exact arithmetic (key biases),
+    which Adam would otherwise blow up to full steps."""
+    return torch.optim.AdamW(parameters, lr=2e-3, eps=1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model of the zoo. `batch` makes the global batch of (rows, step); `batch_statistics` says that the
+    result depends on the cut into micro-batches."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Any]
+    optimizer: Optimizer
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    shardings: Mapping[str, str] = field(default_factory=dict)
+    batch_statistics: bool = False
+
+    def model(self, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.build()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss as the user computes it, without Meshwright."""
+        if isinstance(batch, Mapping):
+            return model(**batch).loss
+        assert self.loss_fn is not None
+        return self.loss_fn(model(*batch[:-1]), batch[-1])
+
+
+_GPT2_SHARDINGS = {
+    "transformer.h.*.attn.c_attn": "colwise.1",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "lm_head": "colwise",
+    "transformer.wte": "vocab",
+}
+_BERT_SHARDINGS = {
+    "bert.encoder.layer.*.attention.self.query": "colwise",
+    "bert.encoder.layer.*.attention.self.key": "colwise",
+    "bert.encoder.layer.*.attention.self.value": "colwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "cls.predictions.decoder": "colwise",
+}
+_LLAMA_SHARDINGS = {
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "lm_head": "colwise",
+    "model.embed_tokens": "vocab",
+}
+
+CASES: Mapping[str, Case] = {
+    "gpt2_tied": Case(
+        build=lambda: gpt2(tied=True),
+        batch=causal_batch,
+        optimizer=adamw,
+        shardings=_GPT2_SHARDINGS,
+    ),
+    "gpt2_untied": Case(
+        build=lambda: gpt2(tied=False),
+        batch=causal_batch,
+        optimizer=sgd,
+        shardings=_GPT2_SHARDINGS,
+    ),
+    "llama": Case(
+        build=llama, batch=causal_batch, optimizer=adamw, shardings=_LLAMA_SHARDINGS
+    ),
+    "bert": Case(build=bert, batch=masked_batch, optimizer=sgd, shardings=_BERT_SHARDINGS),
+    "resnet": Case(
+        build=ResNet,
+        batch=image_batch,
+        optimizer=sgd,
+        loss_fn=nn.CrossEntropyLoss(),
+        shardings={"layer*.*.c1:conv2d": "o"},
+        batch_statistics=True,
+    ),
+    "mlp": Case(
+        build=MLP,
+        batch=vector_batch,
+        optimizer=adamw,
+        loss_fn=F.mse_loss,
+        shardings={"net.0": "colwise", "net.3": "colwise", "net.6": "colwise"},
+    ),
+    "plain_gpt": Case(
+        build=PlainGPT,
+        batch=plain_batch,
+        optimizer=sgd,
+        loss_fn=token_loss,
+        shardings={"layers.*.up": "colwise", "out": "colwise", "tokens": "vocab"},
+    ),
+    "gpt2_dropout": Case(
+        build=lambda: gpt2(tied=True, dropout=0.1),
+        batch=causal_batch,
+        optimizer=sgd,
+        shardings=_GPT2_SHARDINGS,
+    ),
+}  # fmt: skip
+
+
+# --- from a case to a run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A case's graph at one micro-batch size, cut into blocks, with its factors."""
+
+    graph: Graph
+    table: FactorTable
+
+
+def traced(case: Case, rows: int, precision: str = "fp32") -> Traced:
+    graph = trace(
+        case.model(), case.batch(4, 0), batch_size=rows, loss_fn=case.loss_fn, precision=precision
+    )
+    table = analyse(graph)
+    return Traced(graph=cut_blocks(graph, table), table=table)
+
+
+def make_plan(
+    graph: Graph, *, pp: int, dp: int, tp: int, num_microbatches: int, shardings: Mapping[str, str],
+    schedule: str = "1f1b", recompute: str = "none", zero: int = 0, precision: str = "fp32",
+    heavy: str = "last", global_batch_size: int = GLOBAL_BATCH,
+) -> Plan:  # fmt: skip
+    """A plan of `pp` equal meshes over uneven stages: the first or the last takes all blocks but one each
+    of the others. Patterns go to the stages where they match; one that matches nowhere raises."""
+    stages = []
+    cuts = _cuts(len(graph.blocks), pp, heavy)
+    for k, (start, stop) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+        blocks = graph.blocks[start:stop]
+        stages.append(
+            StagePlan(
+                blocks=tuple(block.name for block in blocks),
+                ranks=tuple(range(k * dp * tp, (k + 1) * dp * tp)),
+                dp=dp,
+                tp=tp,
+                zero=zero,
+                recompute=recompute,
+                shardings=_matching(graph, blocks, shardings),
+            )
+        )
+    if tp > 1:
+        resolve_shardings(graph, graph.blocks, shardings)
+    return Plan(
+        model=fingerprint(graph), global_batch_size=global_batch_size, precision=precision,
+        num_microbatches=num_microbatches, schedule=schedule, stages=tuple(
+            stage if tp > 1 else dataclasses.replace(stage, shardings={}) for stage in stages
+        ),
+    )  # fmt: skip
+
+
+def _cuts(blocks: int, pp: int, heavy: str) -> list[int]:
+    if heavy == "last":
+        return [*range(pp), blocks]
+    return [0, *range(blocks - pp + 1, blocks + 1)]
+
+
+def _matching(
+    graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str]
+) -> dict[str, str]:
+    found = {}
+    for pattern, decision in shardings.items():
+        try:
+            resolve_shardings(graph, blocks, {pattern: decision})
+        except PlanError:
+            continue
+        found[pattern] = decision
+    return found
+
+
+def parallelize(model: nn.Module, plan: Plan, of: Traced) -> Runtime:
+    """The one place where tests turn a plan into something that trains."""
+    return Runtime(plan, of.graph, of.table, check_plan(plan, of.graph, of.table), model)

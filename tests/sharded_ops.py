@@ -1,0 +1,393 @@
+"""Runs operators on simulated shards, forward and backward, against the whole operator.
+
+The oracle of every sharding rule. A traced graph is evaluated once in double precision; then, for
+each strategy of an operator, its operands are cut as the strategy's placements say, the operator is
+lowered for every rank and run there, and what comes back is put together again:
+
+    state   value of the whole                  gradient of the whole
+    R       on every rank                       on every rank
+    Rp      on every rank                       Σ over ranks
+    P       Σ over ranks                        on every rank
+    S       the parts, joined                   the parts, joined
+
+Partial values are random parts that sum to the whole, so that nothing passes by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from threaded_ranks import Mesh, Rank, Ranks, alone
+from torch import nn
+from torch.testing import assert_close
+
+from costmodel.factors import FactorTable, analyse
+from costmodel.graph import Graph, Op, Ref, map_refs
+from costmodel.rules import argument
+from costmodel.strategies import REPLICATE, P, Placement, R, Strategy, strategies
+from executor.lower import Lowering, State, _Emitter, _local, _random
+from executor.reshard import Axis, join_parts, local_part
+from planner.data_axis import DataLayout
+from planner.layouts import Assignment
+from planner.trace import input_leaves, trace
+
+EXCHANGING = {"cross_entropy", "batch_norm"}
+PRECISION = torch.float64
+TOLERANCE = 1e-9
+GRADIENT = {"R": R, "P": R, "Rp": P}  # the state of a gradient, of a value that is not split
+
+
+# --- cutting and joining -------------------------------------------------------------------------
+
+
+def cut(x: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
+    """What n ranks hold of `x`; a partial value is random parts that sum to it."""
+    if placement.sharded:
+        return [local_part(x, placement, n, k) for k in range(n)]
+    if placement.kind != "P":
+        return [x] * n
+    if x.dtype == torch.bool:
+        return [x, *[torch.zeros_like(x)] * (n - 1)]
+    shape = (n - 1, *x.shape)
+    noise = torch.randn(shape) if x.is_floating_point() else torch.randint(-9, 9, shape)
+    noise = noise.to(x.dtype)
+    return [x - noise.sum(0), *noise]
+
+
+def shards(x: torch.Tensor, state: State, mesh: Mesh) -> dict[Rank, torch.Tensor]:
+    """What each rank of a mesh holds of `x`, cut by the data axis first."""
+    inner = _local(state[1], state[0], mesh[0])
+    return {
+        (d, t): leaf
+        for d, piece in enumerate(cut(x, state[0], mesh[0]))
+        for t, leaf in enumerate(cut(piece, inner, mesh[1]))
+    }
+
+
+def joined(parts: Sequence[torch.Tensor], placement: Placement, what: str) -> torch.Tensor:
+    """The inverse of `cut`; replicas must agree."""
+    if placement.sharded:
+        return join_parts(torch.stack(list(parts)), placement)
+    if placement.kind == "P":
+        return torch.stack(list(parts)).sum(0)
+    for part in parts[1:]:
+        close(part, parts[0], f"{what}: replicas differ")
+    return parts[0]
+
+
+def whole(held: Mapping[Rank, torch.Tensor], state: State, mesh: Mesh, what: str) -> torch.Tensor:
+    """The inverse of `shards`."""
+    inner = _local(state[1], state[0], mesh[0])
+    rows = [
+        joined([held[d, t] for t in range(mesh[1])], inner, f"{what} on the tensor axis")
+        for d in range(mesh[0])
+    ]
+    return joined(rows, state[0], f"{what} on the data axis")
+
+
+def gradient_state(state: State) -> State:
+    data, tensor = (GRADIENT.get(p.kind, p) for p in state)
+    return data, tensor
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert_close(
+        actual,
+        expected,
+        rtol=TOLERANCE,
+        atol=TOLERANCE,
+        equal_nan=True,
+        msg=lambda m: f"{what}: {m}",
+    )
+
+
+# --- a traced graph and its values ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A graph in double precision and every value of one evaluation on one device."""
+
+    graph: Graph
+    table: FactorTable
+    values: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        return (*self.graph.derived, *self.graph.ops)
+
+
+def sampled(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    differentiable_inputs: bool = False,
+) -> Sample:
+    """Trace a model and evaluate it on `batch`. A value requires a gradient if it did there;
+    with `differentiable_inputs` the floating inputs do."""
+    graph = _doubled(trace(model, batch, loss_fn=loss_fn))
+    leaves = _leaves(graph, model, batch, differentiable_inputs)
+    values = evaluate(graph, leaves)
+    metas = {
+        name: replace(meta, requires_grad=values[name].requires_grad, dtype=values[name].dtype)
+        for name, meta in graph.values.items()
+    }
+    graph = replace(graph, values=metas)
+    values = {name: value.detach() for name, value in values.items()}
+    return Sample(graph=graph, table=analyse(graph), values=values)
+
+
+def _doubled(graph: Graph) -> Graph:
+    def double(tree: Any) -> Any:
+        if isinstance(tree, torch.dtype):
+            return PRECISION if tree.is_floating_point else tree
+        if isinstance(tree, torch.device):
+            return torch.device("cpu")
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(double(x) for x in tree)
+        return {k: double(x) for k, x in tree.items()} if isinstance(tree, Mapping) else tree
+
+    def rewritten(ops: Sequence[Op]) -> tuple[Op, ...]:
+        return tuple(replace(op, args=double(op.args), kwargs=double(op.kwargs)) for op in ops)
+
+    return replace(graph, ops=rewritten(graph.ops), derived=rewritten(graph.derived))
+
+
+def _leaves(graph: Graph, model: nn.Module, batch: Any, differentiable: bool) -> dict[str, Any]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    given = dict(input_leaves(batch)[0])
+    found = {name: (parameters[fqn], True) for name, fqn in graph.parameters.items()}
+    found |= {name: (buffers[fqn], False) for name, fqn in graph.buffers.items()}
+    found |= {name: (given[path], differentiable) for name, path in graph.inputs.items()}
+    found |= {name: (tensor, False) for name, tensor in graph.constants.items()}
+    leaves = {}
+    for name, (tensor, grad) in found.items():
+        leaf = tensor.detach().clone()
+        if leaf.is_floating_point():
+            leaf = leaf.to(PRECISION).requires_grad_(grad)
+        leaves[name] = leaf
+    return leaves
+
+
+def evaluate(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every value of a graph, operator by operator, with no part of the lowering."""
+    values = dict(leaves)
+    with double_by_default():
+        for op in (*graph.derived, *graph.ops):
+            operands = [values[name] for name in op.operands]
+            if op.short == "batch_norm":  # updates its buffers in place
+                operands = [x.clone() for x in operands]
+            values |= dict(zip(op.results, called(op, operands), strict=True))
+    return values
+
+
+def called(op: Op, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The ATen operator itself."""
+    given = iter(operands)
+    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))
+    namespace, name, overload = op.target.split(".")
+    made = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """Factories without a dtype make doubles."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(PRECISION)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# --- one operator on shards ----------------------------------------------------------------------
+
+
+class _OneOp(_Emitter):
+    """The lowering of one operator whose operands come, and results stay, as its strategies say."""
+
+    def _leaving(self, name: str) -> State:
+        return self.states[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Results, gradients of the operands (None: there is none), operands as the call left them."""
+
+    results: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    operands: list[torch.Tensor]
+
+
+class _Whole(nn.Module):
+    """The operator as it is, on whole operands."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, *operands: torch.Tensor) -> list[torch.Tensor]:
+        return called(self.op, operands)
+
+
+class OperatorCheck:
+    """One operator of a sample, alone: each operand has a name of its own; the whole is known."""
+
+    def __init__(self, sample: Sample, op: Op) -> None:
+        self.sample = sample
+        names = [f"{name}_{i}" for i, name in enumerate(op.operands)]
+        given = iter(names)
+        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: Ref(next(given)))
+        self.traced, self.op = op, replace(op, args=args, kwargs=kwargs)
+        values = {
+            new: sample.graph.values[old] for new, old in zip(names, op.operands, strict=True)
+        }
+        self.graph = replace(
+            sample.graph, values={**sample.graph.values, **values}, loss="", blocks=()
+        )
+        self.operands = [sample.values[name] for name in op.operands]
+        self.needs = [sample.graph.values[name].requires_grad for name in op.operands]
+        self.cotangents = [
+            torch.randn(sample.graph.values[name].shape, dtype=PRECISION) for name in op.results
+        ]
+        self.replicated = Strategy(
+            name=REPLICATE, operands=(R,) * len(names), results=(R,) * len(op.results)
+        )
+        self.expected = self._expected()
+
+    def _expected(self) -> Outcome:
+        if _random(self.op):
+            alone_here = Axis("data", 1, 0), Axis("tensor", 1, 0)
+            module, extras = self._module(self.replicated, self.replicated, *alone_here)
+            return _run(module, self.operands, self.needs, extras, self.cotangents)
+        return _run(_Whole(self.op), self.operands, self.needs, [], self.cotangents)
+
+    def options(self, degree: int, *, data: bool = False) -> list[Strategy]:
+        """The strategies of the operator on an axis; on the data axis those of the batch."""
+        sample = self.sample
+        if not data:
+            return strategies(sample.graph, sample.table, self.traced, degree)
+        batch = sample.table.batch if sample.table.batch is not None else -1
+        return strategies(sample.graph, sample.table, self.traced, degree, only=batch)
+
+    def _module(
+        self, data: Strategy, tensor: Strategy, data_axis: Axis, tensor_axis: Axis
+    ) -> tuple[nn.Module, list[torch.Tensor]]:
+        """The lowered operator of one rank, and what it takes besides its operands."""
+        op = self.op
+        low = Lowering(
+            graph=self.graph, table=self.sample.table,
+            data=DataLayout(strategies={op.name: data}, states={}, gathered=()),
+            data_axis=data_axis, tensor_axis=tensor_axis, device=torch.device("cpu"),
+            microbatches=1,
+        )  # fmt: skip
+        states = dict(
+            zip(op.operands, zip(data.operands, tensor.operands, strict=True), strict=True)
+        )
+        assignment = Assignment(strategies={op.name: tensor}, states={})
+        emitter = _OneOp(low, (op,), states, assignment, None)
+        module = emitter.module(op.operands, op.results)
+        extras: list[torch.Tensor] = []
+        if emitter.losses:
+            ignored = argument(op, 4, "ignore_index", -100)
+            extras.append((self.operands[1] != ignored).sum())
+        if emitter.rng is not None:
+            extras.append(torch.tensor([12345, 0]))
+        return module, extras
+
+    def check(
+        self, mesh: Mesh, data: Strategy | None, tensor: Strategy | None, ranks: Ranks
+    ) -> None:
+        """Raise AssertionError unless the operator on shards is the whole operator."""
+        data, tensor = data or self.replicated, tensor or self.replicated
+        operands = list(zip(data.operands, tensor.operands, strict=True))
+        results = list(zip(data.results, tensor.results, strict=True))
+        given = [shards(x, s, mesh) for x, s in zip(self.operands, operands, strict=True)]
+        seeds = [
+            shards(x, gradient_state(s), mesh)
+            for x, s in zip(self.cotangents, results, strict=True)
+        ]
+
+        def work(data_axis: Axis, tensor_axis: Axis) -> Outcome:
+            here = (data_axis.rank, tensor_axis.rank)
+            module, extras = self._module(data, tensor, data_axis, tensor_axis)
+            mine = [held[here] for held in given]
+            return _run(module, mine, self.needs, extras, [held[here] for held in seeds])
+
+        exchanging = {data.implementation, tensor.implementation} & EXCHANGING
+        got = ranks.run(mesh, work) if exchanging else alone(mesh, work)
+        at = f"{self.op.target} data={data.name} tensor={tensor.name} on {mesh}"
+        self._compare(got, operands, results, mesh, at)
+
+    def _compare(
+        self, got: Mapping[Rank, Outcome], operands: list[State], results: list[State],
+        mesh: Mesh, at: str,
+    ) -> None:  # fmt: skip
+        for k, (state, expected) in enumerate(zip(results, self.expected.results, strict=True)):
+            held = {rank: outcome.results[k] for rank, outcome in got.items()}
+            close(whole(held, state, mesh, f"{at} result {k}"), expected, f"{at} result {k}")
+        for i, (state, expected) in enumerate(zip(operands, self.expected.operands, strict=True)):
+            held = {rank: outcome.operands[i] for rank, outcome in got.items()}
+            close(
+                whole(held, state, mesh, f"{at} operand {i}"), expected, f"{at} operand {i} after"
+            )
+        for i, (state, gradient) in enumerate(zip(operands, self.expected.gradients, strict=True)):
+            if not self.needs[i]:
+                continue
+            held = {
+                rank: _or_zeros(outcome.gradients[i], outcome.operands[i])
+                for rank, outcome in got.items()
+            }
+            expected = _or_zeros(gradient, self.operands[i])
+            what = f"{at} gradient of operand {i} as {state[0]}, {state[1]}"
+            close(whole(held, gradient_state(state), mesh, what), expected, what)
+
+    def everything(self, ranks: Ranks, degrees: Sequence[int] = (2, 4)) -> list[tuple[Mesh, str]]:
+        """Check every strategy on each axis and every pair on a 2×2 mesh; what was checked."""
+        checked: list[tuple[Mesh, str]] = []
+        for n in degrees:
+            for option in self.options(n):
+                self.check((1, n), None, option, ranks)
+                checked.append(((1, n), option.name))
+            for option in self.options(n, data=True):
+                self.check((n, 1), option, None, ranks)
+                checked.append(((n, 1), option.name))
+        for data in self.options(2, data=True)[1:]:
+            for tensor in self.options(2)[1:]:
+                self.check((2, 2), data, tensor, ranks)
+                checked.append(((2, 2), f"{data.name} × {tensor.name}"))
+        return checked
+
+
+def _or_zeros(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def _run(
+    module: nn.Module,
+    operands: Sequence[torch.Tensor],
+    needs: Sequence[bool],
+    extras: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+) -> Outcome:
+    leaves = [
+        x.detach().clone().requires_grad_(need) for x, need in zip(operands, needs, strict=True)
+    ]
+    with double_by_default():
+        results = list(module(*leaves, *extras))
+    roots = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
+    if roots:
+        torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
+    return Outcome(
+        results=[y.detach() for y in results],
+        gradients=[leaf.grad for leaf in leaves],
+        operands=[leaf.detach() for leaf in leaves],
+    )

@@ -1,0 +1,353 @@
+"""Traced graphs against eager runs: the same loss, the same gradients, the shapes they claim."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
+from traced import ROWS, SEQUENCE, WIDTH, agree, hugging_face, rows, run, shorts, with_forward
+
+from planner.trace import DTYPES, TraceError, batch_rows, meta_copy, split_batch, trace
+
+
+class Mixed(nn.Module):
+    """Nested inputs, buffers of both kinds, a plain tensor attribute, constants made in forward."""
+
+    scale: torch.Tensor
+    offset: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("offset", torch.rand(WIDTH), persistent=False)
+        self.table = torch.rand(WIDTH)
+
+    def forward(
+        self, pair: tuple[torch.Tensor, dict[str, torch.Tensor]], *, bias: Any = None, times: float
+    ) -> torch.Tensor:
+        x = self.l(pair[0] * self.scale + self.offset) * times + self.table
+        x = x + torch.tensor([float(i) for i in range(WIDTH)]) + torch.arange(WIDTH)
+        x = x + pair[1]["shift"] if bias is None else x
+        return x.square().mean()
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_transformers_models_run_as_traced(name: str) -> None:
+    model, batch = hugging_face(name)
+    graph = agree(model.eval(), batch)
+    assert set(graph.inputs.values()) == set(batch)
+    assert graph.batched == set(graph.inputs)
+    made = [op.results[0] for op in graph.derived]
+    assert made and not any(graph.values[name].requires_grad for name in made)
+
+
+def test_attention_stays_causal_without_a_mask() -> None:
+    model, batch = hugging_face("llama")
+    graph = trace(model, batch)
+    attention = [op for op in graph.ops if op.short == "scaled_dot_product_attention"]
+    assert len(attention) == 2
+    assert all(len(op.operands) == 3 and op.kwargs["is_causal"] for op in attention)
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model, batch = hugging_face("gpt2")
+    graph = trace(model, batch)
+    assert list(graph.parameters.values()).count("transformer.wte.weight") == 1
+    assert "lm_head.weight" not in graph.parameters.values()
+    assert dict(graph.aliases) == {"lm_head.weight": "transformer.wte.weight"}
+    assert graph.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = lambda t: F.gelu(self.l(t))  # noqa: E731
+        y = torch.utils.checkpoint.checkpoint(inner, self.l(x), use_reentrant=reentrant)
+        return y.sum()
+
+    graph = agree(with_forward(forward), (rows(WIDTH),))
+    assert shorts(graph) == ["linear", "linear", "gelu", "sum"]
+
+
+def test_gradient_checkpointing_of_transformers_changes_nothing() -> None:
+    model, batch = hugging_face("gpt2")
+    plain = shorts(trace(model, batch))
+    model.gradient_checkpointing_enable()
+    assert shorts(trace(model, batch)) == plain
+
+
+def test_nested_inputs_buffers_and_constants() -> None:
+    batch = {"pair": (rows(WIDTH), {"shift": rows(WIDTH)}), "bias": None, "times": 2.0}
+    graph = agree(Mixed(), batch)
+    assert set(graph.inputs.values()) == {"pair.0", "pair.1.shift"}
+    assert set(graph.buffers.values()) == {"scale", "offset"}
+    assert len(graph.constants) == 2
+
+
+# --- batches and losses --------------------------------------------------------------------------
+
+
+@cache
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn"),
+    [
+        (perceptron(), (rows(WIDTH), rows(4)), F.mse_loss),
+        (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss()),
+        (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss(rows(4)[0])),
+        (Named(), {"x": rows(WIDTH), "targets": rows(4)}, F.l1_loss),
+        (perceptron(), (rows(WIDTH),), lambda output: output.square().sum()),
+        (perceptron(), rows(WIDTH), torch.sum),
+        (perceptron(), (rows(WIDTH),), lambda output: output.mean().view(1, 1)),
+    ],
+    ids=["tuple", "module", "weighted", "dict", "one-argument", "bare tensor", "one element"],
+)
+def test_losses(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> None:
+    graph = agree(model, batch, loss_fn)
+    assert graph.values[graph.loss].shape == ()
+
+
+def test_class_weights_of_the_loss_are_a_constant() -> None:
+    weights = torch.rand(4)
+    graph = trace(
+        perceptron(),
+        (rows(WIDTH), torch.tensor([0, 3, 1])),
+        loss_fn=nn.CrossEntropyLoss(weights),
+        precision="bf16",
+    )
+    assert not graph.buffers
+    (constant,) = graph.constants.values()
+    torch.testing.assert_close(constant, weights.to(constant.dtype))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "batch", "args", "targets"),
+    [
+        (None, {"a": 1, "b": 2}, (), ()),
+        (None, (1, 2), (1, 2), ()),
+        (F.mse_loss, (1, 2, 3), (1, 2), (3,)),
+        (F.mse_loss, {"a": 1, "targets": 2}, (), (2,)),
+        (nn.MSELoss(), [1, 2], (1,), (2,)),
+        (lambda *outputs: 0, (1, 2), (1,), (2,)),
+        (lambda output, weight=None: 0, (1, 2), (1, 2), ()),
+    ],
+)
+def test_split_batch(loss_fn: Any, batch: Any, args: tuple[int], targets: tuple[int]) -> None:
+    found_args, kwargs, found_targets = split_batch(batch, loss_fn)
+    assert (found_args, found_targets) == (args, targets)
+    named = {k: v for k, v in batch.items() if k != "targets"} if isinstance(batch, dict) else {}
+    assert kwargs == named
+
+
+def test_other_batch_size_changes_rows_alone() -> None:
+    model, batch = hugging_face("bert")
+    small, large = trace(model, batch), trace(model, batch, batch_size=5)
+    assert [op.target for op in small.ops] == [op.target for op in large.ops]
+    assert (small.batch_size, large.batch_size) == (ROWS, 5)
+    for name in large.inputs:
+        assert large.values[name].shape == (5, SEQUENCE)
+    embedded = next(op for op in large.ops if op.short == "embedding")
+    assert large.values[embedded.results[0]].shape == (5, SEQUENCE, 16)
+
+
+def test_batch_rows_is_the_commonest_first_dim() -> None:
+    assert batch_rows({"x": rows(4), "y": rows(), "positions": torch.arange(7), "n": 2}) == ROWS
+
+
+# --- precision, modes, gradients -----------------------------------------------------------------
+
+
+def test_bf16_casts_parameters_and_keeps_upcasts() -> None:
+    model = with_forward(lambda self, x: self.l(x).float().square().mean())
+    graph = trace(model, (rows(WIDTH),), precision="bf16")
+    assert {graph.values[p].dtype for p in graph.parameters} == {torch.bfloat16}
+    cast = next(op for op in graph.ops if op.short == "to")
+    assert graph.values[cast.results[0]].dtype == torch.float32
+    assert graph.values[graph.loss].dtype == torch.float32
+
+
+def test_bf16_norms_with_running_statistics_stay_fp32() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    graph = trace(model, (rows(WIDTH), rows(WIDTH)), loss_fn=F.mse_loss, precision="bf16")
+    dtypes = {fqn: graph.values[value].dtype for value, fqn in graph.parameters.items()}
+    assert dtypes["0.weight"] == torch.bfloat16
+    assert dtypes["1.weight"] == torch.float32
+
+
+def test_bf16_casts_buffers_where_the_model_needs_it() -> None:
+    positions = lambda self: self.register_buffer("pe", torch.rand(WIDTH))  # noqa: E731
+    model = with_forward(lambda self, x: self.l(self.l(x) + self.pe).sum(), positions)
+    graph = trace(model, (rows(WIDTH),), precision="bf16")
+    assert graph.values[next(iter(graph.buffers))].dtype == torch.bfloat16
+    assert graph.notes
+
+
+def test_dropout_follows_the_mode_of_its_module() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Dropout(0.2))
+    model[2].eval()
+    batch = (rows(WIDTH), rows(WIDTH))
+    assert shorts(trace(model, batch, loss_fn=F.mse_loss)) == ["linear", "dropout", "mse_loss"]
+    assert shorts(agree(model.eval(), batch, F.mse_loss)) == ["linear", "mse_loss"]
+
+
+def test_batch_norm_counts_its_batches() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    batch = (rows(WIDTH), rows(WIDTH))
+    graph = trace(model, batch, loss_fn=F.mse_loss)
+    ((buffer, update),) = graph.updates.items()
+    assert graph.buffers[buffer] == "1.num_batches_tracked"
+    assert int(run(graph, model, batch)[update]) == 1
+
+
+def test_frozen_parameters_stop_gradients() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model[0].requires_grad_(False)
+    graph = agree(model, (rows(WIDTH), rows(WIDTH)), F.mse_loss)
+    flows = [graph.values[op.results[0]].requires_grad for op in graph.ops]
+    assert flows == [False, True, True, True]
+    assert sum(graph.values[p].requires_grad for p in graph.parameters) == 4
+
+
+# --- the user's model ----------------------------------------------------------------------------
+
+
+def test_the_model_is_left_alone() -> None:
+    model, batch = hugging_face("gpt2")
+    model.transformer.h[1].eval()
+    model.register_buffer("seen", torch.zeros(1))
+    modes = [m.training for m in model.modules()]
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    identities = [id(p) for p in model.parameters()]
+    use_cache = model.config.use_cache
+    trace(model, batch)
+    assert [m.training for m in model.modules()] == modes
+    assert [id(p) for p in model.parameters()] == identities
+    assert model.config.use_cache == use_cache
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_meta_model_gives_the_same_graph() -> None:
+    model, batch = hugging_face("llama")
+    real = trace(model, batch)
+    meta = trace(model.to("meta"), {k: v.to("meta") for k, v in batch.items()})
+    assert (real.ops, real.derived, real.values) == (meta.ops, meta.derived, meta.values)
+
+
+def test_meta_copy_keeps_ties_and_takes_no_memory() -> None:
+    model, _ = hugging_face("gpt2")
+    copied: Any = meta_copy(model, DTYPES["bf16"])
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in copied.parameters())
+    assert copied.lm_head.weight is copied.transformer.wte.weight
+
+
+# --- what can't be traced ------------------------------------------------------------------------
+
+
+def _branching(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x)
+    if y.sum() > 0:  # the line that the message names
+        y = 2 * y
+    return y.sum()
+
+
+def _selecting(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x)
+    return y[y > 0].sum()
+
+
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _straight_through(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return Round.apply(self.l(x)).sum()
+
+
+def _decaying(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.l.weight.mul_(0.9)
+    return self.l(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("forward", "line", "way_out"),
+    [
+        (_branching, 2, "torch.where"),
+        (_selecting, 2, "masks"),
+        (_straight_through, 1, "custom_op"),
+        (lambda self, x: self.l(x), None, "loss_fn="),
+        (_decaying, None, "between steps"),
+        (lambda self, x: self.l(x).detach().sum(), None, "no trainable parameter"),
+    ],
+    ids=["branch", "selection", "function", "no scalar", "parameter", "no gradient"],
+)
+def test_trace_errors_say_where_and_what_to_do(
+    forward: Callable[..., Any], line: int | None, way_out: str
+) -> None:
+    with pytest.raises(TraceError, match=way_out) as raised:
+        trace(with_forward(forward), (rows(WIDTH),))
+    if line is not None:
+        first = inspect.getsourcelines(forward)[1]
+        assert f"{__file__}:{first + line}" in str(raised.value)
+
+
+def test_symbolic_trace_where_export_fails() -> None:
+    """A model that keeps its activations as numpy arrays to look at."""
+
+    def forward(self: Any, x: torch.Tensor, mask: Any = None, scale: float = 1.0) -> torch.Tensor:
+        y = self.l(x)
+        self.seen = y.detach().numpy()
+        return (y if mask is None else y * mask).mul(scale).sum()
+
+    graph = agree(with_forward(forward), {"x": rows(WIDTH), "scale": 2.0})
+    assert shorts(graph) == ["linear", "mul", "sum"]
+    assert "symbolic_trace" in graph.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        ({"n": 3}, {}, "no tensor with a batch dim"),
+        ((torch.tensor(1.0),), {}, "no tensor with a batch dim"),
+        ({"input": rows(WIDTH), "y": rows(WIDTH)}, {}, r"Sequential.forward.*'y'.*\['input'\]"),
+        ((rows(WIDTH), rows(4)), {}, r"too many positional.*\['input'\].*loss_fn"),
+        ({"input": rows(WIDTH)}, {"loss_fn": F.mse_loss}, "add the entry 'targets'"),
+        ((rows(WIDTH),), {"loss_fn": F.mse_loss}, "inputs..., targets"),
+        ((rows(WIDTH),), {"loss_fn": torch.sum, "precision": "fp8"}, "legal: fp32, bf16, fp16"),
+        ((rows(WIDTH),), {"loss_fn": torch.sum, "batch_size": 0}, "an integer from 1"),
+        ((rows(WIDTH), rows(4)), {"loss_fn": nn.Bilinear(4, 4, 1)}, "parameters of its own"),
+    ],
+)
+def test_batches_that_do_not_fit(batch: Any, options: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trace(perceptron(), batch, **options)
