@@ -110,7 +110,8 @@ class Pricer:
         """The same prices per micro-batch (caches shared) with another data axis: same tp and
         rows."""
         return Pricer(
-            graph=self.graph, table=self.table, setting=setting, _comm=self._comm, _ops=self._ops, _moves=self._moves,
+            graph=self.graph, table=self.table, setting=setting,
+            _comm=self._comm, _ops=self._ops, _moves=self._moves,
         )  # fmt: skip
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:

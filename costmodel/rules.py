@@ -349,6 +349,7 @@ def _register() -> None:
         "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0, saves=(1, 2)),
         "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], **mm),
         "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], **mm),
+        "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0, saves=(1, 2)),
         "aten.embedding": _embedding,
         "aten.layer_norm": _norm("*b N, N, N -> *b N"),
         "aten.rms_norm": _norm("*b N, N -> *b N"),

@@ -81,6 +81,8 @@ def strategies(
     found = [
         Strategy(name=REPLICATE, operands=(R,) * len(op.operands), results=(R,) * len(op.results))
     ]
+    if degree == 1:
+        return found
     for letter, atoms in table.letters[op.name].items():
         if made.kinds[letter] == "whole":
             continue

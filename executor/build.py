@@ -309,7 +309,7 @@ def _channels(
 
             def channel(
                 a: int, b: int, group: object, mine=mine, meta=meta, ends=ends, tag=tag
-            ) -> Channel:  # noqa: ANN001
+            ) -> Channel:
                 moved = slices(meta.shape, *ends[a], *ends[b])
                 return Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
 

@@ -1,8 +1,8 @@
 """Operators that know the axis they are split on.
 
 Each replaces one ATen operator where its rule names an implementation: vocabulary-parallel
-cross-entropy, masked embedding, synchronised batch norm; the loss normalised by a global count; and dropout
-whose mask is a function of global indices, so that every plan draws the same one.
+cross-entropy, masked embedding, synchronised batch norm; the loss normalised by a global count; and
+dropout whose mask is a function of global indices, so that every plan draws the same one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from executor.reshard import Axis, Reshard, local_part
 
 
 class ParallelEmbedding(nn.Module):
-    """Rows of the table split over `axis`: ids of other ranks look up zero; the results are partial."""
+    """Rows of the table split over `axis`: ids of other ranks look up zero; results are partial."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -38,10 +38,10 @@ class ParallelEmbedding(nn.Module):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Σ cross-entropy over rows with classes split over an axis; three numbers per row are exchanged,
-    in single precision at least.
+    """Σ cross-entropy over rows with classes split over an axis: three numbers per row are
+    exchanged, in single precision at least.
 
-    Source: Megatron-LM's vocabulary-parallel cross-entropy (max, sum of exponentials, target logit).
+    Source: Megatron-LM's vocabulary-parallel cross-entropy (max, Σ exponentials, target logit).
     """
 
     @staticmethod
@@ -118,8 +118,8 @@ class GlobalLoss(nn.Module):
 
 
 class SyncBatchNorm(nn.Module):
-    """Batch norm in training mode with statistics over the whole micro-batch, as on one device; they
-    are taken in single precision at least."""
+    """Batch norm in training mode with statistics over the whole micro-batch, as on one device, in
+    single precision at least."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -128,7 +128,8 @@ class SyncBatchNorm(nn.Module):
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        mean: torch.Tensor | None, var: torch.Tensor | None, training: bool, momentum: float, eps: float, *rest: Any,
+        mean: torch.Tensor | None, var: torch.Tensor | None, training: bool, momentum: float,
+        eps: float, *rest: Any,
     ) -> torch.Tensor:  # fmt: skip
         dims = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] * self.axis.size
@@ -158,15 +159,15 @@ class ScaledMean(nn.Module):
         return x * self.scale
 
 
-# --- dropout by counter ------------------------------------------------------------------------------
+# --- dropout by counter --------------------------------------------------------------------------
 
 
 class IndexGrid(nn.Module):
-    """Global element numbers of a local tensor: every plan sees the same number for the same element.
+    """Global element numbers of a local tensor: every plan sees an element under the same number.
 
-    `shape` is the global shape of one micro-batch; `cuts` the placements that made it local, in order, with
-    the size and rank of their axes; `batch` is (dim, elements per row in that dim) of the batch, to
-    which the micro-batch's first row is added.
+    `shape` is the global shape of one micro-batch; `cuts` the placements that made it local, in
+    order, with the size and rank of their axes; `batch` is (dim, elements per row in that dim) of
+    the batch, to which the micro-batch's first row is added.
     """
 
     def __init__(
@@ -228,8 +229,8 @@ class DropoutAttention(nn.Module):
         self.drop = CounterDropout(grid, salt)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, p: float,
-        causal: bool, scale: float | None, grouped: bool, rng: torch.Tensor,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        p: float, causal: bool, scale: float | None, grouped: bool, rng: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         if grouped:
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)

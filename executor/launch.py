@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+GRACE_S = 1.0  # how long a failing rank waits for the others to report their failure
 TIMEOUT_S = (
     300  # a rank that hangs stops the others after this long; MESHWRIGHT_TIMEOUT_S overrides
 )
@@ -44,7 +45,9 @@ def rank() -> int:
 
 def device_here() -> torch.device:
     """The local GPU under NCCL, else the CPU."""
-    if running() and dist.get_backend() == "nccl" or not running() and torch.cuda.is_available():
+    if (running() and dist.get_backend() == "nccl") or (
+        not running() and torch.cuda.is_available()
+    ):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
@@ -54,7 +57,13 @@ def start(backend: str) -> None:
     if running() or not under_torchrun():
         return
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        here = int(os.environ.get("LOCAL_RANK", 0))
+        if here >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"the cluster's backend is nccl, but local rank {here} finds {torch.cuda.device_count()} "
+                "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"
+            )
+        torch.cuda.set_device(here)
     limit = float(os.environ.get("MESHWRIGHT_TIMEOUT_S", TIMEOUT_S))
     dist.init_process_group(backend, timeout=timedelta(seconds=limit))
 
@@ -101,8 +110,28 @@ def distributed(backend: str = "gloo") -> Iterator[None]:
     except BaseException as error:
         if world_size() == 1 or isinstance(error, SystemExit):
             raise
-        sys.stderr.write(f"rank {rank()} failed: {type(error).__name__}: {error}\n")
-        traceback.print_exc()
-        sys.stderr.flush()
+        _tell(error)
         os._exit(1)
     stop()
+
+
+def _tell(error: BaseException) -> None:
+    """Say on stderr what happened: the first rank to fail with its traceback, the others in a line,
+    naming the ranks that said nothing (killed, or hung)."""
+    me, world = rank(), world_size()
+    lines = [f"rank {me} failed: {type(error).__name__}: {error}"]
+    first = True
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        first = store.add("meshwright/failures", 1) == 1
+        store.set(f"meshwright/failed/{me}", "1")
+        time.sleep(GRACE_S)
+        silent = [r for r in range(world) if not store.check([f"meshwright/failed/{r}"])]
+        if silent:
+            lines.append(f"rank {me}: no word from rank(s) {silent}: killed, or hung")
+    except RuntimeError:  # the store went down with the rank that held it
+        pass
+    if first:
+        lines += traceback.format_exception(error)
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()

@@ -69,7 +69,7 @@ class Lowering:
     def boundary(self, value: str, tensor: Placement = R) -> State:
         """State in which a value crosses a block's boundary: never partial on the data axis."""
         data = self.data.states[value]
-        keep = data.sharded and data.split == 1 or value == self.graph.loss
+        keep = (data.sharded and data.split == 1) or value == self.graph.loss
         return (data if keep else R, tensor)
 
     def local_shape(self, value: str, state: State) -> list[int]:

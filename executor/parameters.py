@@ -8,21 +8,18 @@ summed over the axes on which it is partial once per step, in buckets, and hande
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from costmodel.strategies import Placement, R
 from executor.meshes import Place
-from executor.reshard import Axis, all_gather, local_part
-
-BUCKET_BYTES = 25 * 2**20
+from executor.reshard import all_gather, local_part
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,16 +42,13 @@ class StageParameter:
     shared_stages: tuple[int, ...] = ()
 
     @property
+    def scattered(self) -> bool:
+        """Whether the data axis reduce-scatters its gradient: not where stages still have to add theirs."""
+        return self.zero.sharded and self.sum_data and len(self.shared_stages) < 2
+
+    @property
     def aliased(self) -> bool:
         return self.leaf.data_ptr() == self.stored.data_ptr()
-
-
-@dataclass(slots=True, kw_only=True)
-class Bucket:
-    """Gradients reduced together over one set of axes."""
-
-    members: list[StageParameter] = field(default_factory=list)
-    nbytes: int = 0
 
 
 def zero_placement(shape: Sequence[int], placement: Placement, dp: int) -> Placement:
@@ -153,119 +147,6 @@ def refresh(parameters: Iterable[StageParameter], place: Place) -> None:
                 continue
             whole = all_gather(p.stored, p.zero, place.data) if p.zero.sharded else p.stored
             p.leaf.copy_(whole)
-
-
-def collect(parameters: Iterable[StageParameter]) -> None:
-    """Take the step's local gradients off the leaves."""
-    for p in parameters:
-        if p.trainable and p.gradient is None:
-            p.gradient = p.leaf.grad if p.leaf.grad is not None else torch.zeros_like(p.leaf)
-            p.gradient = p.gradient.float()
-        p.leaf.grad = None
-
-
-def reduce_gradients(parameters: Sequence[StageParameter], place: Place) -> None:
-    """Sum gradients over the axes on which they are partial, in buckets started one after the other."""
-    for axes in ((place.data,), (place.tensor,), (place.data, place.tensor)):
-        chosen = [p for p in parameters if p.trainable and _axes(p, place) == axes]
-        for axis in axes:
-            _reduce_over(chosen, axis)
-
-
-def _axes(p: StageParameter, place: Place) -> tuple[Axis, ...]:
-    flagged = ((p.sum_data, place.data), (p.sum_tensor, place.tensor))
-    return tuple(axis for flag, axis in flagged if flag and axis.size > 1)
-
-
-def _reduce_over(parameters: Sequence[StageParameter], axis: Axis) -> None:
-    buckets: list[Bucket] = []
-    for p in reversed(parameters):  # gradients of late layers are ready first
-        assert p.gradient is not None
-        nbytes = p.gradient.numel() * p.gradient.element_size()
-        if not buckets or buckets[-1].nbytes + nbytes > BUCKET_BYTES:
-            buckets.append(Bucket())
-        buckets[-1].members.append(p)
-        buckets[-1].nbytes += nbytes
-    started = []
-    for bucket in buckets:
-        flat = torch.cat([p.gradient.reshape(-1) for p in bucket.members])  # type: ignore[union-attr]
-        started.append((bucket, flat, dist.all_reduce(flat, group=axis.group, async_op=True)))
-    for bucket, flat, work in started:
-        work.wait()
-        sizes = [p.gradient.numel() for p in bucket.members]  # type: ignore[union-attr]
-        for p, part in zip(bucket.members, flat.split(sizes), strict=True):
-            p.gradient = part.view_as(p.gradient)  # type: ignore[arg-type]
-
-
-def exchange_tied(
-    parameters: Sequence[StageParameter],
-    place: Place,
-    layouts: Mapping[str, Mapping[int, Placement]],
-) -> None:
-    """Sum the gradients of parameters that several stages hold, in stage order, so that every copy gets the
-    same bits. `layouts` gives per FQN the tensor-axis placement on each owning stage."""
-    for p in sorted(parameters, key=lambda p: p.fqn):
-        owners = p.shared_stages
-        if len(owners) < 2 or not p.trainable:
-            continue
-        assert p.gradient is not None
-        placements = layouts[p.fqn]
-        alike = len({(placements[s], place.meshes[s].tp) for s in owners}) == 1
-        mine = p.gradient if alike else _whole(p.gradient, p.placement, place.tensor)
-        parts = _swap(mine, owners, place)
-        total = parts[owners[0]].clone()
-        for stage in owners[1:]:
-            total += parts[stage]
-        if not alike and p.placement.sharded:
-            total = local_part(
-                total, p.placement, place.tensor.size, place.tensor.rank
-            ).contiguous()
-        p.gradient = total
-
-
-def _whole(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
-    return all_gather(x, placement, axis) if placement.sharded and axis.size > 1 else x
-
-
-def _swap(mine: torch.Tensor, owners: Sequence[int], place: Place) -> dict[int, torch.Tensor]:
-    """Every owner's copy of a tensor: each rank gets it from the rank at its own coordinates."""
-    here = place.meshes[place.stage]
-    parts = {place.stage: mine.contiguous()}
-    works = []
-    for other in owners:
-        if other == place.stage:
-            continue
-        there = place.meshes[other]
-        parts[other] = torch.empty_like(parts[place.stage])
-        d, t = here.coordinate(place.rank)
-        source = there.rank(d % there.dp, t % there.tp)
-        for target in there.ranks:
-            td, tt = there.coordinate(target)
-            if here.rank(td % here.dp, tt % here.tp) == place.rank:
-                works.append(
-                    dist.P2POp(dist.isend, parts[place.stage], target, group=place.forward_group)
-                )
-        works.append(dist.P2POp(dist.irecv, parts[other], source, group=place.forward_group))
-    for work in dist.batch_isend_irecv(works):
-        work.wait()
-    return parts
-
-
-def deliver(parameters: Iterable[StageParameter], place: Place) -> None:
-    """Add the step's gradients to `.grad` of the API parameters."""
-    for p in parameters:
-        if not p.trainable:
-            continue
-        local = p.gradient
-        assert local is not None
-        if p.zero.sharded:
-            local = local_part(local, p.zero, place.data.size, place.data.rank).contiguous()
-        p.gradient = None
-        if p.api.grad is None:
-            p.api.grad = wrap(p, local, place)
-        else:
-            held = p.api.grad
-            (held.to_local() if isinstance(held, DTensor) else held).add_(local)
 
 
 def load(parameter: StageParameter, source: torch.Tensor, place: Place) -> None:

@@ -29,6 +29,11 @@ class Axis:
     group: Any = None
 
 
+# torch 2.13 renamed both and warns at the old names, which 2.11 has alone
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 # --- local arithmetic ------------------------------------------------------------------------------
 
 
@@ -69,15 +74,22 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def all_gather(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
     source = x.contiguous()
     out = torch.empty((axis.size * source.numel(),), dtype=x.dtype, device=x.device)
-    dist.all_gather_into_tensor(out, source.view(-1), group=axis.group)
+    _ALL_GATHER(out, source.view(-1), group=axis.group)
     return join_parts(out.view(axis.size, *x.shape), placement)
 
 
 def reduce_scatter(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
     parts = split_parts(x, placement, axis.size).contiguous()
-    out = torch.empty((parts[0].numel(),), dtype=x.dtype, device=x.device)
-    dist.reduce_scatter_tensor(out, parts.view(-1), group=axis.group)
+    out, work = reduce_scatter_flat(parts.view(axis.size, -1), axis)
+    work.wait()
     return out.view(parts.shape[1:])
+
+
+def reduce_scatter_flat(parts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, dist.Work]:
+    """Start summing `parts` [n, k] over the axis, row r for rank r: (this rank's row, its work)."""
+    out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    work = _REDUCE_SCATTER(out, parts.reshape(-1), group=axis.group, async_op=True)
+    return out, work
 
 
 def all_to_all(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:

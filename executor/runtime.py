@@ -17,9 +17,10 @@ from costmodel.graph import Graph
 from costmodel.schedule import build_schedule
 from costmodel.strategies import P
 from executor.build import BuiltStage, build_stage
+from executor.gradients import collect, deliver, exchange_tied, reduce_gradients
 from executor.launch import device_here, world_size
 from executor.meshes import Place, StageMesh, alone, join
-from executor.parameters import collect, deliver, exchange_tied, load, reduce_gradients, refresh
+from executor.parameters import load, refresh
 from executor.pipeline import PipelineRun
 from executor.reshard import join_parts, local_part
 from planner.layouts import Assignment
@@ -38,6 +39,10 @@ class Runtime:
         assignments: list[dict[str, Assignment]],
         model: nn.Module,
     ) -> None:
+        if plan.precision == "fp16":
+            raise PlanError(
+                "plan: precision='fp16' is planned but not run: it needs loss scaling; use bf16"
+            )
         self.plan, self.graph = plan, graph
         self.place = _place(plan)
         self.stage: BuiltStage = build_stage(plan, graph, table, assignments, model, self.place)
@@ -49,6 +54,8 @@ class Runtime:
         )
         self.stream = streams[self.place.stage]
         self.loaded = not any(p.is_meta for p in model.parameters())
+        self.saved = frozenset(model.state_dict())  # holds no buffer registered persistent=False
+        self.unset = frozenset(fqn for fqn, b in model.named_buffers() if b.is_meta)
         self.steps = 0
         self.seed = _shared_seed(self.place)
         self.dtypes = {path: graph.values[name].dtype for name, path in graph.inputs.items()}
@@ -165,6 +172,8 @@ class Runtime:
             for name in (p.fqn, *aliases.get(p.fqn, [])):
                 found[name] = p.api.detach()
         for value, (fqn, state) in self.stage.buffers.items():
+            if fqn not in self.saved:
+                continue
             if not state.sharded:
                 found[fqn] = self.stage.program.tensors[value]
             else:
@@ -235,8 +244,16 @@ class Runtime:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from whole tensors (or DTensors of the same layout) by FQN.
 
-        Names of other stages are ignored; a missing or misshapen one raises ValueError.
+        Names of other stages are ignored; a missing or misshapen one raises ValueError, and so does a buffer
+        of a model on meta that the state does not hold.
         """
+        buffers = {fqn for fqn, _ in self.stage.buffers.values()}
+        if valueless := sorted(buffers & self.unset - set(state)):
+            raise ValueError(
+                f"state dict: buffers {valueless} have no value: the model is on the meta device and they are not "
+                "in the state (registered with persistent=False); add them to it, or build the model so that only its "
+                "parameters are on meta"
+            )
         for p in self.stage.parameters:
             names = [p.fqn, *(a for a, fqn in self.graph.aliases.items() if fqn == p.fqn)]
             source = next((state[n] for n in names if n in state), None)
@@ -261,7 +278,7 @@ class Runtime:
                         whole, placement, self.place.tensor.size, self.place.tensor.rank
                     )
                 self.stage.program.tensors[value].copy_(whole)
-        self.loaded = True
+        self.loaded, self.unset = True, frozenset()
 
 
 def _place(plan: Plan) -> Place:

@@ -1,8 +1,8 @@
-"""What crosses between stages: each rank sends and receives exactly the slices the other side needs.
+"""What crosses between stages: each rank sends and receives exactly the slices the other needs.
 
-A tensor lies on a stage's mesh replicated, or split along one dim of the data axis. The slices are the
-intersections of the boxes that source and destination ranks hold; where several source ranks hold
-the same box, the destinations take them in turn (between equal meshes: each its counterpart).
+A tensor lies on a stage's mesh replicated, or split along one dim of the data axis. The slices are
+the intersections of the boxes that source and destination ranks hold; where several source ranks
+hold the same box, the destinations take them in turn (between equal meshes: each its counterpart).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Channel:
 
     def __init__(
         self, moved: Sequence[Slice], rank: int, mine: Box, dtype: torch.dtype,
-        device: torch.device, group: object, tag: int,
+        device: torch.device, group: dist.ProcessGroup | None, tag: int,
     ) -> None:  # fmt: skip
         self.outgoing = [s for s in moved if s.source == rank]
         self.incoming = [s for s in moved if s.target == rank]
@@ -101,7 +101,7 @@ class Channel:
         started = []
         for piece in self.outgoing:
             part = x.detach()[within(piece.box, self.mine)].contiguous()
-            work = dist.isend(part, piece.target, group=self.group, tag=self.tag)
+            work = _begun(dist.isend(part, piece.target, group=self.group, tag=self.tag))
             started.append((work, part))
         return started
 
@@ -110,7 +110,7 @@ class Channel:
         posted = []
         for piece in self.incoming:
             part = torch.empty([b - a for a, b in piece.box], dtype=self.dtype, device=self.device)
-            work = dist.irecv(part, piece.source, group=self.group, tag=self.tag)
+            work = _begun(dist.irecv(part, piece.source, group=self.group, tag=self.tag))
             posted.append((work, part, piece))
         return posted
 
@@ -124,6 +124,11 @@ class Channel:
         for _, part, piece in posted:
             whole[within(piece.box, self.mine)] = part
         return whole
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a rank outside the group takes part in no transfer"
+    return work
 
 
 def _numel(box: Box) -> int:

@@ -1,4 +1,4 @@
-"""Meshwright: decides how to train a PyTorch model on a cluster, says why, and runs the decision."""
+"""Meshwright decides how to train a PyTorch model on a cluster, says why, and runs the decision."""
 
 from executor.launch import distributed
 from meshwright.api import auto_parallelize

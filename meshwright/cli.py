@@ -6,21 +6,26 @@ stdout carries the result, stderr the progress. Exit 0: done, 1: error, 2: no pl
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
 
 from executor import launch
 from meshwright.api import auto_parallelize
 from meshwright.model import ParallelModel
 from planner.overrides import Overrides
-from planner.plan import Plan
+from planner.plan import Plan, compress_names, compress_ranks
 from planner.report import describe
 from planner.search import InfeasibleError
+from planner.trace import batch_rows
 from profiles.cluster import Cluster
 
 
@@ -38,8 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Exits with 1 for a wrong command line: 2 is kept for "no plan fits"."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(1, f"{self.prog}: error: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="meshwright",
         description="Decides how to train a PyTorch model on a cluster, says why, and runs it.",
     )
@@ -47,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
     commands = parser.add_subparsers(required=True, metavar="plan | show | run")
+    _add_plan(commands, common)
+    _add_show(commands, common)
+    _add_run(commands, common)
+    return parser
+
+
+def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
 
     plan = commands.add_parser(
         "plan", parents=[common], help="search for a plan and print the report"
@@ -70,25 +90,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(command=_plan)
 
+
+def _add_show(commands: Any, common: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", parents=[common], help="print a plan file")
     show.add_argument("plan")
     show.set_defaults(command=_show)
 
+
+def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
         "run", parents=[common], help="train for a few steps; launch it with torchrun"
     )
     _model_arguments(run)
     run.add_argument("--plan", help="plan file; without it a plan is searched")
-    run.add_argument("--steps", type=int, default=10)
+    run.add_argument("--steps", type=_positive, default=10, help="optimizer steps (default 10)")
     run.add_argument("--lr", type=float, default=1e-3)
     run.set_defaults(command=_run)
-    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: an integer from 1")
+    return int(text)
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
-        help="module:function returning (model, example_inputs) or (model, example_inputs, loss_fn)",
+        help="module:function returning (model, example_inputs[, loss_fn])",
     )
     parser.add_argument(
         "--cluster",
@@ -110,7 +139,8 @@ def _cluster(text: str) -> Cluster:
     name, _, count = text.partition(":")
     if count and not count.isdigit():
         raise ValueError(
-            f"--cluster {text!r}: after the colon comes a number of nodes (or processes for local:N)"
+            f"--cluster {text!r}: after the colon comes a number of nodes, e.g. h100-sxm:8, or of "
+            "processes, e.g. local:4"
         )
     number = int(count or 1)
     return (
@@ -123,14 +153,26 @@ def _target(text: str) -> tuple[Any, ...]:
     module, colon, function = text.partition(":")
     if not colon:
         raise ValueError(f"target {text!r}: expected module:function, e.g. my_models:gpt2")
-    sys.path.insert(0, os.getcwd())
-    made = getattr(importlib.import_module(module), function, None)
-    if made is None:
-        raise ValueError(f"target {text!r}: module {module!r} has no {function!r}")
-    built = made()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"target {text!r}: {error}; it is looked for in {os.getcwd()} and on PYTHONPATH"
+        ) from error
+    make = getattr(found, function, None)
+    if not callable(make):
+        near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
+        raise ValueError(
+            f"target {text!r}: module {module!r} has no function {function!r}; "
+            f"nearest: {', '.join(near) or 'none'}"
+        )
+    built = make()
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise ValueError(
-            f"target {text!r}: must return (model, example_inputs) or (model, example_inputs, loss_fn)"
+            f"target {text!r}: returned a {type(built).__name__}; legal: a tuple "
+            "(model, example_inputs) or (model, example_inputs, loss_fn)"
         )
     return built
 
@@ -139,13 +181,23 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
     model, example, *rest = _target(args.target)
     result = auto_parallelize(
         model, _cluster(args.cluster), example_inputs=example, global_batch_size=args.batch,
-        loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer, **more,
+        loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer,
+        **more,
     )  # fmt: skip
     return result, example
 
 
+def _sharding(text: str) -> tuple[str, str]:
+    pattern, equals, decision = text.rpartition("=")
+    if not (equals and pattern and decision):
+        raise ValueError(
+            f"--sharding {text!r}: expected GLOB=DECISION, e.g. 'layers.*.mlp.up_proj=colwise'"
+        )
+    return pattern, decision
+
+
 def _plan(args: argparse.Namespace) -> int:
-    shardings = dict(item.rpartition("=")[::2] for item in args.sharding)
+    shardings = dict(map(_sharding, args.sharding))
     overrides = Overrides(
         tp=args.tp, dp=args.dp, pp=args.pp, microbatch_size=args.microbatch_size,
         num_microbatches=args.num_microbatches, schedule=args.schedule, zero=args.zero,
@@ -167,32 +219,25 @@ def _show(args: argparse.Namespace) -> int:
         _print(plan.to_json())
         return 0
     _print(
-        f"{describe(plan)}; global batch {plan.global_batch_size}, {plan.precision}, model {plan.model}"
+        f"{describe(plan)}; global batch {plan.global_batch_size}, {plan.precision}, "
+        f"model {plan.model}"
     )
     for k, stage in enumerate(plan.stages):
-        _print(f"  stage {k}: {len(stage.blocks)} blocks on {len(stage.ranks)} ranks, dp{stage.dp} × tp{stage.tp}, "
-               f"ZeRO-{stage.zero}, recompute {stage.recompute}, {stage.blocks[0]} ... {stage.blocks[-1]}")  # fmt: skip
+        _print(
+            f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
+            f"{compress_ranks(stage.ranks)}, dp{stage.dp} × tp{stage.tp}, ZeRO-{stage.zero}, "
+            f"recompute {stage.recompute}"
+        )
         for name, text in stage.shardings.items():
             _print(f"    {name}: {text}")
     return 0
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torch
-    from torch.utils import _pytree as pytree
-
     cluster = _cluster(args.cluster)
     with launch.distributed(cluster.backend):
         result, example = _parallelize(args, plan=args.plan)
-        rows = next(x.shape[0] for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor))
-
-        def repeat(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != rows:
-                return x
-            times = -(-args.batch // rows)
-            return x.repeat(times, *[1] * (x.dim() - 1))[: args.batch]
-
-        batch = pytree.tree_map(repeat, example)
+        batch = _repeated(example, args.batch)
         optimizer = torch.optim.AdamW(result.parameters(), lr=args.lr)
         losses = []
         for step in range(args.steps):
@@ -202,12 +247,21 @@ def _run(args: argparse.Namespace) -> int:
             if launch.rank() == 0:
                 _say(f"step {step + 1}/{args.steps}: loss {losses[-1]:.4f}")
         if launch.rank() == 0:
-            _print(
-                json.dumps({"losses": losses})
-                if args.json
-                else f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
-            )
+            text = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+            _print(json.dumps({"losses": losses}) if args.json else text)
     return 0
+
+
+def _repeated(example: Any, batch: int) -> Any:
+    """The sample batch, repeated to `batch` rows."""
+    rows = batch_rows(example)
+
+    def repeat(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != rows:
+            return x
+        return x.repeat(-(-batch // rows), *[1] * (x.dim() - 1))[:batch]
+
+    return pytree.tree_map(repeat, dict(example) if isinstance(example, Mapping) else example)
 
 
 def _print(text: str) -> None:

@@ -13,11 +13,15 @@ from executor.runtime import Runtime
 from planner.evaluate import Prediction
 from planner.plan import Plan
 from planner.report import Report
+from planner.trace import input_leaves
 
 
 class ParallelModel:
-    """What `auto_parallelize` returns. `plan`, `report` and `prediction` are always there; the rest needs
-    the plan's ranks to be running (torchrun), or a plan of one rank."""
+    """What `auto_parallelize` returns.
+
+    `plan`, `report` and `prediction` are always there; the rest needs the plan's ranks to be
+    running (torchrun), or a plan of one rank.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class ParallelModel:
 
     @property
     def runtime(self) -> Runtime:
-        """This rank's running part; raises RuntimeError with the command to launch where nothing can run."""
+        """This rank's running part; RuntimeError, with what to launch, where none can run."""
         if self._runtime is None:
             if self._why_not:
                 raise RuntimeError(self._why_not)
@@ -43,16 +47,23 @@ class ParallelModel:
         return self._runtime
 
     def train_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
-        """One forward and backward over a global batch; returns the mean loss (fp32 scalar) on every rank.
+        """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
 
-        `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may be given
-        apart. Gradients are added to `.grad`: zero them before, step your optimizer after.
+        `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may
+        be given apart. Gradients are added to `.grad`: zero them before, step your optimizer after.
         """
         if targets is not None:
             batch = (
                 {**batch, "targets": targets}
                 if isinstance(batch, Mapping)
                 else (*_tuple(batch), targets)
+            )
+        known = set(self.runtime.graph.inputs.values())
+        given = {path for path, x in input_leaves(batch)[0] if isinstance(x, torch.Tensor)}
+        if given - known:
+            raise ValueError(
+                f"batch: {sorted(given - known)} were not among example_inputs; the model was "
+                f"planned with inputs {sorted(known)}: drop them, or plan again with them"
             )
         return self.runtime.train_step(batch)
 
@@ -69,7 +80,7 @@ class ParallelModel:
         return self.runtime.state_dict()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state as CPU tensors, on every rank: for `model.load_state_dict`. Collective."""
+        """The whole model's state as CPU tensors, for `model.load_state_dict`. Collective."""
         return self.runtime.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -77,7 +88,7 @@ class ParallelModel:
         self.runtime.load_state_dict(state)
 
     def save_checkpoint(self, path: str, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write parameters, buffers and optimizer states (torch.distributed.checkpoint). Collective."""
+        """Write parameters, buffers and optimizer states by torch's DCP. Collective."""
         checkpoint.save(self.runtime, path, optimizer)
 
     def load_checkpoint(self, path: str, optimizer: torch.optim.Optimizer | None = None) -> None:

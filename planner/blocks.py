@@ -110,7 +110,8 @@ def _open_heavy(
         if sum(work[start : spans[start]]) > HEAVY * max(loads, default=math.inf):
             name = starts[start]
             cuts = _structural_starts(graph, work, start, spans[start])
-            opened |= {at: f"{name}.{k}" for k, at in enumerate(sorted(cuts))}
+            if len(cuts) > 1:
+                opened |= {at: f"{name}.{k}" for k, at in enumerate(sorted(cuts))}
     return opened
 
 
@@ -172,15 +173,16 @@ def _structural_starts(
     """Starts of blocks among the operators `first` to `last`, found without module names."""
     last = len(graph.ops) if last is None else last
     target = sum(work[first:last]) / MAX_BLOCKS
-    cuts = _narrow_cuts(crossing_bytes(graph), work, first, last, target)
-    starts, kept = _cut(graph, work, [first, *cuts, last], target)
+    bytes_at = crossing_bytes(graph)
+    cuts = _narrow_cuts(bytes_at, work, first, last, target)
+    starts, kept = _cut(graph, work, [first, *cuts, last], bytes_at, target)
     numbered = {at: f"block.{k}" for k, at in enumerate(sorted(starts))}
     shifted = _merge_light(numbered, [*work[:last]], kept)
     return {at: f"block.{k}" for k, at in enumerate(sorted(shifted))}
 
 
 def _narrow_cuts(
-    crossing: Sequence[int], work: Sequence[float], first: int, last: int, target: float
+    bytes_at: Sequence[int], work: Sequence[float], first: int, last: int, target: float
 ) -> list[int]:
     """Positions where hardly more bytes cross than at the narrowest within `target` work, on one of
     the two sides: the step to a narrow part is no reason to lose the last cut of the wide one."""
@@ -191,39 +193,52 @@ def _narrow_cuts(
             lo += 1
         while hi < last and done[hi] - done[i] <= target:
             hi += 1
-        nearby = max(min(crossing[lo : i + 1]), min(crossing[i:hi], default=0))
-        if crossing[i] <= NARROW * nearby:
+        nearby = max(min(bytes_at[lo : i + 1]), min(bytes_at[i:hi], default=0))
+        if bytes_at[i] <= NARROW * nearby:
             cuts.append(i)
     return cuts
 
 
 def _cut(
-    graph: Graph, work: Sequence[float], bounds: Sequence[int], target: float
+    graph: Graph,
+    work: Sequence[float],
+    bounds: Sequence[int],
+    bytes_at: Sequence[int],
+    target: float,
 ) -> tuple[list[int], set[int]]:
     """Starts among `bounds` (first and end included): a repeat's periods and, on both sides of it,
     the same again; where nothing repeats, runs of `target` work. And those never to be merged."""
     total = sum(work[bounds[0] : bounds[-1]])
     found = _repeat(graph, bounds) if total > target else None
     if found is None:
-        return _by_work(work, bounds, target), set()
+        return _by_work(work, bounds, bytes_at, target), set()
     left, periods, right = found
     starts, kept = list(periods), set(periods[:1])
     for side in (left, right):
         if len(side) > 1:
-            more, fixed = _cut(graph, work, side, target)
+            more, fixed = _cut(graph, work, side, bytes_at, target)
             starts += more
             kept |= fixed | {more[0]}
     return sorted(starts), kept
 
 
-def _by_work(work: Sequence[float], bounds: Sequence[int], target: float) -> list[int]:
+def _by_work(
+    work: Sequence[float], bounds: Sequence[int], bytes_at: Sequence[int], target: float
+) -> list[int]:
+    """Starts of runs of about `target` work. What needs no work (activations, pools) may go to
+    either side: the cut is where the fewest bytes cross, else after it."""
     starts, filled = [bounds[0]], 0.0
+    free: list[int] = []
     for start, stop in itertools.pairwise(bounds):
         load = sum(work[start:stop])
+        free.append(start)
+        if load == 0:
+            continue
         if filled > 0 and filled + load / 2 > target:
-            starts.append(start)
+            starts.append(min(reversed(free), key=bytes_at.__getitem__))
             filled = 0.0
         filled += load
+        free = []
     return starts
 
 

@@ -266,6 +266,8 @@ class _Converter:
         short = str(node.target).split(".")[1]
         if short.rstrip("_") == "detach":
             return not self.builder.values[self.slots.read(slot)].requires_grad
+        if short == "dropout" and (not node.args[2] or node.args[1] == 0.0):
+            return True
         alike = (before.shape, before.dtype) == (val.shape, val.dtype)
         strides = before.stride() == val.stride()
         return alike and strides and share_memory(before, val)

@@ -13,8 +13,8 @@ from costmodel.graph import Graph
 from costmodel.schedule import build_schedule, in_flight
 from costmodel.simulate import StageTimes, Timeline, simulate
 from costmodel.strategies import R
+from planner.block_price import price_block
 from planner.blocks import op_flops
-from planner.intra_op import price_block
 from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan
 from planner.stage_costs import StageCoster, StageCosts, components, stage_costs, translate

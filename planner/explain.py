@@ -116,21 +116,24 @@ def _override_rows(
         effect = "cost nothing: the free optimum is no faster"
     else:
         effect = (
-            f"cost {seconds(ours - best)} a step (+{ours / best - 1:.1%}) against the free optimum, "
-            f"{describe(free.best.plan)} at {seconds(best)}"
+            f"cost {seconds(ours - best)} a step (+{ours / best - 1:.1%}) against the free "
+            f"optimum, {describe(free.best.plan)} at {seconds(best)}"
         )
     return [{"override": text, "effect": effect, "free_step_time_s": best}]
 
 
 def _assumptions(evaluation: Evaluation, graph: Graph) -> list[str]:
     lines = [
-        "operators by roofline with the catalog's efficiencies, collectives by alpha-beta; nothing was measured for this model",
-        "gradient reduction is not overlapped with the backward; sends are, receives are posted ahead",
+        "operators by roofline with the catalog's efficiencies, collectives by alpha-beta; "
+        "nothing was measured for this model",
+        "gradient reduction is not overlapped with the backward; sends are, receives are posted "
+        "ahead",
     ]
     ops = {op.short for op in graph.ops}
     if "batch_norm" in ops:
         lines.append(
-            "batch norm statistics are per micro-batch, over all data-parallel ranks; its blocks are not recomputed"
+            "batch norm statistics are per micro-batch, over all data-parallel ranks; its blocks "
+            "are not recomputed"
         )
     if any(op.short == "dropout" for op in graph.ops):
         lines.append(
@@ -152,7 +155,8 @@ def _limits(evaluation: Evaluation, graph: Graph, table: FactorTable) -> list[st
         gathered = data_layout(graph, table, graph.batch_size).gathered
         if gathered:
             notes.append(
-                f"the whole micro-batch is gathered on every data-parallel rank for {', '.join(gathered[:5])}"
+                "the whole micro-batch is gathered on every data-parallel rank for "
+                f"{', '.join(gathered[:5])}"
             )
     sizes: dict[str, set[int]] = {}
     for degree in (2, 4, 8):
@@ -164,6 +168,7 @@ def _limits(evaluation: Evaluation, graph: Graph, table: FactorTable) -> list[st
                     sizes.setdefault(f"{op.key} ({factor} = {size})", set()).add(degree)
     for where, degrees in list(sizes.items())[:6]:
         notes.append(
-            f"not split {'- or '.join(map(str, sorted(degrees)))}-way: {where}; a padded size would divide"
+            f"not split {'- or '.join(map(str, sorted(degrees)))}-way: {where}; a padded size "
+            "would divide"
         )
     return notes

@@ -37,6 +37,43 @@ class Unknown:
         )
 
 
+# operators whose floating operands must have one dtype; fake tensors do not check it
+ONE_DTYPE = frozenset({
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention",
+    "conv1d", "conv2d", "conv3d", "conv_transpose2d",
+})  # fmt: skip
+
+
+def mixed_operands(program: torch.export.ExportedProgram) -> str | None:
+    """Where a matrix product meets operands of two dtypes, which no device computes; None if
+    nowhere.
+
+    Under autocast they are cast."""
+    modules = dict(program.graph_module.named_modules())
+    cast = {
+        str(n.args[4].target)
+        for module in modules.values()
+        if isinstance(module, fx.GraphModule)
+        for n in module.graph.nodes
+        if "autocast" in str(n.target) and n.args[2] and isinstance(n.args[4], fx.Node)
+    }
+    for name, module in modules.items():
+        if not isinstance(module, fx.GraphModule) or name.rpartition(".")[2] in cast:
+            continue
+        for node in module.graph.nodes:
+            vals = [n.meta.get("val") for n in node.all_input_nodes]
+            dtypes = {v.dtype for v in vals if isinstance(v, torch.Tensor)}
+            floating = {str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point}
+            if _short(node) in ONE_DTYPE and len(floating) > 1:
+                return f"{where(node)} {_short(node)} meets {' and '.join(sorted(floating))}"
+    return None
+
+
+def _short(node: fx.Node) -> str:
+    packet = isinstance(node.target, torch._ops.OpOverload)
+    return str(node.target).split(".")[1] if packet else ""
+
+
 def results_of(node: fx.Node) -> list[Any]:
     val = node.meta.get("val")
     return list(val) if isinstance(val, (tuple, list)) else [val]

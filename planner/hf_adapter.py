@@ -1,10 +1,10 @@
 """What transformers models need while they are traced, switched on by what the model is.
 
-Two things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
-part of training. And transformers, when it sees an exporter, always builds an explicit [batch, 1,
-s, s] mask, which rules out the flash kernels; while tracing, it is told that no exporter is at work
-and that sequences are not packed, so that it keeps `is_causal=True` as it does in ordinary
-training.
+Three things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
+part of training. transformers, when it sees an exporter, always builds an explicit [batch, 1, s, s]
+mask, which rules out the flash kernels; while tracing, it is told that no exporter is at work and
+that sequences are not packed, so that it keeps `is_causal=True` as it does in ordinary training.
+And hand-written backwards that only repeat what autograd does are left out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from unittest import mock
 
 from torch import nn
 
+MASKING = "transformers.masking_utils"
 PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("is_torchdynamo_exporting", lambda: False),
     ("find_packed_sequence_indices", lambda position_ids: None),
+)
+# (module, autograd.Function, the same as plain operators)
+PLAIN_FORMS: tuple[tuple[str, str, str], ...] = (
+    ("transformers.models.bloom.modeling_bloom", "GeLUFunction", "bloom_gelu_forward"),
 )
 
 
@@ -27,7 +32,7 @@ PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
 def adapted(model: nn.Module) -> Iterator[None]:
     """Trace `model` (a private copy) inside; what is touched in transformers is restored at the
     end."""
-    masking = sys.modules.get("transformers.masking_utils")
+    masking = sys.modules.get(MASKING)
     with ExitStack() as stack:
         if masking is not None and any(hasattr(m, "config") for m in model.modules()):
             for module in model.modules():
@@ -37,4 +42,9 @@ def adapted(model: nn.Module) -> Iterator[None]:
             for name, value in PATCHES:
                 if hasattr(masking, name):
                     stack.enter_context(mock.patch.object(masking, name, value))
+            for place, name, plain in PLAIN_FORMS:
+                found = sys.modules.get(place)
+                if hasattr(found, name) and hasattr(found, plain):
+                    direct = type(name, (), {"apply": staticmethod(getattr(found, plain))})
+                    stack.enter_context(mock.patch.object(found, name, direct))
         yield

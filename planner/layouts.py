@@ -26,7 +26,6 @@ from costmodel.strategies import (
     transition,
 )
 
-
 FOLLOW = "follow"
 
 

@@ -1,4 +1,4 @@
-"""The report: what was chosen, what it costs, why not something else, what is assumed. Text and dict."""
+"""The report, as text and data: the choice, its costs, why not something else, what is assumed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from planner.evaluate import Evaluation
 from planner.plan import Plan, compress_names, compress_ranks
 
 GIB = 2**30
+ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def breakdown(evaluation: Evaluation) -> Components:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything a person wants to know about a plan. `str()` is the text, `to_dict()` the same as data."""
+    """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data."""
 
     plan: Plan
     summary: Mapping[str, Any]
@@ -87,45 +88,40 @@ class Report:
         Path(path).write_text(json.dumps(self.timeline))
 
     def __str__(self) -> str:
-        lines = [*self._head(), "", *self._stage_table(), "", *self._where()]
-        for part in (self._overrides(), self._runners(), self._shardings(), self._solver()):
-            lines += ["", *part] if part else []
-        lines += ["", "Assumed", *(f"  - {text}" for text in (*self.assumptions, *self.notes))]
-        spent = ", ".join(f"{name} {s:.1f} s" for name, s in self.phases_s.items())
-        return "\n".join([*lines, "", f"Planned in {sum(self.phases_s.values()):.1f} s: {spent}"])
+        parts = [
+            self._head(),
+            self._stage_table(),
+            self._where(),
+            self._overrides(),
+            self._runners(),
+            _bullets("Notes", self.notes),
+            _bullets("Assumed", self.assumptions),
+            self._shardings(),
+            self._solver(),
+            self._phases(),
+        ]
+        return "\n\n".join("\n".join(part) for part in parts if part)
 
     def _head(self) -> list[str]:
         s = self.summary
         return [
-            f"{s['parameters'] / 1e9:.3g} B parameters on {s['cluster']}",
+            f"{counted(s['parameters'])} parameters on {s['cluster']}",
             f"Chosen: {s['chosen']}",
-            f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, MFU {s['mfu']:.1%}, "
-            f"bubble {s['bubble_fraction']:.1%}, peak memory {max(s['peak_memory_bytes']) / GIB:.1f} of "
+            f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, "
+            f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
+            f"peak memory {max(s['peak_memory_bytes']) / GIB:.1f} of "
             f"{s['memory_bytes'] / GIB:.1f} GiB",
         ]
 
     def _stage_table(self) -> list[str]:
-        head = (
-            "stage",
-            "blocks",
-            "ranks",
-            "dp×tp",
-            "zero",
-            "recompute",
-            "forward",
-            "backward",
-            "comm",
-            "memory",
-        )
-        rows = [head]
+        head = "stage blocks ranks dp×tp zero recompute forward backward comm memory"
+        rows: list[tuple[str, ...]] = [tuple(head.split())]
         for k, s in enumerate(self.stages):
-            rows.append(
-                (
-                    str(k), ", ".join(s["blocks"]), s["ranks"], f"{s['dp']}×{s['tp']}", str(s["zero"]),
-                    s["recompute"], seconds(s["forward_s"]), seconds(s["backward_s"]),
-                    seconds(s["communication_s"]), f"{s['memory_bytes'] / GIB:.1f} GiB",
-                )
-            )  # fmt: skip
+            decided = (str(k), ", ".join(s["blocks"]), s["ranks"], f"{s['dp']}×{s['tp']}")
+            modes = (str(s["zero"]), s["recompute"])
+            times = (s["forward_s"], s["backward_s"], s["communication_s"])
+            memory = f"{s['memory_bytes'] / GIB:.1f} GiB"
+            rows.append((*decided, *modes, *map(seconds, times), memory))
         return [
             *table(rows),
             "  (per micro-batch; comm is the exposed part of forward and backward)",
@@ -134,9 +130,8 @@ class Report:
     def _where(self) -> list[str]:
         total = sum(self.components.as_dict().values()) or 1.0
         parts = [
-            f"{name} {seconds(value)} ({value / total:.0%})"
+            f"{name} {seconds(value if value > total * 1e-9 else 0.0)} ({value / total:.0%})"
             for name, value in self.components.as_dict().items()
-            if value > 0
         ]
         return ["Where the step goes (busiest stage): " + ", ".join(parts)]
 
@@ -168,23 +163,39 @@ class Report:
     def _solver(self) -> list[str]:
         if not self.solver:
             return []
-        return [
-            "Intra-op program, proved by the solver",
-            *(
-                f"  {s['block']}: objective {seconds(s['objective_s'])}, gap {s['gap']:.1e}, {s['solver']} in {s['time_s']:.2f} s"
-                + (", relaxation integral" if s["integral_relaxation"] else ", by branch and bound")
-                for s in self.solver
-            ),
-        ]
+        lines = []
+        for s in self.solver:
+            how = "relaxation integral" if s["integral_relaxation"] else "by branch and bound"
+            lines.append(
+                f"  {s['block']}: objective {seconds(s['objective_s'])}, "
+                f"gap {max(s['gap'], 0.0):.1e}, {s['solver']} in {s['time_s']:.2f} s, {how}"
+            )
+        return ["Intra-op program, proved by the solver", *lines]
+
+    def _phases(self) -> list[str]:
+        spent = ", ".join(f"{name} {s:.1f} s" for name, s in self.phases_s.items())
+        return [f"Planned in {sum(self.phases_s.values()):.1f} s: {spent}"]
+
+
+def _bullets(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  - {text}" for text in lines)] if lines else []
+
+
+def counted(value: float) -> str:
+    """1.3 B, 124 M, 808: a number of parameters."""
+    for unit, scale in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if value >= ROUNDS_UP * scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.0f}"
 
 
 def seconds(value: float) -> str:
     """1.23 s, 4.56 ms, 7.89 µs."""
     value = float(value)
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale or unit == "µs":
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= ROUNDS_UP * scale:
             return f"{value / scale:.3g} {unit}"
-    raise AssertionError
+    return f"{value / 1e-6:.3g} µs"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -207,7 +218,8 @@ def describe(plan: Plan) -> str:
     stages = f"pp{len(plan.stages)} × " if len(plan.stages) > 1 else ""
     words = [
         f"{stages}{mesh}",
-        f"{plan.num_microbatches} micro-batches of {plan.microbatch_rows} rows",
+        f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
+        f"{_many(plan.microbatch_rows, 'row')}",
     ]
     if len(plan.stages) > 1:
         words.insert(1, plan.schedule)
@@ -217,6 +229,10 @@ def describe(plan: Plan) -> str:
     if recompute != {"none"}:
         words.append("full recompute" if recompute == {"full"} else "recompute on some stages")
     return ", ".join(words)
+
+
+def _many(count: int, thing: str, ending: str = "s") -> str:
+    return f"{count} {thing}" + (ending if count > 1 else "")
 
 
 def why_slower(chosen: Components, other: Components) -> str:

@@ -16,23 +16,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph
+from costmodel.graph import Graph
 from costmodel.schedule import in_flight
-from costmodel.strategies import Placement
-from planner.evaluate import Evaluation, evaluate
+from planner.candidates import Candidate, Variant, distinct, make_candidate
+from planner.check import check_plan, resolve_shardings
 from planner.inter_op import InterOpSolution, StageTable, minimal_shortfall, solve_inter_op
-from planner.layouts import Assignment, BlockLayouts, Entry
 from planner.overrides import OverrideError, Overrides, stage_cuts
-from planner.plan import (
-    Plan,
-    StagePlan,
-    check_plan,
-    express_shardings,
-    fingerprint,
-    resolve_shardings,
-)
 from planner.solvers import Certificate
-from planner.stage_costs import MODES, ChainCosts, StageCoster, boundary_index, stage_costs
+from planner.stage_costs import MODES, StageCoster, boundary_index, stage_costs
 from profiles.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -45,34 +36,6 @@ CANDIDATE_SLACK = (
 DP_GAP = (
     0.002  # the DP may stop this close to its bound; candidates are re-priced by simulation anyway
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way to run a stage: a mesh, ZeRO stage, recompute, and the chain its costs come from."""
-
-    dp: int
-    tp: int
-    zero: int
-    recompute: str
-    chain: ChainCosts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A plan the search considered, priced by simulation."""
-
-    evaluation: Evaluation
-    assignments: list[dict[str, Assignment]]
-    fits: bool
-
-    @property
-    def plan(self) -> Plan:
-        return self.evaluation.plan
-
-    @property
-    def step_time_s(self) -> float:
-        return self.evaluation.prediction.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +125,13 @@ class Search:
         )
         certificates = self._timed("certify", self._certify, ranked[0])
         return SearchResult(
-            candidates=tuple(_distinct(ranked)),
+            candidates=tuple(distinct(ranked)),
             certificates=certificates,
             phases_s=dict(self.phases),
             notes=tuple(self.notes),
         )
 
-    def _timed(self, phase: str, work, *args):  # noqa: ANN001, ANN202 - any step of the loop
+    def _timed(self, phase: str, work, *args):
         started = time.perf_counter()
         try:
             return work(*args)
@@ -209,7 +172,7 @@ class Search:
         for n in sizes:
             for tp in range(1, min(n, max(node, over.tp or 1)) + 1):
                 dp = n // tp
-                if n % tp or rows % dp or node % tp and tp != over.tp:
+                if n % tp or rows % dp or (node % tp and tp != over.tp):
                     continue
                 if over.tp not in (None, tp) or over.dp not in (None, dp):
                     continue
@@ -231,8 +194,8 @@ class Search:
                 for zero in (0, 1) if dp > 1 else (0,):
                     for recompute in ("none", "full"):
                         if (
-                            over.zero not in (None, zero)
-                            and dp > 1
+                            (over.zero not in (None, zero)
+                            and dp > 1)
                             or over.recompute not in (None, recompute)
                         ):
                             continue
@@ -301,69 +264,15 @@ class Search:
     def _candidate(
         self, solution: InterOpSolution, variants: Sequence[Variant], m: int, schedule: str
     ) -> Candidate:
-        """The solution as a checked plan, priced by simulation."""
+        """The solution as a plan, priced by simulation."""
         chosen = [(c.start, c.stop, variants[c.variant]) for c in solution.stages]
-        ranks = place_stages([v.dp * v.tp for _, _, v in chosen], self.cluster)
-        stages, assignments = [], []
-        for (start, stop, v), here in zip(chosen, ranks, strict=True):
-            found = self.coster.assignments(v.chain, start, stop)
-            assignments.append(found)
-            blocks = self.graph.blocks[start:stop]
-            stages.append(
-                StagePlan(
-                    blocks=tuple(b.name for b in blocks),
-                    ranks=here,
-                    dp=v.dp,
-                    tp=v.tp,
-                    zero=v.zero,
-                    recompute=v.recompute,
-                    shardings=self._shardings(blocks, found, v.tp),
-                )
-            )
-        plan = Plan(
-            model=fingerprint(self.graph), global_batch_size=self.global_batch_size,
-            num_microbatches=m, schedule=schedule, precision=self.precision, stages=tuple(stages),
-        )  # fmt: skip
-        priced = evaluate(
-            plan, self.graph, self.table, self.cluster, assignments,
-            optimizer=self.optimizer, coster=self.coster,
-        )  # fmt: skip
-        capacity = self.cluster.device.memory_bytes
-        fits = all(used <= capacity for used in priced.prediction.peak_memory_bytes)
-        return Candidate(evaluation=priced, assignments=assignments, fits=fits)
-
-    def _shardings(
-        self, blocks: Sequence[Block], found: Mapping[str, Assignment], tp: int
-    ) -> dict[str, str]:
-        """The decisions that do not follow, as globs."""
-        if tp == 1:
-            return {}
-        entries: dict[str, Entry] = {}
-        states: dict[str, Placement] = {}
-        for block in blocks:
-            layouts = BlockLayouts(self.graph, self.table, block, tp)
-            inputs = {n: states[n] for n in block.inputs if n in states}
-            entries |= layouts.compress(found[block.name], inputs)
-            states |= {n: found[block.name].states[n] for n in block.outputs}
-        self._like_repeats(blocks, entries)
-        return express_shardings(self.graph, blocks, entries)
-
-    def _like_repeats(self, blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
-        """What leaves the stage is replicated whatever its entry says: give it the entry of its repeats, so that
-        one glob serves all."""
-        last = blocks[-1]
-        peers = [b for b in blocks[:-1] if b.class_id == last.class_id]
-        for k, op in enumerate(last.ops):
-            if peers and op.results[0] in last.outputs:
-                alike = entries.get(peers[0].ops[k].name)
-                if alike and alike.state:
-                    own = entries.get(op.name, Entry())
-                    entries[op.name] = dataclasses.replace(own, state=alike.state)
+        return make_candidate(self.coster, chosen, self.global_batch_size, m, schedule)
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
         """An independent proof for every block class of the chosen plan: the whole integer program."""
         found: dict[str, Certificate] = {}
-        check_plan(best.plan, self.graph, self.table)
+        if check_plan(best.plan, self.graph, self.table) != best.assignments:
+            raise AssertionError("the plan as written does not give the solved shardings back")
         for stage in best.plan.stages:
             if stage.tp == 1:
                 continue
@@ -433,44 +342,6 @@ class Search:
         return False
 
 
-def _in_flight(schedule: str, m: int):  # noqa: ANN202 - a function of the position from the end
+def _in_flight(schedule: str, m: int):
     """Micro-batches held by the stage at a position from the end (1 = last)."""
     return lambda position: in_flight(schedule, stage=0, num_stages=position, num_microbatches=m)
-
-
-def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Ranks of every stage: in pipeline order, moved where needed so that no part of a node straddles two."""
-    node = cluster.devices_per_node
-    free = list(range(cluster.num_devices))
-    placed: dict[int, tuple[int, ...]] = {}
-    for k in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
-        size = sizes[k]
-        step = size if size <= node else node
-        start = next(
-            (
-                s
-                for s in range(0, cluster.num_devices - size + 1, step)
-                if all(r in free for r in (s, s + size - 1))
-            ),
-            None,
-        )
-        if start is None:
-            return [tuple(range(sum(sizes[:k]), sum(sizes[: k + 1]))) for k in range(len(sizes))]
-        placed[k] = tuple(range(start, start + size))
-        taken = set(placed[k])
-        free = [r for r in free if r not in taken]
-    return [placed[k] for k in range(len(sizes))]
-
-
-def _distinct(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The best few that differ in more than the number of micro-batches."""
-    kept: list[Candidate] = []
-    seen: set[tuple[object, ...]] = set()
-    for candidate in ranked:
-        plan = candidate.plan
-        schedule = plan.schedule if len(plan.stages) > 1 else ""
-        family = (schedule, tuple((s.dp, s.tp, s.zero, s.recompute) for s in plan.stages))
-        if family not in seen:
-            seen.add(family)
-            kept.append(candidate)
-    return kept[:6]

@@ -20,8 +20,9 @@ from costmodel.graph import Block, Graph
 from costmodel.memory import model_state_bytes
 from costmodel.pricing import Pricer, Setting
 from costmodel.strategies import Placement, R, Strategy
+from planner.block_price import BlockPrice, price_block
 from planner.blocks import crossing, op_flops
-from planner.intra_op import BlockPrice, BlockProgram, BlockTable, price_block
+from planner.intra_op import BlockProgram, BlockTable
 from planner.layouts import Assignment, BlockLayouts, Entry
 from profiles.cluster import Cluster
 
@@ -281,8 +282,7 @@ class StageCoster:
     def _remember(self, block: Block, table: BlockTable, stored: dict[str, Placement]) -> None:
         best = min(table.choices, key=lambda index: (table.costs[index], index))
         for value in self._shared & set(block.parameters):
-            states = table.problem.states[f"parameter:{value}"]
-            stored.setdefault(value, states[table.choices[best][f"parameter:{value}"]])  # type: ignore[arg-type]
+            stored.setdefault(value, table.stored(best, value))
 
     # --- composition ---
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from costmodel.graph import Graph
 from planner.convert import convert
 from planner.functional import TraceError
+from planner.fx_nodes import mixed_operands
 from planner.hf_adapter import adapted
 from planner.trace_context import explain, quiet, recorded_gradients
 
@@ -303,14 +304,28 @@ def _export(
             with quiet(), torch.enable_grad(), adapted(wrapper.model), recorded_gradients():
                 if symbolic:
                     wrapper.model = _symbolic(wrapper)
-                return torch.export.export(wrapper, tensors, strict=False), wrapper, notes
+                program = torch.export.export(wrapper, tensors, strict=False)
         except TraceError:
             raise
         except Exception as error:  # whatever export raises, another way may work
             log.debug("tracing failed", exc_info=True)
             first = first or error
+        else:
+            mixed_at = mixed_operands(program)
+            if mixed_at is None:
+                return program, wrapper, notes
+            first = first or _dtype_error(mixed_at)
     assert first is not None
+    if isinstance(first, TraceError):
+        raise first
     raise TraceError(explain(first)) from first
+
+
+def _dtype_error(place: str) -> TraceError:
+    return TraceError(
+        f"the model can't run in this precision: at {place}; cast with .to(weight.dtype), or "
+        "choose precision='fp32'"
+    )
 
 
 def _symbolic(wrapper: _Loss) -> fx.GraphModule:

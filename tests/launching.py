@@ -1,8 +1,8 @@
 """Starts N ranks of a script as torchrun would, and never leaves one behind.
 
-Every rank is the leader of a process group of its own, so that what it starts dies with it. Unlike torchrun,
-nobody kills the survivors of a failure at once: they get `grace_s` to notice by themselves, because noticing
-is what some tests are about.
+Every rank is the leader of a process group of its own, so that what it starts dies with it. Unlike
+torchrun, nobody kills the survivors of a failure at once: they get `grace_s` to notice by themselves,
+because noticing is what some tests are about.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one rank ended: `killed` if it had to be, `children_left` if its process group outlived it."""
+    """How one rank ended: `killed` if it had to be, `children_left` if its process group outlived
+    it."""
 
     returncode: int
     stdout: str
@@ -49,7 +50,9 @@ class Launch:
 
     def tail(self, characters: int = 3000) -> str:
         """The end of every rank's stderr, failed ranks only if any failed."""
-        shown = [k for k, rank in enumerate(self.ranks) if rank.returncode] or range(len(self.ranks))
+        shown = [k for k, rank in enumerate(self.ranks) if rank.returncode] or range(
+            len(self.ranks)
+        )
         return "\n".join(
             f"--- rank {k}: exit {self.ranks[k].returncode}, killed {self.ranks[k].killed}\n"
             f"{self.ranks[k].stderr[-characters:]}"
@@ -68,7 +71,8 @@ def launch(
 ) -> Launch:
     """Run `script` on `ranks` CPU ranks of one thread each; returns when all have ended.
 
-    After `timeout_s`, or `grace_s` after the first failure, ranks that still run are killed and marked so.
+    After `timeout_s`, or `grace_s` after the first failure, ranks that still run are killed and marked
+    so.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +136,8 @@ def _wait(
 
 
 def _kill_group(process: subprocess.Popen[str]) -> bool:
-    """Kill what is left of a rank's process group; whether anything was. A rank that still runs is asked
-    for its tracebacks first (Python's fault handler prints them on SIGABRT)."""
+    """Kill what is left of a rank's process group; whether anything was. A rank that still runs is
+    asked for its tracebacks first (Python's fault handler prints them on SIGABRT)."""
     if process.poll() is None:
         process.send_signal(signal.SIGABRT)
         with suppress(subprocess.TimeoutExpired):

@@ -1,15 +1,19 @@
-"""The parity matrix on one rank: every cell trains three steps and is compared with the single device.
+"""The parity matrix on one rank: every cell trains three steps, compared with the single device.
 
-A cell is a model on a (pp, dp, tp) mesh under one schedule. What is compared, at every step: the loss; every
-gradient `g` against the reference `r`, as max|g - r| / max(max|r|, 1e-2 · max over all references), where the floor
-is for gradients that are zero in exact arithmetic; at the end, parameters and buffers. Rank 0 writes the
-results after each cell, so that a crash says which cell it was.
+A cell is a model on a (pp, dp, tp) mesh under one schedule. What is compared, at every step: the loss;
+every gradient `g` against the reference `r`, as
+
+    max|g - r| / max(max|r|, 1e-2 · the largest of all references)
+
+where the floor is for gradients that are zero in exact arithmetic; at the end, parameters and buffers.
+Rank 0 writes the results after each cell, so that a crash says which cell it was.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import resource
 import sys
 import time
 import warnings
@@ -26,13 +30,27 @@ from torch.distributed.tensor import DTensor
 
 from executor import launch
 from executor.runtime import Runtime
-from planner.plan import Plan
+from planner.plan import Plan, PlanError
 
 STEPS = 3
 FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers
 DROPOUT_SEED = 7
 MATRIX = ("gpt2_tied", "gpt2_untied", "llama", "bert", "resnet", "mlp")
 MESHES = ((1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1))
+OTHERS = (
+    ("gpt2_tied", (1, 1, 4), "none"),
+    ("gpt2_tied", (2, 1, 2), "none"),
+    ("bert", (1, 2, 2), "none"),
+    ("resnet", (1, 1, 4), "none"),
+    ("gpt2_tied", (1, 1, 4), "sequence"),
+    ("gpt2_tied", (1, 2, 2), "sequence"),
+    ("gpt2_tied", (2, 1, 2), "sequence"),
+    ("llama", (1, 2, 2), "sequence"),
+    ("plain_gpt", (1, 1, 4), "megatron"),
+    ("plain_gpt", (2, 2, 1), "megatron"),
+    ("plain_gpt", (2, 1, 2), "megatron"),
+    ("plain_gpt", (1, 1, 4), "none"),
+)
 SEQUENCE_SPLIT = {
     "gpt2_tied": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
     "llama": {"model.layers.*:add": "-> S(1)", "model.layers.*:add#1": "-> S(1)"},
@@ -41,8 +59,9 @@ SEQUENCE_SPLIT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One run of the matrix. `shardings` is "megatron" (the case's own), "none" or "sequence" (the case's
-    own, with activations between layers split along the sequence)."""
+    """One run of the matrix. `shardings` is "megatron" (the case's own), "none" or "sequence" (the
+    case's own, with activations between layers split along the sequence). `heavy` is the end of the
+    pipeline whose stage takes the blocks that are left."""
 
     case: str
     pp: int
@@ -70,8 +89,8 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """The whole matrix, recompute, ZeRO and the heavy end of the pipeline spread over it; then cells with
-    other shardings."""
+    """The whole matrix, recompute, ZeRO and the heavy end of the pipeline spread over it; then cells
+    with other shardings."""
     found = []
     for c, case in enumerate(MATRIX):
         for k, (pp, dp, tp) in enumerate(MESHES):
@@ -83,28 +102,22 @@ def cells() -> list[Cell]:
                         heavy=("first", "last")[(c + s) % 2],
                     )
                 )  # fmt: skip
-    others = [
-        ("gpt2_tied", (1, 1, 4), "none"), ("gpt2_tied", (2, 1, 2), "none"), ("bert", (1, 2, 2), "none"),
-        ("resnet", (1, 1, 4), "none"), ("gpt2_tied", (1, 1, 4), "sequence"), ("gpt2_tied", (1, 2, 2), "sequence"),
-        ("gpt2_tied", (2, 1, 2), "sequence"), ("llama", (1, 2, 2), "sequence"), ("plain_gpt", (1, 1, 4), "megatron"),
-        ("plain_gpt", (2, 2, 1), "megatron"), ("plain_gpt", (2, 1, 2), "megatron"), ("plain_gpt", (1, 1, 4), "none"),
-    ]  # fmt: skip
-    for i, (case, (pp, dp, tp), shardings) in enumerate(others):
+    for i, (case, (pp, dp, tp), shardings) in enumerate(OTHERS):
         found.append(
             Cell(
-                case=case, pp=pp, dp=dp, tp=tp, schedule="1f1b", num_microbatches=2,
-                recompute=("none", "full")[i % 2], zero=i // 2 % 2, heavy="first", shardings=shardings,
+                case=case, pp=pp, dp=dp, tp=tp, schedule="1f1b", num_microbatches=2, heavy="first",
+                recompute=("none", "full")[i % 2], zero=i // 2 % 2, shardings=shardings,
             )
         )  # fmt: skip
     return found
 
 
-# --- the single device -------------------------------------------------------------------------------
+# --- the single device ----------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """What an ordinary training loop gives: per step the loss and gradients, and the final state."""
+    """What an ordinary training loop gives: losses and gradients per step, and the final state."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -113,7 +126,8 @@ class Reference:
 
 @cache
 def reference(name: str, parts: int) -> Reference:
-    """Three steps of plain PyTorch; `parts` micro-batches of equal weight, for models with batch statistics."""
+    """Three steps of plain PyTorch, with `parts` micro-batches of equal weight for models with batch
+    statistics."""
     case = CASES[name]
     model = case.model()
     optimizer = case.optimizer(model.parameters())
@@ -142,7 +156,7 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
     return tuple(x[start:stop] for x in batch)
 
 
-# --- one cell ----------------------------------------------------------------------------------------
+# --- one cell -------------------------------------------------------------------------------------
 
 
 @cache
@@ -177,7 +191,7 @@ def difference(
 def train(runtime: Runtime, name: str, steps: int = STEPS) -> list[float]:
     """Losses of an ordinary training loop over a runtime."""
     case = CASES[name]
-    optimizer = case.optimizer([p for _, p in runtime.named_parameters()])
+    optimizer = case.optimize(runtime)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -193,7 +207,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     plan, of = plan_of(cell)
     model = case.model()
     runtime = parallelize(model, plan, of)
-    optimizer = case.optimizer([p for _, p in runtime.named_parameters()])
+    optimizer = case.optimize(runtime)
     losses, gradients = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -215,7 +229,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     return result
 
 
-# --- further checks in the same launch ---------------------------------------------------------------
+# --- further checks in the same launch ------------------------------------------------------------
 
 
 def _cell(case: str, pp: int, dp: int, tp: int, m: int, **more: Any) -> Cell:
@@ -229,7 +243,7 @@ def saved_plan(folder: Path) -> dict[str, Any]:
     path = folder / "plan.json"
     if launch.rank() == 0:
         plan.save(path)
-    launch.agree(None)
+    launch.agree_on(lambda: None)
     loaded = Plan.load(path)
     case = CASES["gpt2_tied"]
     losses = [train(parallelize(case.model(), p, of), "gpt2_tied") for p in (plan, loaded)]
@@ -276,8 +290,7 @@ def state_round_trip(folder: Path) -> dict[str, Any]:
         whole = case.model(seed=5)
         keys = whole.load_state_dict(state, strict=True)
         other, of_other = plan_of(_cell(name, 2, 1, 2, 2))
-        meta = copy.deepcopy(case.model(seed=6)).to("meta")
-        targets = {"other_plan": case.model(seed=5), "meta": meta}
+        targets = {"other_plan": case.model(seed=5), "meta": parameters_on_meta(case.model(seed=6))}
         batch = case.batch(GLOBAL_BATCH, STEPS)
         loss = float(runtime.train_step(batch))
         found[name] = {"strict": str(keys), "loss": loss}
@@ -285,11 +298,18 @@ def state_round_trip(folder: Path) -> dict[str, Any]:
             second = parallelize(source, other, of_other)
             second.load_state_dict(state)
             again = second.full_state_dict()
+            same = all(torch.equal(again[n], x) for n, x in state.items())
             found[name][kind] = {
-                "same": set(again) == set(state) and all(torch.equal(again[n], state[n]) for n in state),
+                "same": same and set(again) == set(state),
                 "loss": float(second.train_step(batch)),
-            }  # fmt: skip
+            }
     return found
+
+
+def parameters_on_meta(model: nn.Module) -> nn.Module:
+    """The same modules without weights; buffers stay, because not all are in a state dict."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta")) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 def zero_shares(folder: Path) -> dict[str, Any]:
@@ -323,13 +343,10 @@ def _local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-CHECKS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
-    check.__name__: check
-    for check in (saved_plan, dropout, half_precision, state_round_trip, zero_shares, shared_modules)
-}  # fmt: skip
+CHECKS = (saved_plan, dropout, half_precision, state_round_trip, zero_shares, shared_modules)
 
 
-# --- the launch --------------------------------------------------------------------------------------
+# --- the launch -----------------------------------------------------------------------------------
 
 
 def main(folder: Path, only: str = "") -> None:
@@ -337,13 +354,13 @@ def main(folder: Path, only: str = "") -> None:
     work: dict[str, Callable[[], dict[str, Any]]] = {
         cell.name: lambda cell=cell: run_cell(cell) for cell in cells()
     }
-    work |= {name: lambda check=check: check(folder) for name, check in CHECKS.items()}
+    work |= {check.__name__: lambda check=check: check(folder) for check in CHECKS}
     for name, run in work.items():
         if only not in name:
             continue
         try:
             results[name] = run()
-        except ValueError as error:  # a refused plan: the same on every rank, before anything is sent
+        except PlanError as error:  # the same on every rank, before anything is sent
             results[name] = {"refused": str(error)}
         if launch.rank() == 0:
             (folder / "results.json").write_text(json.dumps(results))
@@ -351,6 +368,9 @@ def main(folder: Path, only: str = "") -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # every plan makes process groups of its own, and torch's DTensor caches forbid to destroy them
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     warnings.simplefilter("ignore", FutureWarning)
     with launch.distributed("gloo"):
         main(Path(sys.argv[1]), *sys.argv[2:])

@@ -29,7 +29,7 @@ from torch.testing import assert_close
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph, Op, Ref, map_refs
 from costmodel.rules import argument
-from costmodel.strategies import REPLICATE, P, Placement, R, Strategy, strategies
+from costmodel.strategies import REPLICATE, RP, P, Placement, R, Strategy, strategies
 from executor.lower import Lowering, State, _Emitter, _local, _random
 from executor.reshard import Axis, join_parts, local_part
 from planner.data_axis import DataLayout
@@ -241,6 +241,8 @@ class _Whole(nn.Module):
 class OperatorCheck:
     """One operator of a sample, alone: each operand has a name of its own; the whole is known."""
 
+    emitter = _OneOp
+
     def __init__(self, sample: Sample, op: Op) -> None:
         self.sample = sample
         names = [f"{name}_{i}" for i, name in enumerate(op.operands)]
@@ -261,7 +263,9 @@ class OperatorCheck:
         self.replicated = Strategy(
             name=REPLICATE, operands=(R,) * len(names), results=(R,) * len(op.results)
         )
-        self.expected = self._expected()
+        self.microbatches = 1
+        with double_by_default():
+            self.expected = self._expected()
 
     def _expected(self) -> Outcome:
         if _random(self.op):
@@ -287,13 +291,13 @@ class OperatorCheck:
             graph=self.graph, table=self.sample.table,
             data=DataLayout(strategies={op.name: data}, states={}, gathered=()),
             data_axis=data_axis, tensor_axis=tensor_axis, device=torch.device("cpu"),
-            microbatches=1,
+            microbatches=self.microbatches,
         )  # fmt: skip
         states = dict(
             zip(op.operands, zip(data.operands, tensor.operands, strict=True), strict=True)
         )
         assignment = Assignment(strategies={op.name: tensor}, states={})
-        emitter = _OneOp(low, (op,), states, assignment, None)
+        emitter = self.emitter(low, (op,), states, assignment, None)
         module = emitter.module(op.operands, op.results)
         extras: list[torch.Tensor] = []
         if emitter.losses:
@@ -304,8 +308,9 @@ class OperatorCheck:
         return module, extras
 
     def check(
-        self, mesh: Mesh, data: Strategy | None, tensor: Strategy | None, ranks: Ranks
-    ) -> None:
+        self, mesh: Mesh, data: Strategy | None, tensor: Strategy | None, ranks: Ranks,
+        *, talking: bool = False,
+    ) -> None:  # fmt: skip
         """Raise AssertionError unless the operator on shards is the whole operator."""
         data, tensor = data or self.replicated, tensor or self.replicated
         operands = list(zip(data.operands, tensor.operands, strict=True))
@@ -322,8 +327,9 @@ class OperatorCheck:
             mine = [held[here] for held in given]
             return _run(module, mine, self.needs, extras, [held[here] for held in seeds])
 
-        exchanging = {data.implementation, tensor.implementation} & EXCHANGING
-        got = ranks.run(mesh, work) if exchanging else alone(mesh, work)
+        talking = talking or bool({data.implementation, tensor.implementation} & EXCHANGING)
+        with double_by_default():  # not per rank: the default is the process's
+            got = ranks.run(mesh, work) if talking else alone(mesh, work)
         at = f"{self.op.target} data={data.name} tensor={tensor.name} on {mesh}"
         self._compare(got, operands, results, mesh, at)
 
@@ -350,6 +356,13 @@ class OperatorCheck:
             what = f"{at} gradient of operand {i} as {state[0]}, {state[1]}"
             close(whole(held, gradient_state(state), mesh, what), expected, what)
 
+    def _reduced(self) -> Strategy:
+        """Replicated, with gradients passed on as they come: still to be summed."""
+        states = tuple(RP if need else R for need in self.needs)
+        return replace(
+            self.replicated, name="reduced", operands=states, results=(RP,) * len(self.op.results)
+        )
+
     def everything(self, ranks: Ranks, degrees: Sequence[int] = (2, 4)) -> list[tuple[Mesh, str]]:
         """Check every strategy on each axis and every pair on a 2×2 mesh; what was checked."""
         checked: list[tuple[Mesh, str]] = []
@@ -360,6 +373,7 @@ class OperatorCheck:
             for option in self.options(n, data=True):
                 self.check((n, 1), option, None, ranks)
                 checked.append(((n, 1), option.name))
+        self.check((2, 1), self._reduced(), None, ranks)
         for data in self.options(2, data=True)[1:]:
             for tensor in self.options(2)[1:]:
                 self.check((2, 2), data, tensor, ranks)
@@ -381,8 +395,7 @@ def _run(
     leaves = [
         x.detach().clone().requires_grad_(need) for x, need in zip(operands, needs, strict=True)
     ]
-    with double_by_default():
-        results = list(module(*leaves, *extras))
+    results = list(module(*leaves, *extras))
     roots = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
     if roots:
         torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])

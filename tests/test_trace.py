@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from traced import ROWS, SEQUENCE, WIDTH, agree, hugging_face, rows, run, shorts, with_forward
 
+from costmodel.rules import argument
 from planner.trace import DTYPES, TraceError, batch_rows, meta_copy, split_batch, trace
 
 
@@ -57,7 +58,8 @@ def test_attention_stays_causal_without_a_mask() -> None:
     graph = trace(model, batch)
     attention = [op for op in graph.ops if op.short == "scaled_dot_product_attention"]
     assert len(attention) == 2
-    assert all(len(op.operands) == 3 and op.kwargs["is_causal"] for op in attention)
+    assert all(len(op.operands) == 3 for op in attention)
+    assert all(argument(op, 5, "is_causal", False) for op in attention)
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -76,14 +78,16 @@ def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
         y = torch.utils.checkpoint.checkpoint(inner, self.l(x), use_reentrant=reentrant)
         return y.sum()
 
-    graph = agree(with_forward(forward), (rows(WIDTH),))
+    graph = trace(with_forward(forward), (rows(WIDTH),))
     assert shorts(graph) == ["linear", "linear", "gelu", "sum"]
+    assert all(graph.values[op.results[0]].requires_grad for op in graph.ops)
 
 
 def test_gradient_checkpointing_of_transformers_changes_nothing() -> None:
     model, batch = hugging_face("gpt2")
     plain = shorts(trace(model, batch))
-    model.gradient_checkpointing_enable()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
     assert shorts(trace(model, batch)) == plain
 
 
@@ -120,7 +124,7 @@ class Named(nn.Module):
         (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss(rows(4)[0])),
         (Named(), {"x": rows(WIDTH), "targets": rows(4)}, F.l1_loss),
         (perceptron(), (rows(WIDTH),), lambda output: output.square().sum()),
-        (perceptron(), rows(WIDTH), torch.sum),
+        (perceptron(), rows(WIDTH), lambda output: output.sum()),
         (perceptron(), (rows(WIDTH),), lambda output: output.mean().view(1, 1)),
     ],
     ids=["tuple", "module", "weighted", "dict", "one-argument", "bare tensor", "one element"],
@@ -203,6 +207,16 @@ def test_bf16_casts_buffers_where_the_model_needs_it() -> None:
     graph = trace(model, (rows(WIDTH),), precision="bf16")
     assert graph.values[next(iter(graph.buffers))].dtype == torch.bfloat16
     assert graph.notes
+
+
+def test_operands_of_two_dtypes_are_refused() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.l(self.l(x).float()).sum()
+
+    batch = (rows(WIDTH),)
+    agree(with_forward(forward), batch)
+    with pytest.raises(TraceError, match=r"linear meets bfloat16 and float32; cast with"):
+        trace(with_forward(forward), batch, precision="bf16")
 
 
 def test_dropout_follows_the_mode_of_its_module() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch._C._distributed_c10d as dist_c10d
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -46,7 +47,7 @@ class Ranks:
         for work, mesh in iter(self.tasks[rank].get, None):
             try:
                 self.done.put((rank, work(*self._axes(rank, mesh, groups)), None))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, and stops the others
+            except BaseException as error:  # noqa: BLE001 - raised by `run`
                 threaded.ProcessLocalGroup.exception_handle(error)
                 self.done.put((rank, None, error))
         dist.destroy_process_group()
@@ -74,7 +75,7 @@ class Ranks:
         if errors:
             threaded.ProcessLocalGroup.reset()
             raise next((e for e in errors if not isinstance(e, SystemExit)), errors[0])
-        return results
+        return dict(sorted(results.items()))
 
     def close(self) -> None:
         for tasks in self.tasks:
@@ -87,11 +88,15 @@ class Ranks:
 
 @contextmanager
 def talking_ranks() -> Iterator[Ranks]:
+    """Ranks for the duration; operators use one core each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     ranks = Ranks()
     try:
         yield ranks
     finally:
         ranks.close()
+        torch.set_num_threads(before)
 
 
 def alone(mesh: Mesh, work: Callable[[Axis, Axis], Any]) -> dict[Rank, Any]:

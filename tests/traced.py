@@ -1,7 +1,8 @@
-"""Small models to trace, and the oracle: a graph run operator by operator against the eager model."""
+"""Small models to trace, and the oracle: a graph run operator by operator against the model."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ def run(graph: Graph, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     values |= graph.constants
     for op in (*graph.derived, *graph.ops):
         args, kwargs = map_refs((op.args, dict(op.kwargs)), values.__getitem__)
-        made = overload(op.target)(*args, **kwargs)
+        with torch.set_grad_enabled(any(graph.values[r].requires_grad for r in op.results)):
+            made = overload(op.target)(*args, **kwargs)
         made = made if isinstance(made, (tuple, list)) else [made]
         values |= dict(zip(op.results, made, strict=True))
     return values
@@ -50,7 +52,9 @@ def gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
 
-def agree(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None = None) -> Graph:
+def agree(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None = None, **tolerance: float
+) -> Graph:
     """Trace; check loss, gradients, and the shape, dtype and gradient flow of every value."""
     graph = trace(model, batch, loss_fn=loss_fn)
     values = run(graph, model, batch)
@@ -63,11 +67,13 @@ def agree(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None = Non
     assert not wrong
     expected = eager_loss(model, batch, loss_fn)
     loss = values[graph.loss]
-    torch.testing.assert_close(loss, expected.reshape(()))
+    torch.testing.assert_close(loss, expected.reshape(()), **tolerance)
     want, got = gradients(expected, model), gradients(loss, model)
     assert want.keys() == got.keys()
     for name, gradient in want.items():
-        torch.testing.assert_close(got[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], gradient, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
     return graph
 
 
@@ -86,8 +92,11 @@ def with_forward(
     forward: Callable[..., torch.Tensor], prepare: Callable[[nn.Module], object] | None = None
 ) -> nn.Module:
     """A module with a Linear `l` and the given forward."""
-    forward.__name__ = "forward"  # torch keeps source lines of functions of this name
-    model = type("Plain", (nn.Module,), {"forward": forward})()
+    code = forward.__code__.replace(co_name="forward")  # torch keeps source lines of that name
+    named = types.FunctionType(
+        code, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
+    )
+    model = type("Plain", (nn.Module,), {"forward": named})()
     model.l = nn.Linear(WIDTH, WIDTH)
     if prepare is not None:
         prepare(model)

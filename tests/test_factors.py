@@ -1,0 +1,209 @@
+"""Factors across a graph: that heads, groups and the batch are found where nobody named them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from traced import hugging_face
+
+from costmodel.auto_rules import refine
+from costmodel.factors import FactorTable, analyse
+from costmodel.graph import Graph, Op
+from planner.trace import trace
+
+
+@cache
+def analysed(name: str) -> tuple[Graph, FactorTable]:
+    """A model of tests/traced.py for 5 rows: a batch whose size no other dim has."""
+    model, batch = hugging_face(name)
+    graph = trace(model, batch, batch_size=5)
+    return graph, analyse(graph)
+
+
+def parameter(graph: Graph, fqn: str) -> str:
+    return next(value for value, name in graph.parameters.items() if name == fqn)
+
+
+def ops(graph: Graph, short: str) -> list[Op]:
+    return [op for op in graph.ops if op.short == short]
+
+
+def sizes(table: FactorTable, value: str) -> list[list[int]]:
+    return [[table.sizes[a] for a in dim] for dim in table.dims[value]]
+
+
+# --- what a projection is made of ----------------------------------------------------------------
+
+
+def test_fused_qkv_is_parts_heads_head_dim() -> None:
+    graph, table = analysed("gpt2")
+    weight = parameter(graph, "transformer.h.0.attn.c_attn.weight")
+    assert sizes(table, weight) == [[16], [3, 4, 4]]
+    parts, heads, head_dim = table.dims[weight][1]
+    attention = ops(graph, "scaled_dot_product_attention")[0]
+    for value in (*attention.operands[:3], *attention.results):
+        assert table.dims[value][1] == (heads,)
+        assert table.dims[value][3] == (head_dim,)
+        assert all(parts not in dim for dim in table.dims[value])
+
+
+def test_output_projection_contracts_the_heads() -> None:
+    graph, table = analysed("gpt2")
+    heads = table.dims[parameter(graph, "transformer.h.0.attn.c_attn.weight")][1][1]
+    weight = parameter(graph, "transformer.h.0.attn.c_proj.weight")
+    assert table.dims[weight][0][0] == heads
+    call = next(op for op in graph.ops if weight in op.operands)
+    assert any(heads in dim for dim in table.dims[call.operands[1]])
+    assert all(heads not in dim for dim in table.dims[call.results[0]])
+
+
+def test_layers_have_heads_of_their_own() -> None:
+    graph, table = analysed("gpt2")
+    weights = [parameter(graph, f"transformer.h.{i}.attn.c_attn.weight") for i in (0, 1)]
+    first, second = (table.dims[w] for w in weights)
+    assert not set(first[1]) & set(second[1])
+    assert first[0] == second[0]  # the residual stream is one
+
+
+def test_grouped_queries_are_kv_heads_times_group() -> None:
+    graph, table = analysed("llama")
+    q, k, v, o = (
+        parameter(graph, f"model.layers.0.self_attn.{name}_proj.weight") for name in "qkvo"
+    )
+    assert sizes(table, q)[0] == [2, 2, 4]
+    assert sizes(table, k)[0] == [2, 4]
+    kv_heads, group, _ = table.dims[q][0]
+    assert table.dims[k][0][0] == table.dims[v][0][0] == kv_heads
+    assert group not in table.dims[k][0]
+    assert table.dims[o][1][:2] == (kv_heads, group)
+
+
+def test_gate_and_up_share_the_hidden_factor() -> None:
+    graph, table = analysed("llama")
+    gate, up, down = (
+        parameter(graph, f"model.layers.1.mlp.{n}_proj.weight") for n in ("gate", "up", "down")
+    )
+    assert table.dims[gate][0] == table.dims[up][0] == table.dims[down][1]
+
+
+# --- the batch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_batch_is_on_every_activation(name: str) -> None:
+    graph, table = analysed(name)
+    assert table.batch is not None
+    assert table.sizes[table.batch] == 5
+    made = {r for op in graph.ops for r in op.results}
+    with_rows = {value for value in made if graph.values[value].numel % 5 == 0}
+    assert len(with_rows) > 0.9 * len(made)  # position embeddings have none
+    for value in with_rows:
+        assert table.has_batch(value), f"{value}: {graph.values[value].shape}"
+    for value in (*graph.parameters, *graph.buffers):
+        assert not table.has_batch(value)
+
+
+def test_batch_survives_being_flattened_with_the_sequence() -> None:
+    graph, table = analysed("gpt2")
+    (loss,) = ops(graph, "cross_entropy_loss")
+    logits, labels = loss.operands
+    assert [table.sizes[a] for a in table.dims[logits][0]] == [5, 6]
+    assert table.dims[logits][0] == table.dims[labels][0]
+    assert table.find(logits, table.dims[logits][0][1]) == (0, 5)
+
+
+def test_one_row_has_no_batch_factor() -> None:
+    model = nn.Linear(4, 4)
+    batch = (torch.rand(1, 4), torch.rand(1, 4))
+    assert analyse(trace(model, batch, loss_fn=F.mse_loss)).batch is None
+
+
+# --- consistency ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_atoms_multiply_to_every_dim(name: str) -> None:
+    graph, table = analysed(name)
+    for value, meta in graph.values.items():
+        assert tuple(math.prod(dim) for dim in sizes(table, value)) == meta.shape
+    for op in (*graph.derived, *graph.ops):
+        made, letters = table.ops[op.name], table.letters[op.name]
+        for letter, atoms in letters.items():
+            assert math.prod(table.sizes[a] for a in atoms) == made.sizes[letter]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_letters_name_the_atoms_of_their_dims(name: str) -> None:
+    graph, table = analysed(name)
+    for op in graph.ops:
+        made, letters = table.ops[op.name], table.letters[op.name]
+        sides = zip((*op.operands, *op.results), (*made.operands, *made.results), strict=True)
+        for value, dims in sides:
+            for atoms, names in zip(table.dims[value], dims, strict=True):
+                if names and all(made.kinds[n] != "whole" for n in names):
+                    assert atoms == tuple(a for n in names for a in letters.get(n, ()))
+
+
+# --- common refinement ---------------------------------------------------------------------------
+
+
+@st.composite
+def two_shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Two shapes of one size: the same primes, grouped in two ways; half of the time re-ordered."""
+    primes = draw(st.lists(st.sampled_from([1, 2, 2, 3, 5]), max_size=7))
+    other = draw(st.permutations(primes)) if draw(st.booleans()) else primes
+
+    def grouped(items: list[int]) -> list[int]:
+        cuts = draw(st.lists(st.booleans(), min_size=len(items), max_size=len(items)))
+        shape: list[int] = []
+        for size, cut in zip(items, cuts, strict=True):
+            if cut or not shape:
+                shape.append(size)
+            else:
+                shape[-1] *= size
+        return shape
+
+    return grouped(primes), grouped(list(other))
+
+
+@given(two_shapes())
+def test_refinement_rebuilds_both_shapes(shapes: tuple[list[int], list[int]]) -> None:
+    before, after = shapes
+    left, right, found, whole = refine(before, after)
+    for shape, dims in ((before, left), (after, right)):
+        assert [math.prod(found[f] for f in dim) for dim in dims] == shape
+    named = [f for dims in (left, right) for dim in dims for f in dim]
+    assert set(named) == set(found) and whole <= set(found)
+    shared = [[f for dim in dims for f in dim if f not in whole] for dims in (left, right)]
+    assert shared[0] == shared[1]
+    assert len(set(shared[0])) == len(shared[0])
+
+
+@given(two_shapes())
+def test_refined_factors_split_as_the_view_does(shapes: tuple[list[int], list[int]]) -> None:
+    """A shard along a shared factor, viewed at its local shape, is that shard of the whole view."""
+    before, after = shapes
+    left, right, found, whole = refine(before, after)
+    tensor = torch.arange(math.prod(before)).view(before)
+    viewed = tensor.view(after)
+
+    def shard(t: torch.Tensor, dims: tuple[tuple[str, ...], ...], factor: str) -> torch.Tensor:
+        d = next(d for d, names in enumerate(dims) if factor in names)
+        names = dims[d]
+        unfolded = t.unflatten(d, [found[f] for f in names]) if names else t
+        at = d + names.index(factor)
+        half = unfolded.narrow(at, 0, found[factor] // 2)
+        return half.flatten(d, d + len(names) - 1)
+
+    for factor in {f for dim in left for f in dim} - whole:
+        if found[factor] == 2:
+            local = shard(tensor, left, factor)
+            expected = shard(viewed, right, factor)
+            assert torch.equal(local.reshape(expected.shape), expected)

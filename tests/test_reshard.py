@@ -1,0 +1,165 @@
+"""Re-shards against the states they move between, and the tables against each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sharded_ops import cut, gradient_state, joined, shards, whole
+from threaded_ranks import Ranks, alone, talking_ranks
+
+from costmodel.strategies import RP, TRANSITIONS, P, Placement, R, transition
+from executor import reshard
+from executor.reshard import MOVES, Axis, Reshard, join_parts, local_part, split_parts
+
+SHAPE = (8, 16, 4)
+SHARDS = (
+    Placement("S", 0), Placement("S", 1), Placement("S", 1, 2), Placement("S", 1, 4),
+    Placement("S", 2),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with talking_ranks() as made:
+        yield made
+
+
+# --- splitting and joining -----------------------------------------------------------------------
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int]:
+    """A tensor of distinct numbers, a placement it can take, and a number of ranks."""
+    n, split, rest = (draw(st.integers(1, 4)) for _ in range(3))
+    shape = draw(st.lists(st.integers(1, 3), max_size=2))
+    dim = draw(st.integers(0, len(shape)))
+    shape.insert(dim, split * n * rest)
+    x = torch.arange(math.prod(shape)).view(shape)
+    return x, Placement("S", dim, split), n
+
+
+@given(splits())
+def test_join_undoes_split(of: tuple[torch.Tensor, Placement, int]) -> None:
+    x, placement, n = of
+    parts = split_parts(x, placement, n)
+    assert torch.equal(join_parts(parts, placement), x)
+    assert torch.equal(torch.stack([local_part(x, placement, n, k) for k in range(n)]), parts)
+
+
+@given(splits())
+def test_a_shard_is_its_share_of_every_part(of: tuple[torch.Tensor, Placement, int]) -> None:
+    x, placement, n = of
+    size = x.shape[placement.dim]
+    block = size // placement.split
+    for k in range(n):
+        held = [i for i in range(size) if i % block * n // block == k]
+        expected = x.index_select(placement.dim, torch.tensor(held))
+        assert torch.equal(local_part(x, placement, n, k), expected)
+
+
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.data())
+def test_two_axes_split_two_factors_of_one_dim(factors: list[int], data: st.DataObject) -> None:
+    """The second axis sees fewer parts before its factor, if the first axis split one of them."""
+    chosen = data.draw(st.permutations(range(len(factors))))[:2]
+    mesh = (2, 3)
+    sizes = [n * math.prod(m for c, m in zip(chosen, mesh, strict=True) if c == i)
+             for i, n in enumerate(factors)]  # fmt: skip
+    state = tuple(Placement("S", 0, math.prod(sizes[:c])) for c in chosen)
+    x = torch.arange(math.prod(sizes))
+    grid = x.view(sizes)
+    held = shards(x, (state[0], state[1]), mesh)
+    for rank, mine in held.items():
+        expected = grid
+        for factor, n, k in zip(chosen, mesh, rank, strict=True):
+            expected = expected.chunk(n, factor)[k]
+        assert torch.equal(mine, expected.flatten())
+    assert torch.equal(whole(held, (state[0], state[1]), mesh, "x"), x)
+
+
+# --- transitions ---------------------------------------------------------------------------------
+
+
+def states(kind: str) -> tuple[Placement, ...]:
+    return {"R": (R,), "Rp": (RP,), "P": (P,), "S": SHARDS}[kind]
+
+
+TRIED = [
+    (source, target)
+    for kinds in MOVES
+    for source in states(kinds[0])
+    for target in states(kinds[1])
+    if source != target
+]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("source", "target"), TRIED, ids=str)
+def test_a_move_keeps_value_and_gradient(
+    ranks: Ranks, source: Placement, target: Placement, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(2, *SHAPE, dtype=torch.float64)
+    values = cut(x, source, n)
+    gradients = cut(g, gradient_state((R, target))[1], n)
+    calls: list[str] = []
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        monkeypatch.setattr(reshard, name, _noted(name, getattr(reshard, name), calls))
+
+    def work(data: Axis, tensor: Axis) -> tuple[torch.Tensor, torch.Tensor, str, str]:
+        mine = values[tensor.rank].clone().requires_grad_()
+        moved = Reshard(source, target, tensor)(mine)
+        forward = calls[0] if calls else ""
+        if tensor.rank == 0:
+            calls.clear()
+        moved.backward(gradients[tensor.rank])
+        assert mine.grad is not None
+        return moved.detach(), mine.grad, forward, calls[0] if calls else ""
+
+    got = ranks.run((1, n), work)
+    moved = [got[0, k][0] for k in range(n)]
+    back = [got[0, k][1] for k in range(n)]
+    torch.testing.assert_close(joined(moved, target, "value"), x)
+    state = gradient_state((R, source))[1]
+    torch.testing.assert_close(joined(back, state, "gradient"), g)
+    assert transition(source, target) == got[0, 0][2:]
+
+
+def _noted(name: str, collective: Any, calls: list[str]) -> Any:
+    """The collective, its name noted on rank 0."""
+
+    def noting(*args: Any) -> torch.Tensor:
+        if args[-1].rank == 0:
+            calls.append(name)
+        return collective(*args)
+
+    return noting
+
+
+def test_every_transition_with_a_price_has_a_move() -> None:
+    priced = {(a, b.rstrip("!")) for a, b in TRANSITIONS if a != b}
+    assert priced == set(MOVES)
+    assert {a for a, b in TRANSITIONS if a == b} == {"R", "Rp", "P", "S"}
+    assert all(TRANSITIONS[a, b] == ("", "") for a, b in TRANSITIONS if a == b)
+
+
+@pytest.mark.parametrize(("source", "target"), [(RP, P), (RP, SHARDS[0]), (SHARDS[0], P)])
+def test_what_makes_no_sense_has_no_transition(source: Placement, target: Placement) -> None:
+    assert transition(source, target) is None
+    assert (source.kind, target.kind) not in MOVES
+
+
+def test_a_move_leaves_its_input_alone() -> None:
+    x = torch.ones(4, requires_grad=True)
+
+    def work(data: Axis, tensor: Axis) -> torch.Tensor:
+        return Reshard(R, P, tensor)(x)
+
+    made = alone((1, 2), work)
+    assert torch.equal(made[0, 0], x) and torch.equal(made[0, 1], torch.zeros(4))
+    assert torch.equal(x, torch.ones(4))

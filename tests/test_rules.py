@@ -1,0 +1,287 @@
+"""Every sharding rule against the operator itself: all strategies, forward and backward.
+
+Written rules and automatic classes are verified call by call, then again on every operator of whole
+models; views and broadcasting also on random shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_cases import WRITTEN, Case, CaseModule, Spec, case, ids, k, total, w, x
+from rule_cases_auto import AUTOMATIC
+from sharded_ops import PRECISION, OperatorCheck, Sample, _OneOp, sampled
+from threaded_ranks import Ranks, talking_ranks
+
+from costmodel.auto_rules import refine
+from costmodel.factors import analyse
+from costmodel.graph import Graph, Op, Ref, TensorMeta, map_refs
+from costmodel.rules import RULES, ein
+from costmodel.strategies import indivisible
+from executor.implementations import GlobalLoss, SyncBatchNorm
+from executor.reshard import Axis
+from planner.trace import trace
+
+MODELS = ("gpt2_tied", "gpt2_dropout", "llama", "bert", "resnet", "mlp", "plain_gpt")
+# transformers gathers a padding mask by position, batch included
+UNKNOWN = {"bert": {"bert:index"}}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    torch.manual_seed(0)
+    with talking_ranks() as made:
+        yield made
+
+
+def operator(of: Case) -> OperatorCheck:
+    """The (first) operator that a case is about."""
+    module = CaseModule(of)
+    sample = sampled(module, module.batch(), total, differentiable_inputs=True)
+    return OperatorCheck(sample, next(op for op in sample.ops if op.short == of.op))
+
+
+# --- call by call --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [*WRITTEN, *AUTOMATIC], ids=lambda of: of.name)
+def test_operator_on_shards_is_the_operator(of: Case, ranks: Ranks) -> None:
+    check = operator(of)
+    found = {str(s.results[0]) for data in (False, True) for s in check.options(2, data=data)}
+    assert found == of.splits
+    assert check.sample.table.ops[check.op.name].known == of.known
+    check.everything(ranks)
+
+
+def test_every_written_rule_has_a_case() -> None:
+    assert {name.removeprefix("aten.") for name in RULES} == {of.op for of in WRITTEN} - {
+        "matmul"
+    }  # automatic
+
+
+def test_verifier_refuses_a_wrong_rule(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax = case("softmax", "R", lambda a: F.softmax(a, -1), x(4, 8))
+    operator(softmax).everything(ranks)
+    monkeypatch.setitem(RULES, "aten.softmax", ein("*d -> *d"))
+    with pytest.raises(AssertionError, match="softmax"):
+        operator(softmax).everything(ranks)
+
+
+def test_indivisible_factors_are_named() -> None:
+    check = operator(case("linear", "", F.linear, x(4, 6, 10), w(12, 10)))
+    assert indivisible(check.sample.table, check.traced, 4) == {"in": 10, "b0": 6}
+    assert indivisible(check.sample.table, check.traced, 2) == {}
+
+
+# --- implementations, beyond what a strategy of one operator reaches -----------------------------
+
+
+class _Uncounted(_OneOp):
+    """The lowering of a loss whose target is not known before the step."""
+
+    def _counted(self, op: Op, known: Iterable[str]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("split", ["n", "vocab"])
+def test_loss_counts_its_rows_over_every_axis_that_splits_them(ranks: Ranks, split: str) -> None:
+    tokens = case(
+        "ce", "", lambda a, t: F.cross_entropy(a.flatten(0, 1), t.flatten(), ignore_index=0),
+        x(4, 6, 4), ids(3, 4, 6),
+    )  # fmt: skip
+    check = operator(tokens)
+    check.emitter = _Uncounted
+    _, data = check.options(2, data=True)
+    tensor = next(s for s in check.options(2) if s.split_factor == split)
+    check.check((2, 2), data, tensor, ranks, talking=True)
+
+
+@pytest.mark.parametrize("weights", [(), (k(4),)], ids=["no reduction", "class weights"])
+def test_only_plain_losses_are_normalised_by_the_global_count(
+    ranks: Ranks, weights: tuple[Spec, ...]
+) -> None:
+    reduction = "mean" if weights else "none"
+    loss = case(
+        "ce", "", lambda a, t, *c: F.cross_entropy(a, t, *c, reduction=reduction),
+        x(8, 4), ids(4, 8), *weights,
+    )  # fmt: skip
+    check = operator(loss)
+    check.microbatches = 2
+    for option in check.options(2, data=True):
+        check.check((2, 1), option, None, ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_vocabulary_loss_is_as_precise_as_the_plain_one(ranks: Ranks, dtype: torch.dtype) -> None:
+    logits = (torch.randn(16, 4096) * 3).to(dtype).requires_grad_()
+    target = torch.randint(0, 4096, (16,))
+    exact = F.cross_entropy(logits.double(), target, reduction="sum")
+    (gradient,) = torch.autograd.grad(exact, logits)
+
+    def work(data: Axis, tensor: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = logits.detach().chunk(2, 1)[tensor.rank].requires_grad_()
+        loss = GlobalLoss("cross_entropy", 2, tensor, ())(mine, target, -100, 0.0)
+        return loss.detach(), torch.autograd.grad(loss, mine)[0]
+
+    got = ranks.run((1, 2), work)
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    for loss, _ in got.values():
+        torch.testing.assert_close(loss, exact.detach().to(dtype), **tolerance)
+    both = torch.cat([part for _, part in got.values()], 1)
+    torch.testing.assert_close(both, gradient.to(dtype), **tolerance)
+
+
+def test_synchronised_batch_norm_keeps_the_dtype_of_mixed_precision(ranks: Ranks) -> None:
+    given = (torch.randn(8, 4, 6) + 3).bfloat16()
+    weight, bias, mean, var = torch.rand(4), torch.rand(4), torch.zeros(4), torch.ones(4)
+    means = mean.clone(), var.clone()
+    expected = F.batch_norm(given, *means, weight, bias, True)
+
+    def work(data: Axis, tensor: Axis) -> tuple[torch.Tensor, ...]:
+        stats = mean.clone(), var.clone()
+        part = given.chunk(2)[data.rank]
+        return SyncBatchNorm(data)(part, weight, bias, *stats, True, 0.1, 1e-5), *stats
+
+    got = ranks.run((2, 1), work)
+    out = torch.cat([made for made, *_ in got.values()])
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected, rtol=0.01, atol=0.01)
+    for _, *stats in got.values():
+        torch.testing.assert_close(stats, list(means))
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def verified() -> set[Any]:
+    """Signatures of operator calls verified in this module's models."""
+    return set()
+
+
+def signature(sample: Sample, op: Op) -> Any:
+    """What makes two calls the same to a rule: arguments, shapes, and the atoms of every factor."""
+    metas = [
+        (sample.graph.values[v].shape, sample.graph.values[v].requires_grad, v in op.results)
+        for v in (*op.operands, *op.results)
+    ]
+    atoms = {
+        letter: [(sample.table.sizes[a], a == sample.table.batch) for a in found]
+        for letter, found in sample.table.letters[op.name].items()
+    }
+    plain = map_refs((op.args, op.kwargs), lambda _: "tensor")
+    return repr((op.target, plain, metas, atoms))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operators_of_models_have_rules_that_hold(
+    name: str, ranks: Ranks, verified: set[Any]
+) -> None:
+    zoo = models.CASES[name]
+    sample = sampled(zoo.model(), zoo.batch(4, 0), zoo.loss_fn)
+    unknown = {op.key for op in sample.ops if not sample.table.ops[op.name].known}
+    assert unknown == UNKNOWN.get(name, set())
+    for op in sample.ops:
+        if (call := signature(sample, op)) not in verified:
+            verified.add(call)
+            OperatorCheck(sample, op).everything(ranks, degrees=(2,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_traced_gradients_are_where_autograd_has_them(name: str) -> None:
+    zoo = models.CASES[name]
+    model, batch = zoo.model(), zoo.batch(4, 0)
+    traced = trace(model, batch, loss_fn=zoo.loss_fn).values
+    observed = sampled(model, batch, zoo.loss_fn).graph.values
+    differ = {n for n in observed if observed[n].requires_grad != traced[n].requires_grad}
+    assert differ == set()
+
+
+# --- random shapes -------------------------------------------------------------------------------
+
+
+def by_hand(
+    target: str, shapes: Sequence[tuple[int, ...]], args: tuple[Any, ...], out: tuple[int, ...]
+) -> OperatorCheck:
+    """An operator on float operands `x0, x1, ...` whose first dim is the batch."""
+    names = [f"x{i}" for i in range(len(shapes))]
+    values = {
+        n: torch.randn(shape, dtype=PRECISION) for n, shape in zip(names, shapes, strict=True)
+    }
+    values["y"] = torch.empty(out, dtype=PRECISION)
+    op = Op(name="y", target=target, args=args, kwargs={}, results=("y",))
+    graph = Graph(
+        values={
+            n: TensorMeta(shape=tuple(v.shape), dtype=PRECISION, requires_grad=True)
+            for n, v in values.items()
+        },
+        ops=(op,), derived=(), inputs={n: n for n in names}, batched=frozenset({"x0"}),
+        parameters={}, buffers={}, constants={}, loss="y", batch_size=shapes[0][0],
+    )  # fmt: skip
+    return OperatorCheck(Sample(graph=graph, table=analyse(graph), values=values), op)
+
+
+@st.composite
+def two_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two shapes of one size: prime factors dealt out to dims, in orders of their own."""
+    primes = draw(st.lists(st.sampled_from([2, 2, 2, 3]), min_size=1, max_size=6))
+
+    def dealt() -> tuple[int, ...]:
+        order = draw(st.permutations(primes))
+        cuts = sorted(draw(st.lists(st.integers(0, len(primes)), max_size=4)))
+        ends = [0, *cuts, len(primes)]
+        return tuple(math.prod(order[a:b]) for a, b in pairwise(ends))
+
+    return dealt(), dealt()
+
+
+@given(two_shapes())
+def test_refinement_multiplies_to_both_shapes_in_one_order(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    left, right, sizes, whole = refine(*shapes)
+    for dims, shape in zip((left, right), shapes, strict=True):
+        assert tuple(math.prod(sizes[f] for f in dim) for dim in dims) == shape
+    kept = [[f for dim in dims for f in dim if f not in whole] for dims in (left, right)]
+    assert kept[0] == kept[1]
+    # a prefix of either shape that is the size of a prefix of the other is never whole
+    ends = [set(accumulate(shape, mul)) for shape in shapes]
+    if ends[0] <= ends[1] or ends[1] <= ends[0]:
+        assert not whole
+
+
+@settings(deadline=None, max_examples=60)
+@given(two_shapes())
+def test_views_of_random_shapes(
+    ranks: Ranks, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    before, after = shapes
+    check = by_hand("aten.view.default", [before], (Ref("x0"), list(after)), after)
+    check.everything(ranks, degrees=(2,))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(["aten.add.Tensor", "aten.mul.Tensor", "aten.div.Tensor"]),
+    st.lists(st.tuples(st.sampled_from([1, 2, 4, 6]), st.integers(0, 2)), min_size=1, max_size=4),
+    st.integers(0, 3),
+)
+def test_pointwise_broadcasting_of_random_shapes(
+    ranks: Ranks, target: str, dims: list[tuple[int, int]], dropped: int
+) -> None:
+    """Per dim its size, and which operand (if any) has size 1 there; leading dims dropped."""
+    left = tuple(1 if one == 1 else size for size, one in dims)
+    right = tuple(1 if one == 2 else size for size, one in dims)[min(dropped, len(dims)) :]
+    out = tuple(torch.broadcast_shapes(left, right))
+    check = by_hand(target, [left, right], (Ref("x0"), Ref("x1")), out)
+    check.everything(ranks, degrees=(2,))
