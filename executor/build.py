@@ -19,6 +19,7 @@ from executor.reshard import local_part
 from executor.stage import StageProgram
 from executor.transfer import Channel, held, slices
 from planner.data_axis import DataLayout, data_layout
+from planner.evaluate import crossings, stage_of
 from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan
 from planner.stage_costs import recomputable
@@ -31,8 +32,8 @@ Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
 class BuiltStage:
     """Everything a rank needs to train: its program, parameters, buffers and ways to other stages.
 
-    `counts` counts the loss rows of one micro-batch, in the order of `losses`; `tied` gives per FQN held by
-    several stages its placement on each.
+    `counts` counts the loss rows of one micro-batch, in the order of `losses`; `tied` gives per FQN
+    held by several stages its placement on each.
     """
 
     program: StageProgram
@@ -46,23 +47,6 @@ class BuiltStage:
     data: DataLayout
 
 
-def stage_of(plan: Plan) -> dict[str, int]:
-    return {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
-
-
-def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]]:
-    """(source stage, target stage) -> the activations that travel between them."""
-    owner = stage_of(plan)
-    made = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
-    found: dict[tuple[int, int], dict[str, None]] = {}
-    for block in graph.blocks:
-        for value in block.inputs:
-            edge = (made[value], owner[block.name])
-            if edge[0] != edge[1]:
-                found.setdefault(edge, {})[value] = None
-    return {edge: tuple(values) for edge, values in sorted(found.items())}
-
-
 def build_stage(
     plan: Plan,
     graph: Graph,
@@ -71,7 +55,8 @@ def build_stage(
     model: nn.Module,
     place: Place,
 ) -> BuiltStage:
-    """Lower this rank's stage and take its part of the weights. `graph` is traced at the plan's micro-batch."""
+    """Lower this rank's stage and take its part of the weights. `graph` is traced at the plan's
+    micro-batch."""
     stage = plan.stages[place.stage]
     blocks = [b for b in graph.blocks if b.name in set(stage.blocks)]
     layouts = {b.name: BlockLayouts(graph, table, b, stage.tp) for b in blocks}
@@ -137,8 +122,8 @@ def parameter_states(
     chosen: Mapping[str, Assignment],
     data: DataLayout,
 ) -> dict[str, State]:
-    """(data, tensor) state of each parameter of a stage: partial where every reader leaves it so, to be
-    summed once per step; a parameter read in two ways is summed inside the graph."""
+    """(data, tensor) state of each parameter of a stage: partial where every reader leaves it so,
+    to be summed once per step; a parameter read in two ways is summed inside the graph."""
     on_data: dict[str, set[Placement]] = {}
     on_tensor: dict[str, set[Placement]] = {}
     stored: dict[str, Placement] = {}
@@ -225,7 +210,8 @@ def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
 
 
 def _updates(graph: Graph, plan: Plan, stage: int) -> dict[str, str]:
-    """Buffer updates that belong to this stage: where the buffer's module runs, else the first stage."""
+    """Buffer updates that belong to this stage: where the buffer's module runs, else the first
+    stage."""
     owner = stage_of(plan)
     home = {op.module: owner[b.name] for b in graph.blocks for op in b.ops}
     return {
@@ -261,15 +247,16 @@ def _load_buffers(
             source = torch.zeros(source.shape, dtype=source.dtype, device=place.device)
         if state.sharded:
             source = local_part(source, state, place.tensor.size, place.tensor.rank)
-        loaded[value] = source.to(place.device).clone()
+        dtype = graph.values[value].dtype  # the trace may have cast it to the compute dtype
+        loaded[value] = source.to(place.device, dtype).clone()
     return loaded
 
 
 def _counts(
     graph: Graph, blocks: Sequence[Block], lowered: Sequence[Lowered], lowering: Lowering
 ) -> tuple[Lowered | None, dict[str, tuple[str, int]]]:
-    """A graph from raw inputs to the targets of the losses counted up front, and per loss its target
-    and ignored index."""
+    """A graph from raw inputs to the targets of the losses counted up front, and per loss its
+    target and ignored index."""
     losses: dict[str, tuple[str, int]] = {}
     ops = {op.name: op for b in blocks for op in b.ops}
     for block in lowered:

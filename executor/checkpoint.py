@@ -54,7 +54,8 @@ def load(runtime: Runtime, path: str, optimizer: torch.optim.Optimizer | None) -
 
 
 def _materialise(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its states, by a step with zero gradients whose effect is undone."""
+    """Make the optimizer create its states, by a step with zero gradients whose effect is
+    undone."""
     parameters = [
         p for p in runtime.parameters() if isinstance(p, nn.Parameter) and p not in optimizer.state
     ]

@@ -1,7 +1,8 @@
-"""Gradients of a step: taken off the leaves, summed over axes and stages, handed to the optimizer's tensors.
+"""Gradients of a step: taken off the leaves, summed over axes and stages, handed to the optimizer's
+tensors.
 
-Everything is summed once per step, in fp32, in buckets. Over the data axis a bucket is all-reduced, or under
-ZeRO-1 reduce-scattered, so that each rank gets just the part its optimizer updates.
+Everything is summed once per step, in fp32, in buckets. Over the data axis a bucket is all-reduced,
+or under ZeRO-1 reduce-scattered, so that each rank gets just the part its optimizer updates.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def exchange_tied(
     place: Place,
     layouts: Mapping[str, Mapping[int, Placement]],
 ) -> None:
-    """Sum the gradients of parameters that several stages hold, in stage order, so that every copy gets the
-    same bits. `layouts` gives per FQN the tensor-axis placement on each owning stage."""
+    """Sum the gradients of parameters that several stages hold, in stage order, so that every copy
+    gets the same bits. `layouts` gives per FQN the tensor-axis placement on each owning stage."""
     for p in sorted(parameters, key=lambda p: p.fqn):
         owners = p.shared_stages
         if len(owners) < 2 or not p.trainable:

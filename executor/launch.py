@@ -60,7 +60,8 @@ def start(backend: str) -> None:
         here = int(os.environ.get("LOCAL_RANK", 0))
         if here >= torch.cuda.device_count():
             raise RuntimeError(
-                f"the cluster's backend is nccl, but local rank {here} finds {torch.cuda.device_count()} "
+                f"the cluster's backend is nccl, but local rank {here} finds "
+                f"{torch.cuda.device_count()} "
                 "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"
             )
         torch.cuda.set_device(here)
@@ -100,7 +101,8 @@ def stop() -> None:
 
 @contextmanager
 def distributed(backend: str = "gloo") -> Iterator[None]:
-    """A process group for the duration; a rank that raises says so and takes the others down with it.
+    """A process group for the duration; a rank that raises says so and takes the others down with
+    it.
 
     Without `os._exit` the other ranks would wait for this one until the process group's timeout.
     """

@@ -1,9 +1,10 @@
 """Plan + graph -> local graphs: every block rewritten with local shapes and explicit re-shards.
 
-A lowered block is an fx GraphModule over plain local tensors. Where the plan moves a value between states
-there is a `Reshard` module; where an operator's rule names an implementation, that module stands in its
-place; all other operators are the traced ones. On one device nothing is moved, so the lowered
-graph is the original graph. Blocks of one class with equal decisions share one lowered module.
+A lowered block is an fx GraphModule over plain local tensors. Where the plan moves a value between
+states there is a `Reshard` module; where an operator's rule names an implementation, that module
+stands in its place; all other operators are the traced ones. On one device nothing is moved, so the
+lowered graph is the original graph. Blocks of one class with equal decisions share one lowered
+module.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Lowered:
 
 @dataclass(slots=True, kw_only=True)
 class Lowering:
-    """Lowers the parts of one stage for one rank. `microbatches` is m, for losses that are means."""
+    """Lowers the parts of one stage for one rank. `microbatches` is m, for losses that are
+    means."""
 
     graph: Graph
     table: FactorTable
@@ -87,8 +89,8 @@ class Lowering:
         inputs: Mapping[str, Placement],
         parameters: Mapping[str, State],
     ) -> Lowered:
-        """Lower one block. `inputs` are the tensor-axis states of its input activations, `parameters` the
-        states of its parameters as the stage holds them."""
+        """Lower one block. `inputs` are the tensor-axis states of its input activations,
+        `parameters` the states of its parameters as the stage holds them."""
         arguments = (*block.inputs, *block.derived, *block.parameters, *block.buffers)
         states = {name: self.boundary(name, inputs.get(name, R)) for name in block.inputs}
         states |= {name: self.boundary(name) for name in block.derived}
@@ -111,7 +113,8 @@ class Lowering:
         )
 
     def prologue(self, ops: Sequence[Op], wanted: Sequence[str]) -> Lowered:
-        """Lower operators on raw inputs (masks, positions): replicated on the tensor axis, no gradient."""
+        """Lower operators on raw inputs (masks, positions): replicated on the tensor axis, no
+        gradient."""
         made = {r for op in ops for r in op.results}
         read = dict.fromkeys(n for op in ops for n in op.operands if n not in made)
         arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in made)]))
@@ -182,7 +185,8 @@ class _Emitter:
         return name in self.graph.parameters or name in self.graph.buffers
 
     def _settle(self, name: str) -> None:
-        """Move a value that crosses the block's boundary to the state in which its readers share it."""
+        """Move a value that crosses the block's boundary to the state in which its readers share
+        it."""
         if self.assignment is None or self.layouts is None or self.layouts.fixed(name):
             return
         state = self.states[name]
@@ -380,12 +384,14 @@ class _Emitter:
         return split or self.low.microbatches > 1
 
     def _normalised(self, op: Op) -> bool:
-        """Whether an operator is a loss over rows that are counted globally: reduced, unweighted."""
+        """Whether an operator is a loss over rows that are counted globally: reduced,
+        unweighted."""
         reduced = op.short in LOSSES and argument(op, 3, "reduction", 1) != 0
         return reduced and self.table.ops[op.name].known
 
     def _counted(self, op: Op, known: Iterable[str]) -> bool:
-        """Whether the loss's rows are counted up front, over all micro-batches: its target is an input."""
+        """Whether the loss's rows are counted up front, over all micro-batches: its target is an
+        input."""
         if not self._normalised(op) or argument(op, 3, "reduction", 1) != 1:
             return False
         data, tensor = self._strategies(op)
@@ -410,7 +416,8 @@ class _Emitter:
 
 
 def _local(placement: Placement, other: Placement, other_size: int) -> Placement:
-    """A placement as seen on a tensor already split by the other axis: parts before it are fewer."""
+    """A placement as seen on a tensor already split by the other axis: parts before it are
+    fewer."""
     if (
         placement.sharded
         and other.sharded

@@ -1,9 +1,11 @@
-"""Parameters of a stage: plain local leaves inside the graphs, DTensors under their FQNs at the API.
+"""Parameters of a stage: plain local leaves inside the graphs, DTensors under their FQNs at the
+API.
 
-Three tensors may stand for one parameter on a rank. The *leaf* is what the lowered graphs read, in the compute
-dtype. The *stored* tensor is what the optimizer updates, in fp32, divided over the data axis under ZeRO-1;
-where it would equal the leaf, the two share memory. The *gradient* is accumulated over micro-batches in fp32,
-summed over the axes on which it is partial once per step, in buckets, and handed to the stored one.
+Three tensors may stand for one parameter on a rank. The *leaf* is what the lowered graphs read, in
+the compute dtype. The *stored* tensor is what the optimizer updates, in fp32, divided over the data
+axis under ZeRO-1; where it would equal the leaf, the two share memory. The *gradient* is
+accumulated over micro-batches in fp32, summed over the axes on which it is partial once per step,
+in buckets, and handed to the stored one.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from executor.reshard import all_gather, local_part
 
 @dataclass(slots=True, kw_only=True)
 class StageParameter:
-    """One parameter on this rank. `placement` is its state on the tensor axis, `sum_data` and `sum_tensor` say
-    on which axes its gradient comes out partial, `zero` is how ZeRO-1 divides it (R: not)."""
+    """One parameter on this rank. `placement` is its state on the tensor axis, `sum_data` and
+    `sum_tensor` say on which axes its gradient comes out partial, `zero` is how ZeRO-1 divides it
+    (R: not)."""
 
     value: str
     fqn: str
@@ -43,7 +46,8 @@ class StageParameter:
 
     @property
     def scattered(self) -> bool:
-        """Whether the data axis reduce-scatters its gradient: not where stages still have to add theirs."""
+        """Whether the data axis reduce-scatters its gradient: not where stages still have to add
+        theirs."""
         return self.zero.sharded and self.sum_data and len(self.shared_stages) < 2
 
     @property
@@ -52,7 +56,8 @@ class StageParameter:
 
 
 def zero_placement(shape: Sequence[int], placement: Placement, dp: int) -> Placement:
-    """How ZeRO-1 divides a local tensor: along a dim the tensor axis leaves alone, if one divides."""
+    """How ZeRO-1 divides a local tensor: along a dim the tensor axis leaves alone, if one
+    divides."""
     dims = sorted(range(len(shape)), key=lambda d: (placement.sharded and d == placement.dim, d))
     for d in dims:
         if placement.sharded and d == placement.dim and placement.split > 1:
@@ -110,7 +115,8 @@ def _accumulate(parameter: StageParameter) -> None:
 
 
 def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.Tensor:
-    """A local tensor of the stored layout as a DTensor on the stage's mesh (itself on one device)."""
+    """A local tensor of the stored layout as a DTensor on the stage's mesh (itself on one
+    device)."""
     if place.mesh is None:
         return local
     placement, zero = parameter.placement, parameter.zero

@@ -1,7 +1,7 @@
 """Runs a stage's instruction stream: the same one that the simulator prices.
 
-Receives are posted ahead of the instruction that needs them, sends are started and left to finish; a
-stage waits only for its own next message.
+Receives are posted ahead of the instruction that needs them, sends are started and left to finish;
+a stage waits only for its own next message.
 """
 
 from __future__ import annotations

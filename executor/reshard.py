@@ -1,9 +1,9 @@
 """Moving a tensor between states on one mesh axis: one autograd function, one table.
 
-A state covers value and gradient (see `costmodel.strategies`), so each transition has one forward and
-one backward action, and the backward of `a -> b` is what its gradient's state demands. Collectives are
-plain and blocking on the tensor's own stream; on an axis of one rank every transition is the identity and is
-never emitted.
+A state covers value and gradient (see `costmodel.strategies`), so each transition has one forward
+and one backward action, and the backward of `a -> b` is what its gradient's state demands.
+Collectives are plain and blocking on the tensor's own stream; on an axis of one rank every
+transition is the identity and is never emitted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# --- local arithmetic ------------------------------------------------------------------------------
+# --- local arithmetic -----------------------------------------------------------------------------
 
 
 def split_parts(x: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def local_part(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torc
     return split_parts(x, placement, n)[rank]
 
 
-# --- collectives -----------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -106,7 +106,7 @@ def on_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x if axis.rank == 0 else torch.zeros_like(x)
 
 
-# --- transitions -------------------------------------------------------------------------------------
+# --- transitions ----------------------------------------------------------------------------------
 
 Move = Callable[[torch.Tensor, Placement, Placement, Axis], torch.Tensor]
 

@@ -29,7 +29,8 @@ from planner.trace import input_leaves
 
 
 class Runtime:
-    """One rank of a running plan. Built collectively: every rank of the plan constructs it at the same time."""
+    """One rank of a running plan. Built collectively: every rank of the plan constructs it at the
+    same time."""
 
     def __init__(
         self,
@@ -63,10 +64,12 @@ class Runtime:
     # --- a step ---
 
     def train_step(self, batch: Any) -> torch.Tensor:
-        """Forward and backward of one global batch; the mean loss on every rank. Gradients are added to `.grad`."""
+        """Forward and backward of one global batch; the mean loss on every rank. Gradients are
+        added to `.grad`."""
         if not self.loaded:
             raise ValueError(
-                "the model is on the meta device: it has no weights to train; call load_state_dict or load_checkpoint first"
+                "the model is on the meta device: it has no weights to train; call load_state_dict "
+                "or load_checkpoint first"
             )
         inputs = self._split(batch)
         refresh(self.stage.parameters, self.place)
@@ -92,7 +95,8 @@ class Runtime:
         missing = sorted(set(self.graph.inputs.values()) - set(leaves))
         if missing:
             raise ValueError(
-                f"batch: missing {missing}; the model was planned with inputs {sorted(self.graph.inputs.values())}"
+                f"batch: missing {missing}; the model was planned with inputs "
+                f"{sorted(self.graph.inputs.values())}"
             )
         rows, size, rank = self.plan.microbatch_rows, self.place.data.size, self.place.data.rank
         parts: list[dict[str, torch.Tensor]] = [{} for _ in range(self.plan.num_microbatches)]
@@ -113,15 +117,17 @@ class Runtime:
             expected[0] = self.plan.global_batch_size
         if list(tensor.shape) != expected:
             raise ValueError(
-                f"batch: {path!r} has shape {tuple(tensor.shape)}; the plan expects {tuple(expected)} "
-                f"(global_batch_size={self.plan.global_batch_size}); pad or drop rows, or plan for this batch"
+                f"batch: {path!r} has shape {tuple(tensor.shape)}; the plan expects "
+                f"{tuple(expected)} "
+                f"(global_batch_size={self.plan.global_batch_size}); pad or drop rows, or plan for "
+                f"this batch"
             )
         dtype = self.dtypes[path] if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device=self.place.device, dtype=dtype, non_blocking=True)
 
     def _count(self, inputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Per loss, its rows over the whole global batch, divided by the number of micro-batches: the
-        denominator that makes Σ over micro-batches and ranks the mean over the batch."""
+        """Per loss, its rows over the whole global batch, divided by the number of micro-batches:
+        the denominator that makes Σ over micro-batches and ranks the mean over the batch."""
         if self.stage.counts is None:
             return {}
         totals = {name: torch.zeros((), device=self.place.device) for name in self.stage.losses}
@@ -184,11 +190,13 @@ class Runtime:
         return (p for _, p in self.named_parameters())
 
     def plain_state_dict(self) -> dict[str, torch.Tensor]:
-        """As `state_dict`, with fused projections' strided shards re-laid as plain ones, as checkpoints need."""
+        """As `state_dict`, with fused projections' strided shards re-laid as plain ones, as
+        checkpoints need."""
         return {name: self.plain(x) for name, x in self.state_dict().items()}
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """A DTensor with plain `Shard` placements only; other tensors as they are. Collective on the stage."""
+        """A DTensor with plain `Shard` placements only; other tensors as they are. Collective on
+        the stage."""
         if not isinstance(x, DTensor) or not any(
             isinstance(p, _StridedShard) for p in x.placements
         ):
@@ -200,7 +208,8 @@ class Runtime:
         return whole.redistribute(placements=wanted).detach()
 
     def restore(self, held: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor read from a checkpoint into one of the optimizer's, whatever their layouts."""
+        """Copy a tensor read from a checkpoint into one of the optimizer's, whatever their
+        layouts."""
         if isinstance(held, DTensor) and isinstance(source, DTensor):
             whole = DTensor.from_local(
                 source.full_tensor(),
@@ -218,7 +227,8 @@ class Runtime:
         return join_parts(torch.stack(parts), state)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit one host."""
+        """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit
+        one host."""
         mine = {
             name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
             for name, x in self.state_dict().items()
@@ -244,14 +254,16 @@ class Runtime:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from whole tensors (or DTensors of the same layout) by FQN.
 
-        Names of other stages are ignored; a missing or misshapen one raises ValueError, and so does a buffer
-        of a model on meta that the state does not hold.
+        Names of other stages are ignored; a missing or misshapen one raises ValueError, and so does
+        a buffer of a model on meta that the state does not hold.
         """
         buffers = {fqn for fqn, _ in self.stage.buffers.values()}
         if valueless := sorted(buffers & self.unset - set(state)):
             raise ValueError(
-                f"state dict: buffers {valueless} have no value: the model is on the meta device and they are not "
-                "in the state (registered with persistent=False); add them to it, or build the model so that only its "
+                f"state dict: buffers {valueless} have no value: the model is on the meta device "
+                f"and they are not "
+                "in the state (registered with persistent=False); add them to it, or build the "
+                "model so that only its "
                 "parameters are on meta"
             )
         for p in self.stage.parameters:
@@ -259,7 +271,8 @@ class Runtime:
             source = next((state[n] for n in names if n in state), None)
             if source is None:
                 raise ValueError(
-                    f"state dict: missing {p.fqn!r}; it has {len(state)} names, e.g. {sorted(state)[:3]}"
+                    f"state dict: missing {p.fqn!r}; it has {len(state)} names, e.g. "
+                    f"{sorted(state)[:3]}"
                 )
             if tuple(source.shape) != p.shape:
                 raise ValueError(
@@ -289,7 +302,8 @@ def _place(plan: Plan) -> Place:
     if world_size() != plan.num_ranks:
         raise PlanError(
             f"plan: made for {plan.num_ranks} ranks, but {world_size()} are running; launch with "
-            f"`torchrun --nproc-per-node {plan.num_ranks} ...` or plan again for Cluster of {world_size()} devices"
+            f"`torchrun --nproc-per-node {plan.num_ranks} ...` or plan again for Cluster of "
+            f"{world_size()} devices"
         )
     return join(meshes, device)
 

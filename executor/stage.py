@@ -22,9 +22,10 @@ class Pass:
 
 @dataclass(slots=True, kw_only=True)
 class StageProgram:
-    """The stage's graphs and tensors. `tensors` are parameters (leaves), buffers and constants by value name;
-    `sends` are values other stages read; `loss` is set on the last stage; `updates` maps buffers
-    to the values that replace them after each micro-batch; `recompute` names the blocks run again."""
+    """The stage's graphs and tensors. `tensors` are parameters (leaves), buffers and constants by
+    value name; `sends` are values other stages read; `loss` is set on the last stage; `updates`
+    maps buffers to the values that replace them after each micro-batch; `recompute` names the
+    blocks run again."""
 
     prologue: Lowered
     blocks: tuple[Lowered, ...]
@@ -44,7 +45,8 @@ class StageProgram:
         counts: Mapping[str, torch.Tensor],
         rng: tuple[int, int],
     ) -> Pass:
-        """Run one micro-batch. `inputs` are its raw inputs on this rank, `counts` the loss denominators."""
+        """Run one micro-batch. `inputs` are its raw inputs on this rank, `counts` the loss
+        denominators."""
         for name, tensor in received.items():
             if name in self.differentiable:
                 tensor.requires_grad_()

@@ -1,4 +1,5 @@
-"""From a solution of the inter-op DP to a plan: ranks, shardings as globs, the price by simulation."""
+"""From a solution of the inter-op DP to a plan: ranks, shardings as globs, the price by
+simulation."""
 
 from __future__ import annotations
 

@@ -100,12 +100,14 @@ def _no_match(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
         )
     names = {op.key for op in ops} if ":" in pattern else {op.module for op in ops}
     names |= {graph.parameters[value] for block in blocks for value in block.parameters}
+    if "*" in pattern:
+        names = {re.sub(r"(?<=\.)\d+(?=[.:]|$)", "*", name) for name in names}
     near = difflib.get_close_matches(pattern, sorted(names - {""}), n=3, cutoff=0.3)
     return f"matches no module, operator or parameter; nearest: {', '.join(near) or 'none'}"
 
 
 def _entry(text: str, pattern: str, place: str) -> Entry:
-    wanted = text.replace("@tp", "").strip()
+    wanted = re.sub(r"\s*->\s*", "->", text.replace("@tp", "").strip())
     if not wanted:
         raise PlanError(
             f"{place}: sharding {pattern!r} is empty; legal: a strategy (colwise), a state "

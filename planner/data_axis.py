@@ -1,8 +1,9 @@
 """The batch on the data axis: one pass over the graph, no search.
 
-Every operator that can split the batch does. What does not depend on the batch (position embeddings) is
-computed on every rank with its gradient left partial, to be reduced once per step with the weights'.
-An operator that can't split it gets the whole micro-batch gathered, and its result is sliced again.
+Every operator that can split the batch does. What does not depend on the batch (position
+embeddings) is computed on every rank with its gradient left partial, to be reduced once per step
+with the weights'. An operator that can't split it gets the whole micro-batch gathered, and its
+result is sliced again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from costmodel.strategies import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLayout:
-    """Per operator its strategy on the data axis, per value its state, and the keys of operators that
-    need the whole micro-batch on every rank."""
+    """Per operator its strategy on the data axis, per value its state, and the keys of operators
+    that need the whole micro-batch on every rank."""
 
     strategies: Mapping[str, Strategy]
     states: Mapping[str, Placement]
@@ -57,7 +58,8 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
 def _choose(
     graph: Graph, table: FactorTable, op: Op, degree: int, at: Mapping[str, Placement]
 ) -> Strategy:
-    """The batch split where an operand carries it; partial results carried through linear operators."""
+    """The batch split where an operand carries it; partial results carried through linear
+    operators."""
     options = strategies(graph, table, op, degree, only=table.batch if degree > 1 else -1)
     matmul = table.ops[op.name].matmul
 

@@ -1,4 +1,5 @@
-"""Prices any Plan: the search's, a user's, a file's. One code path from assignments to seconds and bytes."""
+"""Prices any Plan: the search's, a user's, a file's. One code path from assignments to seconds and
+bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodel.collectives import p2p_time
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.schedule import build_schedule, in_flight
@@ -23,8 +25,8 @@ from profiles.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to do: seconds per step, peak bytes per device and stage, share of the
-    pipeline's time that stages wait, model FLOPs utilisation of the whole cluster."""
+    """What a plan is expected to do: seconds per step, peak bytes per device and stage, share of
+    the pipeline's time that stages wait, model FLOPs utilisation of the whole cluster."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -44,7 +46,8 @@ class Evaluation:
 
 
 def model_flops(graph: Graph, table: FactorTable, rows: float) -> float:
-    """FLOPs of one step over `rows` rows: forward once, backward twice; recompute is no work (MFU convention)."""
+    """FLOPs of one step over `rows` rows: forward once, backward twice; recompute is no work (MFU
+    convention)."""
     total = 0.0
     for op in graph.ops:
         made = table.ops[op.name]
@@ -66,7 +69,8 @@ def evaluate(
     optimizer: str,
     coster: StageCoster | None = None,
 ) -> Evaluation:
-    """Price a checked plan. `assignments` are what `check_plan` returns; `graph` may have any batch size."""
+    """Price a checked plan. `assignments` are what `check_plan` returns; `graph` may have any batch
+    size."""
     coster = coster or StageCoster(graph, table, cluster, plan.precision, optimizer)
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
     p, m = len(plan.stages), plan.num_microbatches
@@ -76,7 +80,7 @@ def evaluate(
     timeline = _simulate(plan, graph, coster, stages)
     reserved = cluster.device.reserved_bytes
     memory = [
-        int(math.ceil(s.static_bytes + n * s.activation_bytes + reserved))
+        math.ceil(s.static_bytes + n * s.activation_bytes + reserved)
         for s, n in zip(stages, held, strict=True)
     ]
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
@@ -99,9 +103,12 @@ def _stage(
     stage = plan.stages[k]
     graph = coster.graph
     setting = coster.setting(
-        dp=stage.dp, tp=stage.tp, rows=plan.microbatch_rows / stage.dp,
-        microbatches=plan.num_microbatches, zero=stage.zero,
-    )  # fmt: skip
+        dp=stage.dp,
+        tp=stage.tp,
+        rows=plan.microbatch_rows / stage.dp,
+        microbatches=plan.num_microbatches,
+        zero=stage.zero,
+    )
     pricer = coster.pricer(setting)
     sums: np.ndarray | None = None
     states: dict[str, object] = {}
@@ -132,37 +139,51 @@ def _stage(
     return stage_costs(sums, setting, stage.recompute)
 
 
-def _simulate(
-    plan: Plan, graph: Graph, coster: StageCoster, stages: Sequence[StageCosts]
-) -> Timeline:
-    owner = {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
+def stage_of(plan: Plan) -> dict[str, int]:
+    return {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
+
+
+def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]]:
+    """(source stage, target stage) -> the activations that travel between them."""
+    owner = stage_of(plan)
     made = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
-    edges: dict[tuple[int, int], dict[str, None]] = {}
+    found: dict[tuple[int, int], dict[str, None]] = {}
     for block in graph.blocks:
         for value in block.inputs:
             edge = (made[value], owner[block.name])
             if edge[0] != edge[1]:
-                edges.setdefault(edge, {})[value] = None
-    transfer = {edge: transfer_seconds(plan, coster, edge, list(v)) for edge, v in edges.items()}
+                found.setdefault(edge, {})[value] = None
+    return {edge: tuple(values) for edge, values in sorted(found.items())}
+
+
+def _simulate(
+    plan: Plan, graph: Graph, coster: StageCoster, stages: Sequence[StageCosts]
+) -> Timeline:
+    edges = crossings(plan, graph)
+    transfer = {edge: transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()}
     times = [
         StageTimes(
-            forward_s=float(s.forward_s), backward_s=float(s.backward_s), reduce_s=float(s.reduce_s),
+            forward_s=float(s.forward_s),
+            backward_s=float(s.backward_s),
+            reduce_s=float(s.reduce_s),
             optimizer_s=float(s.optimizer_s),
         )
         for s in stages
-    ]  # fmt: skip
+    ]
     streams = build_schedule(
-        plan.schedule, num_stages=len(stages), num_microbatches=plan.num_microbatches, edges=frozenset(edges),
-    )  # fmt: skip
+        plan.schedule,
+        num_stages=len(stages),
+        num_microbatches=plan.num_microbatches,
+        edges=frozenset(edges),
+    )
     return simulate(streams, times, transfer)
 
 
 def transfer_seconds(
     plan: Plan, coster: StageCoster, edge: tuple[int, int], values: Sequence[str]
 ) -> float:
-    """Seconds to move `values` of one micro-batch between two stages; the slower side's share counts."""
-    from costmodel.collectives import p2p_time
-
+    """Seconds to move `values` of one micro-batch between two stages; the slower side's share
+    counts."""
     cluster = coster.cluster
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows / min(stage.dp for stage in ends)

@@ -1,9 +1,10 @@
 """Layouts of a block on the tensor axis: completing a few decisions into all, and the reverse.
 
 A plan names only the decisions that do not follow. The rest is propagated in execution order: an
-operator takes the strategy that needs the least communication for its operands as they come. A value is
-re-sharded once where all its readers agree (its state), and once per kind of reader otherwise.
-`compress` keeps what `complete` would not find by itself, so that `complete(compress(a)) == a`.
+operator takes the strategy that needs the least communication for its operands as they come. A
+value is re-sharded once where all its readers agree (its state), and once per kind of reader
+otherwise. `compress` keeps what `complete` would not find by itself, so that `complete(compress(a))
+== a`.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class BlockLayouts:
         inputs: Mapping[str, Placement],
         leaving: Collection[str] = (),
     ) -> Assignment:
-        """All choices from a few. `entries` by operator name (or parameter value name); `inputs` are
-        the states of the block's input activations (R where absent). Values `leaving` the stage are
-        replicated whatever their entry says, so that one glob serves all repeats of a block."""
+        """All choices from a few. `entries` by operator name (or parameter value name); `inputs`
+        are the states of the block's input activations (R where absent). Values `leaving` the stage
+        are replicated whatever their entry says, so that one glob serves all repeats of a block."""
         entries = {**entries, **self._without_state(entries, leaving)}
         chosen: dict[str, Strategy] = {}
         at: dict[str, Placement] = {name: inputs.get(name, R) for name in self.block.inputs}
@@ -156,13 +157,13 @@ class BlockLayouts:
         legal = [o.name for o in options]
         near = difflib.get_close_matches(name, legal, n=1)
         raise ValueError(
-            f"sharding {name!r} of {op.key}: not possible with tp={self.degree}; legal: {', '.join(legal)}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            f"sharding {name!r} of {op.key}: not possible with tp={self.degree}; legal: "
+            f"{', '.join(legal)}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
 
     def _follow(self, op: Op, at: Mapping[str, Placement]) -> Strategy:
-        """The strategy with the least communication for the activations as they come, sharded before
-        replicated where equal; partial results are not carried through matrix products."""
+        """The strategy with the least communication for the activations as they come, sharded
+        before replicated where equal; partial results are not carried through matrix products."""
         matmul = self.table.ops[op.name].matmul
 
         def effort(item: tuple[int, Strategy]) -> tuple[int, int, int]:
@@ -215,9 +216,9 @@ class BlockLayouts:
 def default_state(made: Placement, targets: Sequence[Placement], is_output: bool) -> Placement:
     """State in which a value waits for its readers, where nothing else is decided.
 
-    Outputs of a block are replicated. A partial value is summed at once unless every reader takes it
-    partial, or all want the same shard. A sharded value is gathered once if nobody reads a shard, with its
-    gradients scattered back once if some readers leave them partial.
+    Outputs of a block are replicated. A partial value is summed at once unless every reader takes
+    it partial, or all want the same shard. A sharded value is gathered once if nobody reads a
+    shard, with its gradients scattered back once if some readers leave them partial.
     """
     if is_output:
         return R

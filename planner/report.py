@@ -133,7 +133,7 @@ class Report:
             f"{name} {seconds(value if value > total * 1e-9 else 0.0)} ({value / total:.0%})"
             for name, value in self.components.as_dict().items()
         ]
-        return ["Where the step goes (busiest stage): " + ", ".join(parts)]
+        return ["Where the step goes (busiest stage)", "  " + ", ".join(parts)]
 
     def _overrides(self) -> list[str]:
         if not self.overrides:

@@ -1,8 +1,9 @@
-"""The outer search: micro-batches, schedule, meshes; the inter-op DP inside; candidates re-priced by simulation.
+"""The outer search: micro-batches, schedule, meshes; the inter-op DP inside; candidates re-priced
+by simulation.
 
-For every number of micro-batches m, the costs of all stages on all meshes go into one table, and the
-inter-op DP finds the best cut for each schedule. The best candidates become plans, are priced by the
-event simulation, and the fastest one that fits is chosen; the others are kept as runners-up.
+For every number of micro-batches m, the costs of all stages on all meshes go into one table, and
+the inter-op DP finds the best cut for each schedule. The best candidates become plans, are priced
+by the event simulation, and the fastest one that fits is chosen; the others are kept as runners-up.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ DP_GAP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The chosen plan first, runners-up after it; solver certificates of its block classes by block name; seconds
-    spent per phase; what was left out and why."""
+    """The chosen plan first, runners-up after it; solver certificates of its block classes by block
+    name; seconds spent per phase; what was left out and why."""
 
     candidates: tuple[Candidate, ...]
     certificates: Mapping[str, Certificate]
@@ -54,7 +55,8 @@ class SearchResult:
 
 
 class InfeasibleError(ValueError):
-    """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes closest."""
+    """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
+    closest."""
 
     def __init__(self, message: str, shortfall_bytes: Sequence[float]) -> None:
         super().__init__(message)
@@ -145,13 +147,15 @@ class Search:
         if over.num_microbatches is not None:
             if over.num_microbatches not in divisors:
                 raise OverrideError(
-                    f"override num_microbatches={over.num_microbatches}: does not divide global_batch_size={batch}; "
+                    f"override num_microbatches={over.num_microbatches}: does not divide "
+                    f"global_batch_size={batch}; "
                     f"legal: {', '.join(map(str, divisors[:16]))}"
                 )
             return [over.num_microbatches]
         if over.microbatch_size is not None and batch % over.microbatch_size:
             raise OverrideError(
-                f"override microbatch_size={over.microbatch_size}: does not divide global_batch_size={batch}; "
+                f"override microbatch_size={over.microbatch_size}: does not divide "
+                f"global_batch_size={batch}; "
                 f"legal: {', '.join(map(str, divisors[:16]))}"
             )
         if len(divisors) > MAX_MICROBATCH_CHOICES:
@@ -163,7 +167,8 @@ class Search:
     # --- stage variants ---
 
     def _meshes(self, m: int) -> list[tuple[int, int]]:
-        """(dp, tp) pairs on every submesh shape: parts of a node that divide it, and whole nodes."""
+        """(dp, tp) pairs on every submesh shape: parts of a node that divide it, and whole
+        nodes."""
         rows, over = self.global_batch_size // m, self.overrides
         node, nodes = self.cluster.devices_per_node, self.cluster.num_nodes
         sizes = [n for n in range(1, node + 1) if node % n == 0]
@@ -193,10 +198,9 @@ class Search:
                     continue
                 for zero in (0, 1) if dp > 1 else (0,):
                     for recompute in ("none", "full"):
-                        if (
-                            (over.zero not in (None, zero)
-                            and dp > 1)
-                            or over.recompute not in (None, recompute)
+                        if (over.zero not in (None, zero) and dp > 1) or over.recompute not in (
+                            None,
+                            recompute,
                         ):
                             continue
                         variants.append(
@@ -212,8 +216,12 @@ class Search:
         for v, variant in enumerate(variants):
             chain = variant.chain
             setting = self.coster.setting(
-                dp=variant.dp, tp=variant.tp, rows=chain.setting.rows, microbatches=m, zero=variant.zero,
-            )  # fmt: skip
+                dp=variant.dp,
+                tp=variant.tp,
+                rows=chain.setting.rows,
+                microbatches=m,
+                zero=variant.zero,
+            )
             costs = stage_costs(chain.sums, setting, variant.recompute)
             send = chain.send_s[:, None] + chain.send_s[None, :]
             ok = np.isfinite(chain.seconds) & legal
@@ -269,7 +277,8 @@ class Search:
         return make_candidate(self.coster, chosen, self.global_batch_size, m, schedule)
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
-        """An independent proof for every block class of the chosen plan: the whole integer program."""
+        """An independent proof for every block class of the chosen plan: the whole integer
+        program."""
         found: dict[str, Certificate] = {}
         if check_plan(best.plan, self.graph, self.table) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
@@ -277,9 +286,12 @@ class Search:
             if stage.tp == 1:
                 continue
             setting = self.coster.setting(
-                dp=stage.dp, tp=stage.tp, rows=best.plan.microbatch_rows / stage.dp,
-                microbatches=best.plan.num_microbatches, zero=0,
-            )  # fmt: skip
+                dp=stage.dp,
+                tp=stage.tp,
+                rows=best.plan.microbatch_rows / stage.dp,
+                microbatches=best.plan.num_microbatches,
+                zero=0,
+            )
             chain = self.coster.chain(setting)
             if chain is None:
                 continue
@@ -299,16 +311,19 @@ class Search:
         if worst is None:
             given = self.overrides.given()
             return OverrideError(
-                f"no plan exists on {self.cluster.describe()} for global_batch_size={self.global_batch_size} with overrides "
-                f"{given or 'none'}: the degrees must multiply to {self.cluster.num_devices} devices and dp must divide a micro-batch; "
+                f"no plan exists on {self.cluster.describe()} for "
+                f"global_batch_size={self.global_batch_size} with overrides "
+                f"{given or 'none'}: the degrees must multiply to {self.cluster.num_devices} "
+                f"devices and dp must divide a micro-batch; "
                 "drop an override or change global_batch_size"
             )
         excess, per_stage, how = worst
         gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.2f}" for k, x in enumerate(per_stage))
         return InfeasibleError(
-            f"the model does not fit {self.cluster.describe()} ({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
-            f"The closest plan ({how}) lacks {excess / 2**30:.2f} GiB on its fullest stage; shortfall in GiB by stage: {gib}. "
-            + self._relaxation(),
+            f"the model does not fit {self.cluster.describe()} "
+            f"({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
+            f"The closest plan ({how}) lacks {excess / 2**30:.2f} GiB on its fullest stage; "
+            f"shortfall in GiB by stage: {gib}. " + self._relaxation(),
             per_stage,
         )
 
@@ -317,8 +332,10 @@ class Search:
         for name in ("recompute", "zero"):
             if name in self.overrides.given() or name in self.overrides.forbid:
                 freed = dataclasses.replace(
-                    self.overrides, **{name: None}, forbid=[f for f in self.overrides.forbid if f != name]  # type: ignore[arg-type]
-                )  # fmt: skip
+                    self.overrides,
+                    **{name: None},
+                    forbid=[f for f in self.overrides.forbid if f != name],  # type: ignore[arg-type]
+                )
                 if self._feasible(freed, self.cluster, self.global_batch_size):
                     return f"Way out: leave {name} free."
         for factor in (2, 4, 8, 16, 32, 64):

@@ -5,8 +5,8 @@
                Σ_t e_nm(s,t) = x_n(s),  Σ_s e_nm(s,t) = x_m(t)  flow on every edge         (`_flow`)
                x ∈ {0,1},  e ≥ 0
 
-An illegal pair has no variable (infinite costs are absent, not large). The linear relaxation is solved
-first; the integer program only where it is fractional. HiGHS first, CBC where it is missing.
+An illegal pair has no variable (infinite costs are absent, not large). The linear relaxation is
+solved first; the integer program only where it is fractional. HiGHS first, CBC where it is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def solve_pairwise(
     *,
     time_limit_s: float | None = None,
 ) -> Certificate | None:
-    """Minimise node plus edge costs; None where no finite assignment exists."""
+    """Minimise node plus edge costs; None where no finite assignment exists, or none was found within
+    the time limit."""
     started = time.perf_counter()
     finite = [a[np.isfinite(a)] for a in (*unary.values(), *pairs.values())]
     scale = max((float(np.abs(a).max()) for a in finite if a.size), default=1.0) or 1.0
@@ -69,9 +70,12 @@ def solve_pairwise(
         )
         for node, xs in states.items()
     }
+    objective = objective_of(choice, unary, pairs)
+    if not np.isfinite(objective):  # a feasible relaxation does not promise an integral solution
+        return None
     return Certificate(
         choice=choice,
-        objective=objective_of(choice, unary, pairs),
+        objective=objective,
         bound=bound * scale,
         solver=name,
         integral_relaxation=not fractional,

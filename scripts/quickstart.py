@@ -1,7 +1,8 @@
-"""A GPT-2 learns byte-level text from Python's own standard library, on a plan made for this machine.
+"""A GPT-2 learns byte-level text from Python's own standard library, on a plan made for this
+machine.
 
-Run it by `scripts/quickstart`: four processes plan together, train, and are compared with the same steps on one
-device.
+Run it by `scripts/quickstart`: four processes plan together, train, and are compared with the same
+steps on one device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 def make_model() -> GPT2LMHeadModel:
-    """A byte-level GPT-2, the same weights in every process. No dropout, to compare losses exactly."""
+    """A byte-level GPT-2, the same weights in every process. No dropout, to compare losses
+    exactly."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=192, n_layer=4, n_head=6, resid_pdrop=0.0,
@@ -95,8 +97,10 @@ def main() -> None:
             alone, alone_s = one_device(steps)
             apart = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
             print(
-                f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} on {RANKS} ranks, {alone[-1]:.3f} on one device after the same "
-                f"{steps} steps (largest relative difference {apart:.1e}); {step_s * 1e3:.0f} ms a step against {alone_s * 1e3:.0f} ms, "
+                f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} on {RANKS} ranks, {alone[-1]:.3f} on "
+                f"one device after the same "
+                f"{steps} steps (largest relative difference {apart:.1e}); {step_s * 1e3:.0f} ms a "
+                f"step against {alone_s * 1e3:.0f} ms, "
                 f"predicted {result.prediction.step_time_s * 1e3:.0f} ms"
             )
 

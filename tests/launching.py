@@ -1,8 +1,8 @@
 """Starts N ranks of a script as torchrun would, and never leaves one behind.
 
 Every rank is the leader of a process group of its own, so that what it starts dies with it. Unlike
-torchrun, nobody kills the survivors of a failure at once: they get `grace_s` to notice by themselves,
-because noticing is what some tests are about.
+torchrun, nobody kills the survivors of a failure at once: they get `grace_s` to notice by
+themselves, because noticing is what some tests are about.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def launch(
 ) -> Launch:
     """Run `script` on `ranks` CPU ranks of one thread each; returns when all have ended.
 
-    After `timeout_s`, or `grace_s` after the first failure, ranks that still run are killed and marked
-    so.
+    After `timeout_s`, or `grace_s` after the first failure, ranks that still run are killed and
+    marked so.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:

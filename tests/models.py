@@ -1,8 +1,8 @@
 """A zoo of tiny models for tests, each with batches, loss, optimizer and Megatron-style shardings.
 
-Sizes are chosen so that fp32 rounding stays far below the tolerance of a comparison between two orders
-of summation. That rules out kinks where many values pass (SiLU for ReLU, average for maximum pooling):
-a value that rounding moves across one changes a gradient by 1e-3.
+Sizes are chosen so that fp32 rounding stays far below the tolerance of a comparison between two
+orders of summation. That rules out kinks where many values pass (SiLU for ReLU, average for maximum
+pooling): a value that rounding moves across one changes a gradient by 1e-3.
 """
 
 from __future__ import annotations
@@ -208,10 +208,7 @@ def image_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
 
 def vector_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
     generator = _generator(step)
-    return (
-        torch.randn(rows, 32, generator=generator),
-        torch.randn(rows, 32, generator=generator),
-    )
+    return torch.randn(rows, 32, generator=generator), torch.randn(rows, 32, generator=generator)
 
 
 # --- the zoo --------------------------------------------------------------------------------------
@@ -349,10 +346,10 @@ def traced(case: Case, rows: int, precision: str = "fp32") -> Traced:
 def make_plan(
     graph: Graph, *, pp: int, dp: int, tp: int, num_microbatches: int, shardings: Mapping[str, str],
     schedule: str = "1f1b", recompute: str = "none", zero: int = 0, precision: str = "fp32",
-    heavy: str = "last", global_batch_size: int = GLOBAL_BATCH,
+    heavy: str = "last",
 ) -> Plan:  # fmt: skip
-    """A plan of `pp` equal meshes over uneven stages: the first or the last takes all blocks but one
-    for each of the others. Patterns go to the stages where they match; one that matches nowhere
+    """A plan of `pp` equal meshes over uneven stages: the first or the last takes all blocks but
+    one per other stage. Patterns go to the stages where they match; one that matches nowhere
     raises."""
     stages = []
     cuts = _cuts(len(graph.blocks), pp, heavy)
@@ -372,7 +369,7 @@ def make_plan(
     if tp > 1:
         resolve_shardings(graph, graph.blocks, shardings)
     return Plan(
-        model=fingerprint(graph), global_batch_size=global_batch_size, precision=precision,
+        model=fingerprint(graph), global_batch_size=GLOBAL_BATCH, precision=precision,
         num_microbatches=num_microbatches, schedule=schedule, stages=tuple(
             stage if tp > 1 else dataclasses.replace(stage, shardings={}) for stage in stages
         ),

@@ -1,11 +1,11 @@
 """The parity matrix on one rank: every cell trains three steps, compared with the single device.
 
-A cell is a model on a (pp, dp, tp) mesh under one schedule. What is compared, at every step: the loss;
-every gradient `g` against the reference `r`, as
+A cell is a model on a (pp, dp, tp) mesh under one schedule. What is compared, at every step: the
+loss; every gradient `g` against the reference `r`, as
 
     max|g - r| / max(max|r|, 1e-2 · the largest of all references)
 
-where the floor is for gradients that are zero in exact arithmetic; at the end, parameters and buffers.
+where the floor is for gradients that are zero in exact arithmetic; at the end, the whole state.
 Rank 0 writes the results after each cell, so that a crash says which cell it was.
 """
 
@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """The whole matrix, recompute, ZeRO and the heavy end of the pipeline spread over it; then cells
-    with other shardings."""
+    """The whole matrix, recompute, ZeRO and the heavy end of the pipeline spread over it; then
+    cells with other shardings."""
     found = []
     for c, case in enumerate(MATRIX):
         for k, (pp, dp, tp) in enumerate(MESHES):
@@ -126,8 +126,7 @@ class Reference:
 
 @cache
 def reference(name: str, parts: int) -> Reference:
-    """Three steps of plain PyTorch, with `parts` micro-batches of equal weight for models with batch
-    statistics."""
+    """Three steps of plain PyTorch, in `parts` micro-batches of equal weight."""
     case = CASES[name]
     model = case.model()
     optimizer = case.optimizer(model.parameters())
@@ -233,7 +232,12 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _cell(case: str, pp: int, dp: int, tp: int, m: int, **more: Any) -> Cell:
-    given = {"schedule": "1f1b", "recompute": "none", "zero": 0, "heavy": "first"} | more
+    given: dict[str, Any] = {
+        "schedule": "1f1b",
+        "recompute": "none",
+        "zero": 0,
+        "heavy": "first",
+    } | more
     return Cell(case=case, pp=pp, dp=dp, tp=tp, num_microbatches=m, **given)
 
 
@@ -324,7 +328,7 @@ def zero_shares(folder: Path) -> dict[str, Any]:
         optimizer.step()
         found[str(zero)] = {
             "parameters": sum(_local(p).numel() for p in parameters),
-            "gradients": sum(_local(p.grad).numel() for p in parameters),  # type: ignore[arg-type]
+            "gradients": sum(_local(p.grad).numel() for p in parameters if p.grad is not None),
             "moments": sum(_local(s["exp_avg"]).numel() for s in optimizer.state.values()),
             "all": sum(p.numel() for p in parameters),
         }
@@ -351,10 +355,9 @@ CHECKS = (saved_plan, dropout, half_precision, state_round_trip, zero_shares, sh
 
 def main(folder: Path, only: str = "") -> None:
     results: dict[str, Any] = {}
-    work: dict[str, Callable[[], dict[str, Any]]] = {
-        cell.name: lambda cell=cell: run_cell(cell) for cell in cells()
-    }
-    work |= {check.__name__: lambda check=check: check(folder) for check in CHECKS}
+    work: dict[str, Callable[[], dict[str, Any]]] = {}
+    work |= {cell.name: partial(run_cell, cell) for cell in cells()}
+    work |= {check.__name__: partial(check, folder) for check in CHECKS}
     for name, run in work.items():
         if only not in name:
             continue

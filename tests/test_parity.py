@@ -26,6 +26,7 @@ from parity_worker import (
     reference,
     train,
 )
+from torch import fx
 
 from executor.lower import Lowered
 from planner.plan import PlanError
@@ -149,7 +150,8 @@ def test_equal_layers_are_lowered_once(parity: Parity) -> None:
 
 
 def _operators(block: Lowered) -> list[str]:
-    nodes = block.module.graph.nodes  # type: ignore[union-attr]
+    assert isinstance(block.module, fx.GraphModule)
+    nodes = block.module.graph.nodes
     return [str(n.target) for n in nodes if isinstance(n.target, torch._ops.OpOverload)]
 
 

@@ -1,0 +1,186 @@
+"""Models large enough that splitting them pays, clusters of any speed, and what a plan communicates.
+
+Everything is traced on meta: sizes cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from models import CASES, Traced
+from models import traced as trace_case
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.factors import analyse
+from costmodel.pricing import Cost, Pricer
+from costmodel.strategies import Placement, transition
+from planner.block_price import price_block
+from planner.blocks import cut_blocks
+from planner.layouts import Assignment, BlockLayouts
+from planner.trace import trace
+from profiles.cluster import Cluster, Link
+
+
+@cache
+def case(name: str, rows: int = 4) -> Traced:
+    """A model of the zoo, traced at `rows` rows and cut into blocks."""
+    return trace_case(CASES[name], rows)
+
+
+def cut(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None = None,
+    precision: str = "bf16",
+) -> Traced:  # fmt: skip
+    graph = trace(model, batch, loss_fn=loss_fn, precision=precision)
+    table = analyse(graph)
+    return Traced(graph=cut_blocks(graph, table), table=table)
+
+
+# --- clusters ------------------------------------------------------------------------------------
+
+
+def cluster(
+    devices: int = 4, *, nodes: int = 1, flops: float = 1e12, memory_bandwidth: float = 1e12,
+    bandwidth: float = 1e10, latency_s: float = 0.0, launch_s: float = 0.0,
+    memory_bytes: float = 2.0**40, node_bandwidth: float = 1e10,
+) -> Cluster:  # fmt: skip
+    """`nodes` nodes of `devices` devices that reach what they promise and reserve nothing."""
+    base = Cluster.from_catalog("h100-sxm")
+    device = dataclasses.replace(
+        base.device, peak_flops={"fp32": flops, "bf16": flops}, memory_bandwidth=memory_bandwidth,
+        matmul_efficiency=1.0, memory_efficiency=1.0, launch_overhead_s=launch_s, reserved_bytes=0,
+        memory_bytes=int(memory_bytes),
+    )  # fmt: skip
+    return dataclasses.replace(
+        base, device=device, num_nodes=nodes, devices_per_node=devices,
+        intra_link=Link(name="wire", latency_s=latency_s, bandwidth=bandwidth),
+        inter_link=Link(name="net", latency_s=latency_s, bandwidth=node_bandwidth),
+    )  # fmt: skip
+
+
+def odd_cluster(seed: int, devices: int = 8) -> Cluster:
+    """A cluster whose rates differ by orders of magnitude: every way to split pays on some of them."""
+    rng = random.Random(seed)
+
+    def rate(low: int, high: int) -> float:
+        return 10 ** rng.uniform(low, high)
+
+    return cluster(
+        devices, flops=rate(8, 13), memory_bandwidth=rate(7, 13), bandwidth=rate(7, 13),
+        latency_s=rng.choice([0.0, 1e-7, 1e-5]), launch_s=rng.choice([0.0, 1e-6]),
+    )  # fmt: skip
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def token_batch(rows: int, sequence: int) -> dict[str, torch.Tensor]:
+    ids = torch.empty(rows, sequence, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+@cache
+def large_gpt2() -> Traced:
+    """Two layers of hidden size 2048, embedding and head tied."""
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=2048, n_head=16, vocab_size=50304, n_positions=1024, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    return cut(model, token_batch(2, 1024))
+
+
+@cache
+def large_llama() -> Traced:
+    """Two layers of hidden size 4096 with grouped queries."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=2048,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    return cut(model, token_batch(2, 2048))
+
+
+@cache
+def large_bert() -> Traced:
+    """Two post-norm layers of hidden size 2048."""
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=2048, num_attention_heads=16, intermediate_size=8192,
+        vocab_size=30592, max_position_embeddings=1024, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(config)
+    return cut(model, token_batch(2, 1024))
+
+
+class Linears(nn.Module):
+    """`layers` linear layers of one width with an activation between them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = F.gelu(layer(x))
+        return self.layers[-1](x)
+
+
+@cache
+def linears(width: int, layers: int, rows: int) -> Traced:
+    with torch.device("meta"):
+        model = Linears(width, layers)
+        batch = (torch.empty(rows, width), torch.empty(rows, width))
+    return cut(model, batch, F.mse_loss)
+
+
+# --- what is communicated ------------------------------------------------------------------------
+
+
+class Recorder:
+    """A pricer that writes down the collectives of activations that it is asked to price."""
+
+    def __init__(self, pricer: Pricer) -> None:
+        self.pricer = pricer
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.moved: list[tuple[str, Placement, Placement]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pricer, name)
+
+    def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
+        kinds = transition(source, target)
+        assert kinds is not None
+        self.forward[kinds[0]] += 1
+        self.backward[kinds[1]] += self.pricer.graph.values[value].requires_grad
+        if any(kinds):
+            self.moved.append((value, source, target))
+        return self.pricer.reshard(value, source, target)
+
+    def all_reduces(self) -> tuple[float, float]:
+        """All-reduces forward and backward; a reduce-scatter or an all-gather is half of one."""
+        return _all_reduces(self.forward), _all_reduces(self.backward)
+
+
+def _all_reduces(count: Counter[str]) -> float:
+    return count["all_reduce"] + (count["all_gather"] + count["reduce_scatter"]) / 2
+
+
+def communication(
+    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
+) -> Recorder:
+    recorder = Recorder(pricer)
+    price_block(recorder, layouts, assignment, inputs)  # type: ignore[arg-type]
+    return recorder

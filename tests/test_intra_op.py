@@ -1,0 +1,325 @@
+"""The intra-operator program: exact against enumeration, honest against its price, and right about
+what the field knows."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import (
+    Recorder,
+    Traced,
+    case,
+    cluster,
+    communication,
+    cut,
+    large_bert,
+    large_gpt2,
+    large_llama,
+    linears,
+    odd_cluster,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.graph import Block, Op
+from costmodel.pricing import Pricer
+from costmodel.strategies import RP, P, Placement, R, Strategy
+from planner.block_price import price_block
+from planner.elimination import PairwiseProblem, eliminate
+from planner.intra_op import BlockProgram, BlockTable
+from planner.layouts import Assignment, BlockLayouts
+from planner.solvers import objective_of, solve_pairwise
+from planner.stage_costs import StageCoster
+from profiles.cluster import Cluster
+
+# --- elimination against enumeration -------------------------------------------------------------
+
+
+@st.composite
+def pairwise_problems(draw: st.DrawFn) -> PairwiseProblem:
+    """A random graph of up to six nodes: sparse ones are series-parallel, dense ones leave a core."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    names = "abcdef"[: draw(st.integers(1, 6))]
+    density, illegal = draw(st.sampled_from([0.4, 0.7, 1.0])), draw(st.sampled_from([0.0, 0.25]))
+    problem = PairwiseProblem()
+
+    def costs(*shape: int) -> np.ndarray:
+        return np.where(rng.random(shape) < illegal, np.inf, rng.integers(0, 9, shape))
+
+    for name in names:
+        size = int(rng.integers(1, 4))
+        problem.node(name, range(size), costs(size))  # type: ignore[arg-type]
+    for pair in itertools.combinations(names, 2):
+        for a, b in (pair, pair[::-1]):  # both directions at times: the edges add up
+            if rng.random() < density / 1.5:
+                problem.edge(a, b, costs(len(problem.states[a]), len(problem.states[b])))
+    return problem
+
+
+def best_by_enumeration(problem: PairwiseProblem, fixed: Mapping[str, int]) -> float:
+    options = [[fixed[n]] if n in fixed else range(len(problem.states[n])) for n in problem.unary]
+    return min(
+        objective_of(dict(zip(problem.unary, states, strict=True)), problem.unary, problem.pairs)
+        for states in itertools.product(*options)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairwise_problems(), st.integers(0, 2))
+def test_elimination_equals_enumeration(problem: PairwiseProblem, kept: int) -> None:
+    keep = list(problem.unary)[:kept]
+    reduced = eliminate(problem, keep)
+    for index in itertools.product(*(range(len(problem.states[n])) for n in keep)):
+        fixed = dict(zip(keep, index, strict=True))
+        best = best_by_enumeration(problem, fixed)
+        found = reduced.finish(fixed)
+        if best == np.inf:
+            assert found is None
+            continue
+        assert found is not None
+        assert {n: found[n] for n in keep} == fixed
+        assert objective_of(found, problem.unary, problem.pairs) == best
+
+
+@settings(max_examples=40, deadline=None)
+@given(pairwise_problems())
+def test_elimination_equals_the_solver(problem: PairwiseProblem) -> None:
+    whole = solve_pairwise(problem.unary, problem.pairs)
+    found = eliminate(problem, []).finish({})
+    assert (whole is None) == (found is None)
+    if whole is not None and found is not None:
+        assert objective_of(found, problem.unary, problem.pairs) == pytest.approx(whole.objective)
+
+
+def test_a_chain_leaves_no_core() -> None:
+    problem = PairwiseProblem()
+    for name in "abcd":
+        problem.node(name, [R, P], [0.0, 1.0])
+    for a, b in itertools.pairwise("abcd"):
+        problem.edge(a, b, np.ones((2, 2)))
+    reduced = eliminate(problem, ["a", "d"])
+    assert set(reduced.unary) == {"a", "d"}
+    assert set(reduced.pairs) == {("a", "d")}
+
+
+# --- the table, the solver and the price agree ---------------------------------------------------
+
+MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
+
+
+def tables(
+    of: Traced, on: Cluster, *, tp: int, rows: float = 4, m: int = 8, mode: str = "fast"
+) -> tuple[StageCoster, Pricer, dict[str, BlockTable]]:
+    """Solved tables of all blocks, one per class, by the name of its first block."""
+    coster = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+    setting = coster.setting(dp=2, tp=tp, rows=rows, microbatches=m)
+    chain = coster.chain(setting, mode)
+    assert chain is not None
+    distinct: dict[int, BlockTable] = {}
+    names: dict[int, str] = {}
+    for block, table in zip(of.graph.blocks, chain.tables, strict=True):
+        distinct.setdefault(id(table), table)
+        names.setdefault(id(table), block.name)
+    return coster, coster.pricer(setting), {names[k]: table for k, table in distinct.items()}
+
+
+def states(table: BlockTable) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Boundary states with an assignment, and what it costs."""
+    return ((i, float(cost)) for i, cost in np.ndenumerate(table.costs) if i in table.choices)
+
+
+def inputs_of(table: BlockTable, index: tuple[int, ...]) -> dict[str, Placement]:
+    program = table.program
+    at = table.choices[index]
+    return {v: program.inputs[v][at[f"in:{v}"]] for v in program.block.inputs}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> None:
+    """Node and edge costs against seconds recomputed from the assignment alone, on clusters that
+    make one and the other collective dear."""
+    tp, rows, m, mode = [(2, 1, 1, "fast"), (4, 64, 8, "lean"), (4, 4, 1, "fast")][seed % 3]
+    _, pricer, solved = tables(case(name), odd_cluster(seed), tp=tp, rows=rows, m=m, mode=mode)
+    for table in solved.values():
+        for index, objective in states(table):
+            price = price_block(
+                pricer, table.program.layouts, table.program.assignment(table, index),
+                inputs_of(table, index),
+            )  # fmt: skip
+            assert price.cost.seconds(m) == pytest.approx(objective, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_is_the_optimum_of_the_whole_program(name: str) -> None:
+    _, _, solved = tables(case(name), odd_cluster(7), tp=4)
+    for table in solved.values():
+        assert len(table.choices) == table.costs.size
+        for index, objective in states(table):
+            proof = table.certify(index)
+            assert proof is not None
+            assert proof.objective == pytest.approx(objective, rel=1e-7)
+            assert {n: proof.choice[n] for n in table.keep} == dict(
+                zip(table.keep, index, strict=True)
+            )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_moves_nothing(name: str) -> None:
+    coster = StageCoster(case(name).graph, case(name).table, odd_cluster(1), "fp32", "adamw")
+    setting = coster.setting(dp=1, tp=1, rows=4, microbatches=4)
+    chain = coster.chain(setting)
+    assert chain is not None
+    for table in chain.tables:
+        assert table.costs.shape == ()
+        price = coster.price(coster.pricer(setting), table, ())
+        assert price.cost.forward_comm_s == price.cost.backward_comm_s == price.cost.reduce_s == 0
+
+
+# --- the table against every assignment ----------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Residual(Perceptron):
+    """The input is read twice, the result once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Gated(nn.Module):
+    """Three readers of one value, two of whom want the same of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.b(x) + x
+
+
+class Twice(nn.Module):
+    """One weight, read by two operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(F.gelu(self.a(x)))
+
+
+class Chunked(nn.Module):
+    """Results of one operator beyond the first, each with several readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.a(x).chunk(2, -1)
+        return left * right + right
+
+
+SMALL = (Perceptron, Residual, Gated, Twice, Chunked)
+
+
+@cache
+def small(kind: type[nn.Module]) -> Traced:
+    """One of the small models as a single block, with its input among the activations."""
+    front = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
+    model = nn.Sequential(front, kind())
+    of = cut(model, (torch.empty(4, 8), torch.empty(4, 8)), F.mse_loss, precision="fp32")
+    assert len(of.graph.ops) <= 8
+    return of
+
+
+def block_of(of: Traced) -> Block:
+    """The operators between the first tanh and the loss, as one block."""
+    ops = of.graph.ops[2:-1]
+    made = {r for op in ops for r in op.results}
+    used = dict.fromkeys(n for op in ops for n in op.operands)
+    return Block(
+        name="small", ops=ops, class_id="small", derived=(), buffers=(),
+        inputs=tuple(n for n in used if n not in made and n not in of.graph.parameters),
+        outputs=of.graph.ops[-1].operands[:1],
+        parameters=tuple(n for n in used if n in of.graph.parameters),
+    )  # fmt: skip
+
+
+def every_assignment(
+    program: BlockProgram, inputs: Mapping[str, Placement], leaving: Placement
+) -> Iterator[Assignment]:
+    """All strategies, states of parameters, and states in which values wait."""
+    block, layouts = program.block, program.layouts
+    options = [layouts.options(op) for op in block.ops]
+    for chosen in itertools.product(*options):
+        strategies = {op.name: s for op, s in zip(block.ops, chosen, strict=True)}
+        free: dict[str, list[Placement]] = {v: program.stored_states(v) for v in block.parameters}
+        for op in block.ops:
+            for value, made in zip(op.results, strategies[op.name].results, strict=True):
+                free[value] = _waiting(layouts, block, op, value, made, strategies, leaving)
+        for found in itertools.product(*free.values()):
+            yield Assignment(
+                strategies=strategies, states=dict(zip(free, found, strict=True))
+            )
+
+
+def _waiting(
+    layouts: BlockLayouts, block: Block, op: Op, value: str, made: Placement,
+    strategies: Mapping[str, Strategy], leaving: Placement,
+) -> list[Placement]:  # fmt: skip
+    """States worth trying: a plan can say any, but only of an operator's first result."""
+    from planner.layouts import default_state
+
+    targets = layouts.targets(value, strategies)
+    if value in block.outputs:
+        return [leaving]
+    if value != op.results[0]:
+        return [default_state(made, targets, False)]
+    readers = [s.operands[i] for o, i in layouts.readers[value] for s in layouts.options(o)]
+    return sorted({made, R, RP, *targets, *(readers if len(targets) > 1 else [])})
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_no_assignment_is_cheaper_than_the_tables(kind: type[nn.Module], seed: int) -> None:
+    of, m = small(kind), 2
+    on = odd_cluster(seed)
+    block = block_of(of)
+    coster = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+    pricer = coster.pricer(coster.setting(dp=2, tp=2, rows=4, microbatches=m))
+    layouts = BlockLayouts(of.graph, of.table, block, 2)
+    boundary = [R, Placement("S", 1)]
+    program = BlockProgram(
+        pricer, layouts, inputs=dict.fromkeys(block.inputs, boundary),
+        outputs=dict.fromkeys(block.outputs, boundary),
+    )  # fmt: skip
+    table = program.solve(pricer)
+    assert table is not None
+    for index, objective in states(table):
+        inputs = inputs_of(table, index)
+        best = np.inf
+        for assignment in every_assignment(program, inputs, boundary[index[-1]]):
+            try:
+                price = price_block(pricer, layouts, assignment, inputs).cost.seconds(m)
+            except ValueError:
+                continue  # a re-shard that does not exist
+            best = min(best, price)
+        assert objective == pytest.approx(best, rel=1e-9)

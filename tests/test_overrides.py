@@ -1,0 +1,263 @@
+"""Overrides: what each may be, which contradict each other, and what they do to the search."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from tiny import cut, net, slow_host
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph
+from costmodel.schedule import SCHEDULES
+from planner.overrides import OverrideError, Overrides, check_overrides, stage_cuts
+from planner.search import Search, SearchResult
+
+ROWS = 16
+
+
+@cache
+def model() -> tuple[Graph, FactorTable]:
+    return cut(net())
+
+
+def names() -> list[str]:
+    return [block.name for block in model()[0].blocks]
+
+
+def search(devices: int = 4, **given: Any) -> SearchResult:
+    graph, table = model()
+    overrides = Overrides(**given)
+    return Search(graph, table, slow_host(devices), ROWS, "fp32", "adamw", overrides).run()
+
+
+# --- one override --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tp", "dp", "pp", "microbatch_size", "num_microbatches"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", True, [2]])
+def test_degrees_are_integers_from_one(name: str, value: Any) -> None:
+    with pytest.raises(OverrideError, match=rf"override {name}=.*legal: an integer from 1"):
+        Overrides(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("schedule", "1b1f", "1f1b"),
+        ("schedule", True, "gpipe"),
+        ("zero", 2, "0, 1"),
+        ("zero", True, "0, 1"),
+        ("zero", "1", "0, 1"),
+        ("recompute", "some", "none, full"),
+        ("recompute", False, "none, full"),
+    ],
+)
+def test_choices_name_what_is_legal(name: str, value: Any, legal: str) -> None:
+    with pytest.raises(OverrideError, match=rf"override {name}={value!r}: legal: .*{legal}"):
+        Overrides(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"forbid": ["tpp"]}, "forbid='tpp': legal: .*did you mean 'tp'"),
+        ({"forbid": ["quantum"]}, "forbid='quantum': legal: tp, dp, pp"),
+        ({"forbid": [None]}, "forbid=None: legal"),
+        ({"forbid": "tp"}, r"forbid='tp': legal: a list of names, forbid=\['tp'\]"),
+        ({"stages": []}, r"stages=\[\]: legal: a list of block names per stage"),
+        ({"stages": "embed"}, "stages='embed': legal"),
+        ({"stages": ["embed", "head"]}, r"stages\[0\]='embed': legal"),
+        ({"stages": [["embed"], []]}, r"stages\[1\]=\[\]: legal"),
+        ({"stages": [["embed"], [1]]}, r"stages\[1\]=\[1\]: legal"),
+        ({"shardings": [("head", "colwise")]}, "shardings=.*legal: a dict of glob: decision"),
+        ({"shardings": {"head": 1}}, "shardings=.*legal: a dict"),
+        ({"shardings": {1: "colwise"}}, "shardings=.*legal: a dict"),
+    ],
+)
+def test_collections_are_checked(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OverrideError, match=says):
+        Overrides(**given)
+
+
+def test_only_what_is_set_is_given() -> None:
+    assert Overrides().given() == {}
+    assert Overrides(shardings={}, forbid=[]).given() == {}
+    assert Overrides(tp=2, zero=0, forbid=["pp"]).given() == {"tp": 2, "zero": 0, "forbid": ["pp"]}
+
+
+# --- two overrides -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "both"),
+    [
+        ({"tp": 2, "forbid": ["tp"]}, ("tp=2", "forbid='tp'")),
+        ({"dp": 4, "forbid": ["pp", "dp"]}, ("dp=4", "forbid='dp'")),
+        ({"pp": 2, "forbid": ["pp"]}, ("pp=2", "forbid='pp'")),
+        ({"zero": 1, "forbid": ["zero"]}, ("zero=1", "forbid='zero'")),
+        ({"recompute": "full", "forbid": ["recompute"]}, ("'full'", "forbid='recompute'")),
+        ({"schedule": "gpipe", "forbid": ["gpipe"]}, ("schedule='gpipe'", "forbid='gpipe'")),
+        ({"pp": 3, "stages": [["a"], ["b"]]}, ("pp=3", "stages= with 2 stages")),
+        ({"forbid": ["pp"], "stages": [["a"], ["b"]]}, ("forbid='pp'", "stages= with 2 stages")),
+    ],
+)
+def test_a_contradiction_names_both(given: dict[str, Any], both: tuple[str, str]) -> None:
+    with pytest.raises(OverrideError) as caught:
+        Overrides(**given).effective()
+    assert all(part in str(caught.value) for part in (*both, "drop one of the two"))
+
+
+def test_forbidding_leaves_the_value_that_does_without() -> None:
+    found = Overrides(forbid=["tp", "zero", "recompute"], dp=2).effective()
+    assert (found.tp, found.dp, found.pp, found.zero, found.recompute) == (1, 2, None, 0, "none")
+    assert Overrides(tp=1, forbid=["tp"]).effective().tp == 1
+    assert Overrides(forbid=["gpipe"]).schedules() == [s for s in SCHEDULES if s != "gpipe"]
+
+
+def test_some_schedule_must_be_left() -> None:
+    with pytest.raises(OverrideError, match="leaves no schedule; legal: .*1f1b"):
+        Overrides(forbid=list(SCHEDULES)).effective()
+
+
+def equal_stages_exist(tp: int | None, dp: int | None, pp: int | None, devices: int) -> bool:
+    """Whether stages of (tp, dp), or of any mesh where one is free, can use all devices."""
+    sizes = [
+        t * d
+        for t in ([tp] if tp else range(1, devices + 1))
+        for d in ([dp] if dp else range(1, devices + 1))
+    ]
+    reachable = {0: {0}}  # stages -> devices used
+    for count in range(1, (pp or devices) + 1):
+        reachable[count] = {used + s for used in reachable[count - 1] for s in sizes}
+    return any(devices in reachable[n] for n in ([pp] if pp else range(1, devices + 1)))
+
+
+def test_degrees_must_fit_the_devices() -> None:
+    choices = (None, 1, 2, 3, 4, 6)
+    for devices, tp, dp, pp in product((1, 4, 6), choices, choices, choices):
+        overrides = Overrides(tp=tp, dp=dp, pp=pp)
+        try:
+            check_overrides(overrides, num_devices=devices, global_batch_size=12, num_blocks=9)
+            refused = ""
+        except OverrideError as error:
+            refused = str(error)
+        assert bool(refused) != equal_stages_exist(tp, dp, pp, devices), (tp, dp, pp, devices)
+        for name, value in (("tp", tp), ("dp", dp)):
+            assert not refused or value is None or f"{name}={value}" in refused
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp": 3}, "override tp=3: 3 does not divide the cluster's 8 devices; legal: 1, 2, 4, 8;"),
+        ({"tp": 4, "dp": 4}, "tp=4, dp=4: the product 16 does not divide the cluster's 8 devices"),
+        ({"tp": 2, "dp": 2, "pp": 1}, "the product 4 is not the cluster's 8 devices; legal: 8;"),
+        ({"tp": 4, "pp": 3}, "tp=4, pp=3: needs at least 12 devices"),
+        ({"pp": 6}, "pp=6: the model has 5 blocks; legal: 1 to 5"),
+        ({"forbid": ["tp", "dp", "pp"]}, r"tp=1 \(forbid='tp'\), dp=1 .*is not the cluster's 8"),
+        ({"num_microbatches": 5}, "num_microbatches=5: 5 does not divide global_batch_size=16"),
+        ({"dp": 8, "microbatch_size": 4}, "dp=8, microbatch_size=4: the product 32 does not"),
+        (
+            {"dp": 2, "microbatch_size": 2, "num_microbatches": 2},
+            "the product 8 is not global_batch_size=16; legal: 16;",
+        ),
+    ],
+)
+def test_what_cannot_fit_says_why(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OverrideError, match=says):
+        check_overrides(Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5)
+
+
+# --- stages --------------------------------------------------------------------------------------
+
+
+def test_stages_are_cuts_and_may_be_ranges() -> None:
+    graph, _ = model()
+    assert names() == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    for stages, cuts in (
+        ([["embed", "layers.0-2", "head"]], [5]),
+        ([["embed", "layers.0"], ["layers.1-2"], ["head"]], [2, 4, 5]),
+        ([["embed"], ["layers.0", "layers.1", "layers.2", "head"]], [1, 5]),
+    ):
+        assert stage_cuts(Overrides(stages=stages), graph) == cuts
+    assert stage_cuts(Overrides(), graph) is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([["embed", "layers.0-3"], ["head"]], r"stages\[0\]: no block 'layers.3'; nearest: layers"),
+        ([["layers.0-2", "head"]], r"stages\[0\]: block 'layers.0' out of order, expected 'embed'"),
+        ([["embed", "layers.0"], ["layers.2", "head"]], r"\[1\]: .*expected 'layers.1'"),
+        ([["embed", "layers.0-2", "head"], ["head"]], r"\[1\]: .*expected 'nothing more'"),
+        ([["embed"], ["layers.0"]], "in no stage: layers.1-2, head"),
+        ([["embed", "layers.2-0", "head"]], "no block 'layers.2-0'; nearest"),
+    ],
+)
+def test_stages_cover_the_blocks_in_order(stages: list[list[str]], says: str) -> None:
+    with pytest.raises(OverrideError, match=says):
+        stage_cuts(Overrides(stages=stages), model()[0])
+
+
+def test_the_search_takes_the_stages() -> None:
+    found = search(stages=[["embed", "layers.0"], ["layers.1-2", "head"]])
+    for candidate in found.candidates:
+        assert [s.blocks for s in candidate.plan.stages] == [
+            ("embed", "layers.0"),
+            ("layers.1", "layers.2", "head"),
+        ]
+
+
+# --- in the search -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tp": 2},
+        {"dp": 4},
+        {"pp": 2, "schedule": "gpipe"},
+        {"microbatch_size": 2},
+        {"num_microbatches": 4, "forbid": ["tp"]},
+        {"zero": 0, "recompute": "full"},
+        {"forbid": ["tp", "pp", "zero"]},
+    ],
+    ids=str,
+)
+def test_every_candidate_keeps_the_overrides(given: dict[str, Any]) -> None:
+    wanted = Overrides(**given).effective()
+    for candidate in search(**given).candidates:
+        plan = candidate.plan
+        assert wanted.pp in (None, len(plan.stages))
+        assert wanted.num_microbatches in (None, plan.num_microbatches)
+        assert wanted.schedule in (None, plan.schedule)
+        for stage in plan.stages:
+            assert wanted.tp in (None, stage.tp)
+            assert wanted.dp in (None, stage.dp)
+            assert wanted.microbatch_size in (None, plan.microbatch_rows // stage.dp)
+            assert wanted.zero in (None, stage.zero)
+            assert wanted.recompute in (None, stage.recompute)
+
+
+def test_shardings_reach_every_repeat() -> None:
+    graph, _ = model()
+    found = search(2, tp=2, pp=1, shardings={"layers.*.up": "rowwise", "layers.1.up": "replicate"})
+    (assignments,) = found.best.assignments
+    chosen = {
+        op.key: assignments[block.name].strategies[op.name].name
+        for block in graph.blocks
+        for op in block.ops
+    }
+    assert [chosen[f"layers.{i}.up:linear"] for i in range(3)] == [
+        "rowwise",
+        "replicate",
+        "rowwise",
+    ]
+
+
+def test_a_sharding_that_matches_nothing_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"override shardings: sharding 'layer\.\*\.up'.*nearest"):
+        search(shardings={"layer.*.up": "colwise"})

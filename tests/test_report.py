@@ -1,0 +1,255 @@
+"""The report: the first screen, the sums, what is named, what is data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import batch, host, loss, net, slow_host
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright import Overrides, ParallelModel, auto_parallelize
+from planner.plan import StagePlan
+from planner.report import Components, counted, describe, seconds, table, why_slower
+
+
+class Odd(nn.Module):
+    """Operators without a rule, and a width of 15."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 15)
+        self.b = nn.Linear(15, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.fft(self.a(x)).real
+        x = x @ torch.linalg.inv(torch.eye(15) + 0.01 * x.T @ x)
+        return self.b(x)
+
+
+@cache
+def searched() -> ParallelModel:
+    return auto_parallelize(
+        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=16,
+        precision="fp32",
+    )  # fmt: skip
+
+
+@cache
+def overridden() -> ParallelModel:
+    return auto_parallelize(
+        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=16,
+        precision="fp32", overrides=Overrides(pp=2, schedule="gpipe", num_microbatches=2),
+    )  # fmt: skip
+
+
+@cache
+def odd() -> ParallelModel:
+    example = (torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))
+    return auto_parallelize(
+        Odd(), host(2), example_inputs=example, loss_fn=F.cross_entropy, global_batch_size=8,
+        precision="fp32",
+    )  # fmt: skip
+
+
+# --- the text ------------------------------------------------------------------------------------
+
+
+def test_the_first_screen_has_what_matters() -> None:
+    result = searched()
+    report, first = result.report, "\n".join(str(result.report).splitlines()[:40])
+    assert f"Chosen: {describe(result.plan)}" in first
+    assert f"step {seconds(result.prediction.step_time_s)}" in first
+    assert f"{result.prediction.mfu:.1%}" in first
+    for word in ("compute", "exposed communication", "bubble", "peak memory", "GiB"):
+        assert word in first
+    assert re.search(r"^  stage +blocks +ranks +dp×tp .*memory$", first, re.MULTILINE)
+    for k in range(len(result.plan.stages)):
+        assert re.search(rf"^  {k} ", first, re.MULTILINE)
+    assert report.runners_up
+    for runner in report.runners_up:
+        assert runner["plan"] in first and runner["why"] in first
+    for assumption in report.assumptions:
+        assert f"  - {assumption}" in str(report)
+    assert "Assumed" in first
+
+
+@pytest.mark.parametrize("make", [searched, overridden, odd])
+def test_lines_fit_a_screen(make: object) -> None:
+    text = str(make().report)  # type: ignore[operator]
+    head = text.split("\n\n")[:3]
+    assert all(len(line) <= 180 for line in head[0].splitlines())
+    for part in head[1:]:
+        assert all(len(line) <= 160 for line in part.splitlines())
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_a_long_list_of_blocks_does_not_widen_the_table() -> None:
+    lines = table([("stage", "blocks", "ranks"), ("0", "x" * 200, "0-3")])
+    assert max(map(len, lines)) < 60
+    assert lines[1].endswith("...  0-3")
+
+
+def test_shardings_and_proofs_are_shown() -> None:
+    result = searched()
+    text = str(result.report)
+    (stage,) = result.plan.stages
+    assert stage.tp > 1 and stage.shardings
+    for name, decision in stage.shardings.items():
+        assert f"{name}: {decision}" in text
+    assert "proved by the solver" in text
+    assert all(s["gap"] < 1e-6 for s in result.report.solver)
+    assert "gap -" not in text
+
+
+# --- the numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [searched, overridden, odd])
+def test_components_sum_to_the_step_time(make: object) -> None:
+    result = make()  # type: ignore[operator]
+    parts = result.report.components.as_dict()
+    assert math.isclose(sum(parts.values()), result.prediction.step_time_s, rel_tol=1e-9)
+    assert all(value >= 0 for value in parts.values())
+
+
+def test_runners_up_are_no_faster_and_differ() -> None:
+    report = searched().report
+    times = [r["step_time_s"] for r in report.runners_up]
+    assert times == sorted(times)
+    best = report.summary["step_time_s"]
+    for runner in report.runners_up:
+        assert runner["slower"] == pytest.approx(runner["step_time_s"] / best - 1)
+        assert runner["slower"] >= 0
+        assert runner["plan"] != report.summary["chosen"]
+
+
+def test_overrides_are_priced_against_the_free_optimum() -> None:
+    (row,) = overridden().report.overrides
+    best, ours = searched().prediction, overridden().prediction
+    assert row["free_step_time_s"] == pytest.approx(best.step_time_s)
+    extra = ours.step_time_s - best.step_time_s
+    assert extra > 0
+    assert f"cost {seconds(extra)} a step" in row["effect"]
+    assert all(word in row["override"] for word in ("pp=2", "schedule='gpipe'"))
+    assert row["effect"] in str(overridden().report)
+
+
+def test_overrides_that_hold_anyway_cost_nothing() -> None:
+    (stage,) = searched().plan.stages
+    result = auto_parallelize(
+        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=16,
+        precision="fp32", overrides=Overrides(tp=stage.tp, dp=stage.dp, pp=1),
+    )  # fmt: skip
+    (row,) = result.report.overrides
+    assert row["effect"].startswith("cost nothing")
+
+
+def test_no_overrides_no_rows() -> None:
+    assert searched().report.overrides == []
+    assert "Overrides" not in str(searched().report)
+
+
+# --- what is named -------------------------------------------------------------------------------
+
+
+def test_operators_without_a_rule_are_named() -> None:
+    (note,) = [n for n in odd().report.notes if "no sharding rule" in n]
+    for target in ("aten.fft_fft", "aten.linalg_inv"):
+        assert target in note
+    assert note in str(odd().report)
+    assert not any("no sharding rule" in n for n in searched().report.notes)
+
+
+def test_sizes_that_do_not_divide_are_named() -> None:
+    notes = [n for n in odd().report.notes if n.startswith("not split")]
+    assert any("2- or 4- or 8-way: a:linear (out = 15)" in n for n in notes)
+    assert not any("b:linear (out" in n for n in notes)
+
+
+def test_assumptions_tell_where_numbers_come_from() -> None:
+    assumptions = searched().report.assumptions
+    assert any("memory" in a and "is assumed" in a for a in assumptions)
+    assert any("roofline" in a for a in assumptions)
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [searched, overridden, odd])
+def test_the_report_is_json(make: object) -> None:
+    result = make()  # type: ignore[operator]
+    data = json.loads(json.dumps(result.report.to_dict(), allow_nan=False))
+    assert data["plan"] == json.loads(result.plan.to_json())
+    assert data["summary"]["step_time_s"] == result.prediction.step_time_s
+    assert len(data["stages"]) == len(result.plan.stages)
+    assert [s["memory_bytes"] for s in data["stages"]] == result.prediction.peak_memory_bytes
+    assert sum(data["components_s"].values()) == pytest.approx(result.prediction.step_time_s)
+    assert set(data) >= {"runners_up", "overrides", "solver", "assumptions", "notes", "planning_s"}
+
+
+def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    overridden().report.trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    end_us = max(e["ts"] + e["dur"] for e in spans)
+    assert end_us * 1e-6 == pytest.approx(overridden().prediction.step_time_s, rel=1e-6)
+    assert len({(e["pid"], e["tid"]) for e in spans}) >= 2
+    assert all(e["dur"] >= 0 for e in spans)
+
+
+# --- small words ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 µs"), (2e-6, "2 µs"), (999.7e-6, "1 ms"), (0.0456, "45.6 ms"), (0.9999, "1 s"),
+     (75.3, "75.3 s")],
+)  # fmt: skip
+def test_seconds(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(808, "808"), (1_234, "1.23 k"), (999_999, "1 M"), (124_439_808, "124 M"), (7e9, "7 B")],
+)
+def test_counted(value: float, text: str) -> None:
+    assert counted(value) == text
+
+
+def test_a_plan_in_a_line() -> None:
+    text = describe(overridden().plan)
+    assert text.startswith("pp2 × dp")
+    assert ", gpipe, 2 micro-batches of 8 rows" in text
+    one = overridden().plan
+    stages = tuple(
+        StagePlan(blocks=s.blocks, ranks=s.ranks, dp=s.dp, tp=s.tp, zero=k, recompute="full")
+        for k, s in enumerate(one.stages)
+    )
+
+    mixed = describe(dataclasses.replace(one, stages=stages, num_microbatches=16))
+    assert mixed.endswith("16 micro-batches of 1 row, ZeRO-1 on some stages, full recompute")
+
+
+def components(**changes: float) -> Components:
+    base = dict.fromkeys(
+        ("compute_s", "communication_s", "bubble_s", "gradient_reduction_s", "optimizer_s"), 1.0
+    )
+    return Components(**{**base, **changes})
+
+
+def test_the_reason_names_the_largest_losses_and_a_gain() -> None:
+    worse = components(communication_s=1.5, bubble_s=1.25, optimizer_s=1.01, compute_s=0.5)
+    assert why_slower(components(), worse) == (
+        "+500 ms exposed communication; +250 ms bubble; -500 ms compute"
+    )
+    assert why_slower(components(), components()) == "equal in every component"
