@@ -354,7 +354,8 @@ class _Emitter:
         grid = self._grid(op.results[0], state, scores)
         call = (
             given["q"], given["k"], given["v"], given.get("mask", given.get("attn_mask")),
-            given.get("p", given.get("dropout_p", 0.0)), given.get("causal", given.get("is_causal", False)),
+            given.get("p", given.get("dropout_p", 0.0)),
+            given.get("causal", given.get("is_causal", False)),
             given.get("scale"), q[-3] != k[-3], self.rng,
         )  # fmt: skip
         return self._call(DropoutAttention(grid, position), call)

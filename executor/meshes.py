@@ -72,7 +72,8 @@ def _group(world: Any, ranks: tuple[int, ...], purpose: str) -> Any:
 
 
 def join(meshes: Sequence[StageMesh], device: torch.device) -> Place:
-    """Make every stage's groups (all ranks take part, in the same order) and find this rank's place.
+    """Make every stage's groups (all ranks take part, in the same order) and find this rank's
+    place.
 
     Activations and gradients travel in groups of their own, so that their orders never depend on
     each other (NCCL matches messages by order, not by tag).

@@ -93,7 +93,8 @@ def make_parameter(
     leaf = stored.detach() if shares else local.to(dtype)
     parameter = StageParameter(
         value=value, fqn=fqn, shape=tuple(source.shape), placement=placement, sum_data=sum_data,
-        sum_tensor=sum_tensor, trainable=source.requires_grad, leaf=leaf, stored=stored, zero=divide,
+        sum_tensor=sum_tensor, trainable=source.requires_grad, leaf=leaf, stored=stored,
+        zero=divide,
         shared_stages=shared_stages,
     )  # fmt: skip
     parameter.leaf.requires_grad_(source.requires_grad)

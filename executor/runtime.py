@@ -57,6 +57,8 @@ class Runtime:
         self.loaded = not any(p.is_meta for p in model.parameters())
         self.saved = frozenset(model.state_dict())  # holds no buffer registered persistent=False
         self.unset = frozenset(fqn for fqn, b in model.named_buffers() if b.is_meta)
+        used = {*graph.parameters.values(), *graph.aliases, *graph.buffers.values()}
+        self.unused = {n: x.detach() for n, x in model.state_dict().items() if n not in used}
         self.steps = 0
         self.seed = _shared_seed(self.place)
         self.dtypes = {path: graph.values[name].dtype for name, path in graph.inputs.items()}
@@ -184,7 +186,7 @@ class Runtime:
                 found[fqn] = self.stage.program.tensors[value]
             else:
                 found[fqn] = self._whole_buffer(self.stage.program.tensors[value], state)
-        return found
+        return found | (self.unused if self.place.stage == 0 else {})
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (p for _, p in self.named_parameters())

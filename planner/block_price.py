@@ -1,7 +1,7 @@
 """What a block costs on one rank, recomputed from an assignment alone, as the executor will run it.
 
-The planner's program (`intra_op.py`) and this are two roads to the same number: the cost of a plan is
-the sum of its operators and re-shards.
+The planner's program (`intra_op.py`) and this are two roads to the same number: the cost of a plan
+is the sum of its operators and re-shards.
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ def resolve_shardings(
         for value in block.parameters:
             fqn = graph.parameters[value]
             for pattern, regex, exact in compiled:
+                if pattern not in unmatched and not _is_state(shardings[pattern]):
+                    continue  # a strategy for the operators that the pattern named
                 if not exact and (regex.match(fqn) or graph.aliases.get(pattern) == fqn):
                     entries[value] = _parameter_entry(shardings[pattern], pattern, place)
                     unmatched.pop(pattern, None)
@@ -117,6 +119,11 @@ def _entry(text: str, pattern: str, place: str) -> Entry:
         return Entry.parse(wanted)
     except ValueError as error:
         raise PlanError(f"{place}: sharding {pattern!r}: {error}") from None
+
+
+def _is_state(text: str) -> bool:
+    """Whether a decision is about how something is stored, not about a strategy."""
+    return bool(re.fullmatch(r"\s*(->)?\s*(R|P|S\(.*\))(@tp)?\s*", text))
 
 
 def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
@@ -178,7 +185,20 @@ def check_plan(plan: Plan, graph: Graph, table: FactorTable) -> list[dict[str, A
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
     _check_ranks(plan)
+    _check_parameters(plan, graph)
     return [stage_assignments(plan, k, graph, table) for k in range(len(plan.stages))]
+
+
+def _check_parameters(plan: Plan, graph: Graph) -> None:
+    blocks = {block.name: block for block in graph.blocks}
+    for k, stage in enumerate(plan.stages):
+        values = [v for name in stage.blocks for v in blocks[name].parameters]
+        if not any(graph.values[v].requires_grad for v in values):
+            raise PlanError(
+                f"plan: stage {k}: blocks {compress_names(stage.blocks)} hold no trained "
+                f"parameter, so "
+                "its ranks would have nothing to optimize; move them to the stage before or after"
+            )
 
 
 def _check_model(plan: Plan, graph: Graph) -> None:
@@ -305,7 +325,7 @@ def _check_states(
 ) -> None:
     """Every state is a layout its tensor can have, reachable from its maker and to its readers."""
     graph, made = layouts.graph, {**inputs}
-    keys = {}
+    keys: dict[str, str] = {}
     for op in layouts.block.ops:
         placements = assignment.strategies[op.name].results
         made |= dict(zip(op.results, placements, strict=True))

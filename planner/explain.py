@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from planner.overrides import Overrides
 from planner.report import Report, breakdown, describe, seconds, stage_rows, why_slower
 from planner.search import SearchResult
 from profiles.cluster import Cluster
+
+WORTH_SPLITTING = ("heads", "in", "out", "vocab")  # factors whose indivisibility costs a plan
+MAX_EXCLUDED = 6
 
 
 def explain_search(
@@ -95,7 +99,7 @@ def _report(
         overrides=overrides,
         solver=solver,
         assumptions=(*cluster.assumptions, *_assumptions(evaluation, graph)),
-        notes=(*notes, *graph.notes, *_limits(evaluation, graph, table)),
+        notes=(*notes, *graph.notes, *_limits(evaluation, graph, table, cluster)),
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
     )
@@ -142,7 +146,9 @@ def _assumptions(evaluation: Evaluation, graph: Graph) -> list[str]:
     return lines
 
 
-def _limits(evaluation: Evaluation, graph: Graph, table: FactorTable) -> list[str]:
+def _limits(
+    evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster
+) -> list[str]:
     """Operators without a rule, gathers on the data axis, sizes that a degree does not divide."""
     notes = []
     unknown = sorted({op.target for op in graph.ops if not table.ops[op.name].known})
@@ -158,17 +164,21 @@ def _limits(evaluation: Evaluation, graph: Graph, table: FactorTable) -> list[st
                 "the whole micro-batch is gathered on every data-parallel rank for "
                 f"{', '.join(gathered[:5])}"
             )
+    return notes + _excluded(graph, table, cluster)
+
+
+def _excluded(graph: Graph, table: FactorTable, cluster: Cluster) -> list[str]:
+    """Sizes that tensor-parallel degrees of a node do not divide, repeats said once."""
+    node = cluster.devices_per_node
     sizes: dict[str, set[int]] = {}
-    for degree in (2, 4, 8):
-        for block in {b.class_id: b for b in graph.blocks}.values():
-            for op in block.ops:
-                if not table.ops[op.name].matmul and op.short != "embedding":
-                    continue
-                for factor, size in indivisible(table, op, degree).items():
-                    sizes.setdefault(f"{op.key} ({factor} = {size})", set()).add(degree)
-    for where, degrees in list(sizes.items())[:6]:
-        notes.append(
-            f"not split {'- or '.join(map(str, sorted(degrees)))}-way: {where}; a padded size "
-            "would divide"
-        )
-    return notes
+    for degree in (n for n in range(2, node + 1) if node % n == 0):
+        for op in graph.ops:
+            for factor, size in indivisible(table, op, degree).items():
+                if factor in WORTH_SPLITTING:
+                    name = re.sub(r"\.\d+(?=[.:])", ".*", op.key)
+                    sizes.setdefault(f"{name} ({factor} = {size})", set()).add(degree)
+    return [
+        f"not split {' or '.join(map(str, sorted(degrees)))} ways: {where}; "
+        "a padded size would divide"
+        for where, degrees in list(sizes.items())[:MAX_EXCLUDED]
+    ]

@@ -40,11 +40,12 @@ class Wait:
 
 
 class BlockProgram:
-    """The program of one block on a tensor axis at given rows. What is paid once per step (parameters) is
-    added by `solve`, for a data-parallel degree and number of micro-batches.
+    """The program of one block on a tensor axis at given rows. What is paid once per step
+    (parameters) is added by `solve`, for a data-parallel degree and number of micro-batches.
 
-    `inputs` and `outputs` give the states that values crossing the boundary may have. `allowed(name, state)`
-    restricts operators (by name, strategies) and values (by name, states) beforehand.
+    `inputs` and `outputs` give the states that values crossing the boundary may have.
+    `allowed(name, state)` restricts operators (by name, strategies) and values (by name, states)
+    beforehand.
     """
 
     def __init__(
@@ -199,7 +200,8 @@ class BlockProgram:
     def _with_parameters(
         self, pricer: Pricer, allowed: Callable[[str, Placement], bool]
     ) -> PairwiseProblem:
-        """The program with a node per parameter: how it is stored, what that costs once per step."""
+        """The program with a node per parameter: how it is stored, what that costs once per
+        step."""
         problem = PairwiseProblem(
             states=dict(self.problem.states),
             unary=dict(self.problem.unary),
@@ -275,7 +277,8 @@ class BlockProgram:
         )
 
     def boundary_nodes(self) -> list[str]:
-        """Nodes of the block's inputs and outputs that have a choice of states: at most one of each."""
+        """Nodes of the block's inputs and outputs that have a choice of states: at most one of
+        each."""
         names = [f"in:{v}" for v in self.block.inputs] + [f"hub:{v}" for v in self.block.outputs]
         return [n for n in names if len(self.problem.states[n]) > 1]
 

@@ -233,7 +233,12 @@ class Search:
         )
 
     def _legal_stages(self, count: int) -> np.ndarray:
-        legal = np.triu(np.ones((count + 1, count + 1), dtype=bool), 1)
+        trained = [
+            any(self.graph.values[v].requires_grad for v in b.parameters) for b in self.graph.blocks
+        ]
+        before = np.concatenate([[0], np.cumsum(trained)])
+        # a stage without trained parameters would leave its ranks' optimizers with nothing to do
+        legal = np.triu(before[None, :] > before[:, None], 1)
         if self.cuts is not None:
             only = np.zeros_like(legal)
             for start, stop in zip([0, *self.cuts], self.cuts, strict=False):
@@ -342,7 +347,7 @@ class Search:
             bigger = dataclasses.replace(self.cluster, num_nodes=self.cluster.num_nodes * factor)
             if self._feasible(self.overrides, bigger, self.global_batch_size):
                 return f"Way out: {bigger.num_nodes} nodes ({bigger.num_devices} devices) fit it."
-        return "Not even 64 times as many nodes fit it: a smaller micro-batch, sequence or model is needed."
+        return "Not even 64 times as many nodes fit it: take a shorter sequence or a smaller model."
 
     def _feasible(self, overrides: Overrides, cluster: Cluster, batch: int) -> bool:
         trial = Search(

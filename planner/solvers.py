@@ -1,7 +1,7 @@
 """The one place that talks to a solver: choose one state per node, minimising node and edge costs.
 
     minimise   Σ_n Σ_s c_n(s) x_n(s)  +  Σ_(n,m) Σ_(s,t) c_nm(s,t) e_nm(s,t)
-    subject to Σ_s x_n(s) = 1                                  one state per node        (`_one_hot`)
+    subject to Σ_s x_n(s) = 1                                 one state per node        (`_one_hot`)
                Σ_t e_nm(s,t) = x_n(s),  Σ_s e_nm(s,t) = x_m(t)  flow on every edge         (`_flow`)
                x ∈ {0,1},  e ≥ 0
 
@@ -42,8 +42,8 @@ def solve_pairwise(
     *,
     time_limit_s: float | None = None,
 ) -> Certificate | None:
-    """Minimise node plus edge costs; None where no finite assignment exists, or none was found within
-    the time limit."""
+    """Minimise node plus edge costs; None where no finite assignment exists, or none was found
+    within the time limit."""
     started = time.perf_counter()
     finite = [a[np.isfinite(a)] for a in (*unary.values(), *pairs.values())]
     scale = max((float(np.abs(a).max()) for a in finite if a.size), default=1.0) or 1.0

@@ -1,9 +1,9 @@
 """Costs of every run of blocks as a pipeline stage, by exact composition of block programs.
 
-A block's program gives its cost for every pair of boundary states. A stage is a chain of blocks: its
-cost is the min-plus product of theirs, starting and ending replicated on the tensor axis (that is how
-tensors cross stages). All runs i..j-1 are composed at once, one block at a time, and carry their
-components (seconds, parameters, saved bytes) along. Blocks of one class are solved once.
+A block's program gives its cost for every pair of boundary states. A stage is a chain of blocks:
+its cost is the min-plus product of theirs, starting and ending replicated on the tensor axis (that
+is how tensors cross stages). All runs i..j-1 are composed at once, one block at a time, and carry
+their components (seconds, parameters, saved bytes) along. Blocks of one class are solved once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherev
 class StageCosts:
     """Components of a stage on one rank; floats, or arrays over (first block, last block + 1).
 
-    Seconds per micro-batch (`*_s`), once per step (`reduce_s`, `optimizer_s`); bytes in all (`static_bytes`)
-    and per micro-batch in flight (`activation_bytes`).
+    Seconds per micro-batch (`*_s`), once per step (`reduce_s`, `optimizer_s`); bytes in all
+    (`static_bytes`) and per micro-batch in flight (`activation_bytes`).
     """
 
     forward_s: Any
@@ -55,19 +55,22 @@ class StageCosts:
 
 # sums carried along a chain, in this order; the last one is a maximum
 FIELDS = (
-    "forward_s", "backward_s", "forward_comm_s", "backward_comm_s", "reduce_s", "optimizer_s", "parameters",
-    "frozen_bytes", "saved_bytes", "input_bytes", "again_s", "again_comm_s", "again_bytes", "largest_bytes",
+    "forward_s", "backward_s", "forward_comm_s", "backward_comm_s", "reduce_s", "optimizer_s",
+    "parameters", "frozen_bytes", "saved_bytes", "input_bytes", "again_s", "again_comm_s",
+    "again_bytes", "largest_bytes",
 )  # fmt: skip
 
 
 def components(price: BlockPrice, block: Block) -> np.ndarray:
-    """One block's contribution to the sums. `again_*` is what full recompute repeats, or no longer keeps."""
+    """One block's contribution to the sums. `again_*` is what full recompute repeats, or no longer
+    keeps."""
     c = price.cost
     again = recomputable(block)
     return np.array([
         c.forward_s, c.backward_s, c.forward_comm_s, c.backward_comm_s, c.reduce_s, c.optimizer_s,
         price.parameters, price.frozen_bytes, price.saved_bytes, price.input_bytes,
-        c.forward_s * again, c.forward_comm_s * again, price.saved_bytes * again, price.saved_bytes * again,
+        c.forward_s * again, c.forward_comm_s * again, price.saved_bytes * again,
+        price.saved_bytes * again,
     ])  # fmt: skip
 
 
@@ -101,7 +104,8 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCost
 
 @dataclass(slots=True, kw_only=True)
 class ChainCosts:
-    """Every stage i..j-1 for one (dp, tp, rows, m, mode): `sums[i, j]` and seconds to send over each cut."""
+    """Every stage i..j-1 for one (dp, tp, rows, m, mode): `sums[i, j]` and seconds to send over
+    each cut."""
 
     setting: Setting
     mode: str
@@ -196,15 +200,16 @@ class StageCoster:
         steps = [matrices[id(table)] for table in tables]
         sums, seconds = self._compose(steps)
         return ChainCosts(
-            setting=setting, mode=mode, sums=sums, seconds=seconds, send_s=self.send_seconds(setting),
+            setting=setting, mode=mode, sums=sums, seconds=seconds,
+            send_s=self.send_seconds(setting),
             tables=tables, cuts=cuts, costs=[cost for cost, _ in steps],
         )  # fmt: skip
 
     def _tables(
         self, setting: Setting, mode: str, cuts: Sequence[Sequence[Placement]]
     ) -> list[BlockTable] | None:
-        """Solved programs in block order. Parameters read by several blocks are stored as the heaviest of
-        them wants."""
+        """Solved programs in block order. Parameters read by several blocks are stored as the
+        heaviest of them wants."""
         pricer = self.pricer(setting)
         solved: dict[Any, BlockTable] = {}
         stored: dict[str, Placement] = {}
@@ -317,7 +322,8 @@ class StageCoster:
     def _matrix(
         self, table: BlockTable, ins: int, outs: int, setting: Setting
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, components) of a block over its boundary states, priced from the assignments."""
+        """(seconds, components) of a block over its boundary states, priced from the
+        assignments."""
         cost = np.full((ins, outs), np.inf)
         parts = np.zeros((ins, outs, len(FIELDS)))
         pricer = self.pricer(setting)
@@ -341,7 +347,8 @@ class StageCoster:
         return price_block(pricer, program.layouts, assignment, inputs)
 
     def send_seconds(self, setting: Setting) -> np.ndarray:
-        """Seconds to send what crosses each cut, one micro-batch, one direction: every rank its own rows."""
+        """Seconds to send what crosses each cut, one micro-batch, one direction: every rank its own
+        rows."""
         pricer = self.pricer(setting)
         devices = setting.dp * setting.tp
         crosses = devices >= self.cluster.devices_per_node and self.cluster.num_nodes > 1

@@ -352,7 +352,7 @@ def make_plan(
     one per other stage. Patterns go to the stages where they match; one that matches nowhere
     raises."""
     stages = []
-    cuts = _cuts(len(graph.blocks), pp, heavy)
+    cuts = _cuts([bool(block.parameters) for block in graph.blocks], pp, heavy)
     for k, (start, stop) in enumerate(itertools.pairwise(cuts)):
         blocks = graph.blocks[start:stop]
         stages.append(
@@ -376,10 +376,13 @@ def make_plan(
     )  # fmt: skip
 
 
-def _cuts(blocks: int, pp: int, heavy: str) -> list[int]:
+def _cuts(trained: Sequence[bool], pp: int, heavy: str) -> list[int]:
+    """Every stage needs a block with parameters; a bare loss at the end goes with the last one."""
+    blocks = len(trained)
     if heavy == "last":
         return [*range(pp), blocks]
-    return [0, *range(blocks - pp + 1, blocks + 1)]
+    last = max(k for k, has in enumerate(trained) if has)
+    return [0, *range(last - pp + 2, last + 1), blocks]
 
 
 def _matching(

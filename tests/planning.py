@@ -1,4 +1,4 @@
-"""Models large enough that splitting them pays, clusters of any speed, and what a plan communicates.
+"""Models large enough that splitting them pays, clusters of any speed, what a plan communicates.
 
 Everything is traced on meta: sizes cost nothing.
 """
@@ -67,7 +67,7 @@ def cluster(
 
 
 def odd_cluster(seed: int, devices: int = 8) -> Cluster:
-    """A cluster whose rates differ by orders of magnitude: every way to split pays on some of them."""
+    """Rates that differ by orders of magnitude: every way to split pays on some such cluster."""
     rng = random.Random(seed)
 
     def rate(low: int, high: int) -> float:

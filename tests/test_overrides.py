@@ -118,7 +118,7 @@ def test_forbidding_leaves_the_value_that_does_without() -> None:
 
 
 def test_some_schedule_must_be_left() -> None:
-    with pytest.raises(OverrideError, match="leaves no schedule; legal: .*1f1b"):
+    with pytest.raises(OverrideError, match=r"leaves no schedule; legal: .*1f1b"):
         Overrides(forbid=list(SCHEDULES)).effective()
 
 
@@ -261,3 +261,14 @@ def test_shardings_reach_every_repeat() -> None:
 def test_a_sharding_that_matches_nothing_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"override shardings: sharding 'layer\.\*\.up'.*nearest"):
         search(shardings={"layer.*.up": "colwise"})
+
+
+def test_a_degree_that_a_sharding_excludes_is_left_out() -> None:
+    # a vocabulary of 24 divides by 2, 4 and 8, not by 16
+    found = search(16, pp=1, shardings={"head": "colwise"})
+    assert {stage.tp for c in found.candidates for stage in c.plan.stages} <= {1, 2, 4, 8}
+
+
+def test_a_sharding_that_no_degree_allows_is_refused() -> None:
+    with pytest.raises(OverrideError, match=r"override shardings: .*'colwize'.*mean 'colwise'"):
+        search(shardings={"head": "colwize"})

@@ -29,7 +29,7 @@ def brute_force(unary: Unary, pairs: Pairs) -> float:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[tuple[str, str], np.ndarray]]:
-    """Up to five nodes of up to three states, any edges, a third or none of the entries infinite."""
+    """Up to five nodes of up to three states, any edges, up to a third of the entries infinite."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scale = 10.0 ** draw(st.integers(-6, 3))
     illegal = draw(st.sampled_from([0.0, 0.1, 0.35]))

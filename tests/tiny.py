@@ -1,8 +1,9 @@
-"""A model that traces in a moment, and clusters on which it is and is not worth splitting."""
+"""A model that traces in a moment, plans for it, clusters where splitting pays and where not."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,11 +11,14 @@ from torch.nn import functional as F
 
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph
+from meshwright import ParallelModel, auto_parallelize
 from planner.blocks import cut_blocks
+from planner.check import fingerprint
+from planner.plan import Plan, StagePlan
 from planner.trace import trace
 from profiles.cluster import Cluster
 
-WIDTH, VOCAB, SEQUENCE = 16, 24, 6
+WIDTH, VOCAB, SEQUENCE, ROWS = 16, 24, 6, 8
 
 
 class Layer(nn.Module):
@@ -90,3 +94,45 @@ def small_host(devices: int, room_bytes: int) -> Cluster:
     base = host(devices)
     device = dataclasses.replace(base.device, memory_bytes=base.device.reserved_bytes + room_bytes)
     return dataclasses.replace(base, device=device)
+
+
+def plan_for(graph: Graph, *, stages: int = 1, dp: int = 2, tp: int = 2, **changes: Any) -> Plan:
+    """Equal meshes; all blocks but one each of the other stages in the first."""
+    names = [block.name for block in graph.blocks]
+    first = len(names) - stages + 1
+    runs = [names[:first], *([name] for name in names[first:])]
+    made = Plan(
+        model=fingerprint(graph),
+        global_batch_size=16,
+        num_microbatches=2,
+        schedule="1f1b",
+        precision="fp32",
+        stages=tuple(
+            StagePlan(
+                blocks=tuple(run),
+                ranks=tuple(range(k * dp * tp, (k + 1) * dp * tp)),
+                dp=dp,
+                tp=tp,
+            )
+            for k, run in enumerate(runs)
+        ),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def with_stage(plan: Plan, k: int = 0, **changes: Any) -> Plan:
+    stages = list(plan.stages)
+    stages[k] = dataclasses.replace(stages[k], **changes)
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def planned(model: nn.Module, devices: int = 1, **changes: Any) -> ParallelModel:
+    """`auto_parallelize` on that host, with `changes` to its arguments."""
+    given: dict[str, Any] = {
+        "example_inputs": batch(4),
+        "loss_fn": loss,
+        "global_batch_size": ROWS,
+        "precision": "fp32",
+    }
+    cluster = changes.pop("cluster", None) or host(devices)
+    return auto_parallelize(model, cluster, **{**given, **changes})

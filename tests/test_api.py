@@ -1,0 +1,201 @@
+"""`auto_parallelize` in one process: planning for many ranks, running on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import ROWS, Net, batch, host, loss, net, planned, small_host
+
+from executor import launch
+from meshwright import (
+    Cluster,
+    InfeasibleError,
+    OverrideError,
+    Overrides,
+    ParallelModel,
+    Plan,
+    PlanError,
+)
+from meshwright.api import _check_world
+
+
+@cache
+def four_ranks() -> ParallelModel:
+    return planned(net(), 4)
+
+
+# --- planning for what is not there --------------------------------------------------------------
+
+
+def test_planning_needs_no_ranks() -> None:
+    result = four_ranks()
+    assert result.plan.num_ranks == 4
+    assert "Chosen" in str(result.report)
+    prediction, stages = result.prediction, len(result.plan.stages)
+    assert prediction.step_time_s > 0 and 0 < prediction.mfu <= 1
+    assert 0 <= prediction.bubble_fraction < 1
+    assert isinstance(prediction.peak_memory_bytes, list)
+    assert len(prediction.peak_memory_bytes) == stages
+    assert all(isinstance(x, int) and x > 0 for x in prediction.peak_memory_bytes)
+
+
+def test_running_without_ranks_says_how_to_launch() -> None:
+    result = four_ranks()
+    for attempt in (
+        lambda: result.train_step(batch(ROWS)),
+        lambda: list(result.parameters()),
+        result.state_dict,
+    ):
+        with pytest.raises(RuntimeError, match=r"needs 4 ranks.*torchrun --nproc-per-node 4 "):
+            attempt()
+
+
+def test_many_nodes_are_launched_on_each() -> None:
+    cluster = dataclasses.replace(host(2), num_nodes=2)
+    result = planned(net(), cluster=cluster)
+    with pytest.raises(RuntimeError, match="--nproc-per-node 2 --nnodes 2 --rdzv"):
+        result.train_step(batch(ROWS))
+
+
+def test_a_model_on_meta_is_planned_and_loaded_later() -> None:
+    model = net()
+    with torch.device("meta"):
+        empty = Net()
+    result = planned(empty, example_inputs=tuple(x.to("meta") for x in batch(4)))
+    with pytest.raises(ValueError, match=r"meta device.*load_state_dict or load_checkpoint"):
+        result.train_step(batch(ROWS))
+    result.load_state_dict(model.state_dict())
+    ids, targets = batch(ROWS)
+    expected = loss(model(ids), targets).item()
+    assert float(result.train_step(batch(ROWS))) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_report_comes_with_the_plan(tmp_path: Path) -> None:
+    report = four_ranks().report
+    assert json.loads(json.dumps(report.to_dict()))["summary"]["chosen"]
+    report.trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_overrides_are_kept_and_priced() -> None:
+    result = planned(net(), 4, overrides=Overrides(dp=4))
+    assert [stage.dp for stage in result.plan.stages] == [4]
+    (row,) = result.report.overrides
+    assert row["override"] == "dp=4" and row["effect"].startswith("cost ")
+
+
+def test_a_tied_weight_may_live_on_two_stages() -> None:
+    result = planned(net(tied=True), 2, overrides=Overrides(pp=2))
+    first, last = result.plan.stages
+    assert first.blocks[0] == "embed" and last.blocks[-1] == "head"
+
+
+# --- a given plan --------------------------------------------------------------------------------
+
+
+def test_a_plan_and_its_file_are_taken(tmp_path: Path) -> None:
+    searched = planned(net(), overrides=Overrides(num_microbatches=2))
+    searched.plan.save(tmp_path / "plan.json")
+    for given in (searched.plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        result = planned(net(), plan=given)
+        assert result.plan == searched.plan
+        assert result.prediction == searched.prediction
+        assert any("nothing was searched" in note for note in result.report.notes)
+        assert torch.equal(result.train_step(batch(ROWS)), searched.train_step(batch(ROWS)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"global_batch_size": 16},
+            "global_batch_size=8, called with 16; pass global_batch_size=8",
+        ),
+        ({"precision": "bf16"}, "precision='fp32', called with 'bf16'"),
+        ({"cluster": host(2)}, "made for 4 ranks, but the cluster has 2 devices.*of 4 devices"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        planned(net(), **{"cluster": host(4), "plan": four_ranks().plan, **changes})
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"made for model .*, but this model is .*plan again"):
+        planned(net(tied=True), 4, plan=four_ranks().plan)
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    plan = four_ranks().plan
+    with pytest.raises(InfeasibleError, match=r"shortfall in GiB by stage: stage 0: 0\.") as caught:
+        planned(net(), plan=plan, cluster=small_host(4, 1024))
+    assert max(caught.value.shortfall_bytes) > 0
+
+
+def test_a_cluster_too_small_says_how_much_is_missing() -> None:
+    with pytest.raises(InfeasibleError, match=r"lacks .* GiB.*shortfall in GiB by stage") as caught:
+        planned(net(), cluster=small_host(2, 1024))
+    assert max(caught.value.shortfall_bytes) > 0
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size=0; legal: an integer from 1"),
+        ({"global_batch_size": 8.0}, "global_batch_size=8.0; legal"),
+        ({"global_batch_size": True}, "global_batch_size=True; legal"),
+        ({"precision": "fp8"}, "precision='fp8'; legal: fp32, bf16, fp16"),
+        ({"optimizer": "foo"}, "optimizer='foo'.*adam.*sgd"),
+        ({"cluster": "h100-sxm"}, "cluster='h100-sxm' is a str; legal: a Cluster"),
+        ({"overrides": {"tp": 2}}, "overrides=.*is a dict; legal: Overrides"),
+        ({"plan": {"format": 1}}, "plan=.*is a dict; legal: a Plan, a path or None"),
+        ({"plan": "no/such.json"}, "plan file 'no/such.json': No such file.*meshwright plan"),
+        ({"example_inputs": ()}, "holds no tensor with a batch dim; pass a dict"),
+        ({"example_inputs": {"id": batch(4)[0], "targets": batch(4)[1]}}, "do not fit Net.forward"),
+        ({"example_inputs": batch(4)[:1]}, "loss_fn takes \\(output, targets\\) but the batch has"),
+        ({"loss_fn": None, "example_inputs": batch(4)[:1]}, "scalar loss is needed; pass loss_fn="),
+        ({"overrides": Overrides(tp=3)}, "tp=3: 3 does not divide the cluster's 1 devices; legal"),
+        ({"overrides": Overrides(pp=9)}, "pp=9: the model has 5 blocks"),
+        ({"overrides": Overrides(num_microbatches=3)}, "num_microbatches=3: 3 does not divide"),
+        ({"overrides": Overrides(shardings={"haed": "colwise"})}, "'haed'.*nearest: head"),
+        ({"overrides": Overrides(stages=[["embd"]])}, "no block 'embd'; nearest: embed"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        planned(net(), **changes)
+
+
+def test_a_plan_leaves_nothing_to_override() -> None:
+    with pytest.raises(ValueError, match=r"plan= and overrides=.*drop one"):
+        planned(net(), 4, plan=four_ranks().plan, overrides=Overrides(tp=2))
+    planned(net(), 4, plan=four_ranks().plan, overrides=Overrides())
+
+
+def test_the_model_must_be_a_module() -> None:
+    with pytest.raises(ValueError, match=r"model=.*legal: a torch.nn.Module"):
+        planned(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_the_ranks_that_run_must_be_the_clusters() -> None:
+    cluster = Cluster.from_catalog("h100-sxm", num_nodes=2, devices_per_node=4)
+    _check_world(cluster, None)
+    _check_world(cluster, 8)
+    with pytest.raises(ValueError, match=r"8 devices, but 3 ranks.*--nproc-per-node 4 --nnodes 2"):
+        _check_world(cluster, 3)
+
+
+def test_every_error_is_a_value_error() -> None:
+    for error in (OverrideError, PlanError, InfeasibleError):
+        assert issubclass(error, ValueError)
+    assert not launch.running()
+    assert isinstance(four_ranks().plan, Plan)

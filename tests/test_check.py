@@ -1,0 +1,268 @@
+"""A plan against its model: globs over names, and everything that cannot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph
+from planner.check import check_plan, express_shardings, fingerprint, glob, resolve_shardings
+from planner.layouts import Entry
+from planner.plan import Plan, PlanError
+
+few = settings(deadline=None, max_examples=40)
+
+
+@cache
+def model() -> tuple[Graph, FactorTable]:
+    return cut(net())
+
+
+@cache
+def tied() -> tuple[Graph, FactorTable]:
+    return cut(net(tied=True))
+
+
+# --- globs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("h.*.up", ["h.0.up", "h.11.up"], ["h.0.mlp.up", "h.0.up.weight", "x.h.0.up", "h.up"]),
+        ("h.**", ["h.0", "h.0.up", "h.0.mlp.up:addmm"], ["head", "g.h.0"]),
+        ("**.up", ["h.0.up", "h.0.mlp.up"], ["up", "h.0.up2"]),
+        ("h.?", ["h.0", "h.9"], ["h.10", "h."]),
+        ("h.*:addmm", ["h.0:addmm"], ["h.0.up:addmm", "h.0:addmm#1"]),
+        ("a+b[0]", ["a+b[0]"], ["aab0", "a+b0"]),
+    ],
+)
+def test_star_stays_within_a_component(pattern: str, matching: list[str], other: list[str]) -> None:
+    assert [n for n in matching + other if glob(pattern).match(n)] == matching
+
+
+def op_named(graph: Graph, key: str) -> str:
+    return next(op.name for op in graph.ops if op.key == key)
+
+
+def parameter_named(graph: Graph, fqn: str) -> str:
+    return next(value for value, name in graph.parameters.items() if name == fqn)
+
+
+def test_modules_operators_and_parameters_are_found() -> None:
+    graph, _ = model()
+    found = resolve_shardings(
+        graph,
+        graph.blocks,
+        {"layers.1.up": "colwise", "layers.2.norm:layer_norm": "-> S(1)", "head.weight": "S(0)@tp"},
+    )
+    assert {name: str(entry) for name, entry in found.items()} == {
+        op_named(graph, "layers.1.up:linear"): "colwise",
+        op_named(graph, "layers.2.norm:layer_norm"): "-> S(1)",
+        parameter_named(graph, "head.weight"): "-> S(0)",
+    }
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_longest_pattern_wins_in_any_order(reverse: bool) -> None:
+    graph, _ = model()
+    texts = {"**": "follow", "layers.*.up": "colwise", "layers.1.up": "rowwise"}
+    if reverse:
+        texts = dict(reversed(texts.items()))
+    found = resolve_shardings(graph, graph.blocks, texts)
+    assert [str(found[op_named(graph, f"layers.{i}.up:linear")]) for i in range(3)] == [
+        "colwise",
+        "rowwise",
+        "colwise",
+    ]
+
+
+def test_follow_takes_a_decision_back() -> None:
+    graph, _ = model()
+    texts = {"layers.*.up": "colwise", "layers.1.up": "follow", "layers.*.up.weight": "follow"}
+    found = resolve_shardings(graph, graph.blocks, texts)
+    assert found[op_named(graph, "layers.1.up:linear")] == Entry()
+    assert found[parameter_named(graph, "layers.0.up.weight")] == Entry()
+
+
+def test_a_tied_parameter_answers_to_all_its_names() -> None:
+    graph, _ = tied()
+    found = [
+        resolve_shardings(graph, graph.blocks, {name: "S(0)@tp"})
+        for name in ("embed.weight", "head.weight")
+    ]
+    assert found[0] == found[1] != {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "says"),
+    [
+        ("layers.*.upp", "colwise", r"'layers\.\*\.upp' matches no .*nearest: layers\.\*\.up"),
+        ("layers.0.up:lineer", "colwise", "nearest: layers.0.up:linear"),
+        ("haed.weight", "S(0)@tp", "nearest: head.weight"),
+        ("layers.0.norm", "colwise", "without matrix product.*layers.0.norm:layer_norm"),
+        ("head.weight", "S(0)@dp", "'head.weight': placement 'S\\(0\\)@dp'"),
+        ("head.weight", "colwise", "'head.weight': placement 'colwise'"),
+        ("head", "colwise -> Q", "'head': placement 'Q'"),
+        ("head", " ", "'head' is empty; legal"),
+    ],
+)
+def test_bad_patterns_and_decisions_are_named(pattern: str, text: str, says: str) -> None:
+    graph, _ = model()
+    with pytest.raises(PlanError, match=says) as caught:
+        resolve_shardings(graph, graph.blocks, {pattern: text}, "here")
+    assert str(caught.value).startswith("here: ")
+
+
+ENTRIES = st.sampled_from(["colwise", "rowwise", "replicate", "-> S(1)", "colwise -> R"])
+STATES = st.sampled_from(["R", "S(0)", "S(1)"])
+
+
+@few
+@given(st.data())
+def test_resolving_undoes_expressing(data: st.DataObject) -> None:
+    graph, _ = data.draw(st.sampled_from([model(), tied()]))
+    ops = [op.name for block in graph.blocks for op in block.ops]
+    # few distinct decisions over many operators, so that repeats agree and differ
+    entries = {
+        name: Entry.parse(text)
+        for name, text in data.draw(st.dictionaries(st.sampled_from(ops), ENTRIES)).items()
+    }
+    values = sorted({value for block in graph.blocks for value in block.parameters})
+    entries |= {
+        value: Entry.parse(f"-> {text}")
+        for value, text in data.draw(st.dictionaries(st.sampled_from(values), STATES)).items()
+    }
+    texts = express_shardings(graph, graph.blocks, entries)
+    assume(texts or not entries)
+    found = resolve_shardings(graph, graph.blocks, texts)
+    assert {name: entry for name, entry in found.items() if entry != Entry()} == entries
+
+
+def test_a_decision_alike_in_all_repeats_is_one_line() -> None:
+    graph, _ = model()
+    ups = [op_named(graph, f"layers.{i}.up:linear") for i in range(3)]
+    same = dict.fromkeys(ups, Entry.parse("colwise"))
+    assert express_shardings(graph, graph.blocks, same) == {"layers.*.up:linear": "colwise"}
+    odd = {**same, ups[1]: Entry.parse("rowwise")}
+    assert express_shardings(graph, graph.blocks, odd) == {
+        "layers.*.up:linear": "colwise",
+        "layers.1.up:linear": "rowwise",
+    }
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_good_plan_gives_assignments_for_its_blocks(stages: int) -> None:
+    graph, table = model()
+    found = check_plan(plan_for(graph, stages=stages), graph, table)
+    assert [name for part in found for name in part] == [block.name for block in graph.blocks]
+
+
+def test_a_plan_holds_at_any_batch_size_and_precision() -> None:
+    plan = plan_for(model()[0])
+    for rows, precision in ((2, "fp32"), (7, "bf16")):
+        graph, table = cut(net(), rows=rows, precision=precision)
+        assert fingerprint(graph) == plan.model
+        check_plan(plan, graph, table)
+
+
+def test_other_models_have_other_fingerprints() -> None:
+    assert fingerprint(model()[0]) != fingerprint(tied()[0])
+
+
+BLOCKS = ("embed", "layers.0", "layers.1", "layers.2", "head")
+
+
+BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("model", {"model": "feed"}, {}, "made for model feed, but this model is .*plan again"),
+    ("schedule", {"schedule": "1b1f"}, {}, "schedule='1b1f'; legal: .*1f1b"),
+    ("precision", {"precision": "fp8"}, {}, "precision='fp8'; legal: fp32, bf16, fp16"),
+    ("m", {"num_microbatches": 3}, {}, "num_microbatches=3 does not divide.*=16; legal: 1, 2, 4"),
+    ("m zero", {"num_microbatches": 0}, {}, "num_microbatches=0; legal: an integer from 1"),
+    ("batch", {"global_batch_size": True}, {}, "global_batch_size=True; legal"),
+    ("no stages", {"stages": ()}, {}, "no stages"),
+    ("zero", {}, {"zero": 2}, "stage 0: zero=2; legal: 0, 1"),
+    ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1"),
+    ("recompute", {}, {"recompute": "some"}, "stage 0: recompute='some'; legal: none, full"),
+    ("dp", {}, {"dp": 0}, "stage 0: dp=0; legal"),
+    ("tp", {}, {"tp": "2"}, "stage 0: tp='2'; legal"),
+    (
+        "dp and rows",
+        {},
+        {"dp": 3, "tp": 1, "ranks": (0, 1, 2)},
+        "dp=3 does not divide a micro-batch of 8 rows .*legal: 1, 2, 4, 8, or fewer micro-batches",
+    ),
+    ("mesh", {}, {"ranks": (0, 1, 2)}, "ranks 0-2 are 3, its mesh dp=2 × tp=2 needs 4"),
+    ("no ranks", {}, {"ranks": ()}, "ranks none are 0"),
+    ("twice", {}, {"ranks": (0, 1, 2, 2)}, "ranks must be 0 to 3.*used twice: 2; missing: 3"),
+    ("gap", {}, {"ranks": (0, 1, 2, 4)}, "used twice: none; missing: 3"),
+    ("no blocks", {}, {"blocks": ()}, "stage 0: no blocks"),
+    ("missing", {}, {"blocks": BLOCKS[:-1]}, f"'missing', expected '{BLOCKS[-1]}'"),
+    ("double", {}, {"blocks": (*BLOCKS, BLOCKS[0])}, f"is '{BLOCKS[0]}', expected 'nothing'"),
+    ("order", {}, {"blocks": (BLOCKS[1], BLOCKS[0], *BLOCKS[2:])}, "once, in order; position 0"),
+    ("unknown", {}, {"blocks": (*BLOCKS[:-1], "layres.2")}, "'layres.2'.*nearest: layers.2"),
+    ("pattern", {}, {"shardings": {"layer.*.up": "colwise"}}, "stage 0: sharding 'layer.*.up'"),
+    ("strategy", {}, {"shardings": {"head": "colwize"}}, "'colwize'.*legal: .*mean 'colwise'"),
+    (
+        "axis",
+        {},
+        {"shardings": {"head.weight": "S(3)"}},
+        r"S\(3\) of head.weight.*legal: R, S\(0\)",
+    ),
+    ("partial", {}, {"shardings": {"head.weight": "P"}}, "state P of head.weight.*legal: R"),
+    ("state", {}, {"shardings": {"layers.0.up": "-> S(9)"}}, r"S\(9\) of layers.0.up:linear"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan_changes", "stage_changes", "says"),
+    [case[1:] for case in BAD_PLANS],
+    ids=[case[0] for case in BAD_PLANS],
+)
+def test_what_cannot_hold_is_refused(
+    plan_changes: dict[str, Any], stage_changes: dict[str, Any], says: str
+) -> None:
+    graph, table = model()
+    plan = with_stage(plan_for(graph), **stage_changes)
+    with pytest.raises(PlanError, match=says) as caught:
+        check_plan(dataclasses.replace(plan, **plan_changes), graph, table)
+    assert str(caught.value).startswith("plan: ")
+
+
+def test_stages_must_not_share_ranks() -> None:
+    graph, table = model()
+    plan = with_stage(plan_for(graph, stages=2), 1, ranks=(2, 3, 4, 5))
+    with pytest.raises(PlanError, match=r"used twice: 2-3; missing: 6-7"):
+        check_plan(plan, graph, table)
+
+
+def test_a_degree_must_divide_what_it_splits() -> None:
+    graph, table = model()
+    for pattern, text, size in (("head", "colwise", VOCAB), ("layers.0.up", "rowwise", WIDTH)):
+        for tp in (2, 3, 5, 8):
+            plan = plan_for(graph, dp=1, tp=tp)
+            plan = with_stage(plan, shardings={pattern: text})
+            if size % tp == 0:
+                check_plan(plan, graph, table)
+            else:
+                with pytest.raises(PlanError, match=rf"{pattern}.*not possible with tp={tp}"):
+                    check_plan(plan, graph, table)
+
+
+def test_a_checked_plan_survives_its_file() -> None:
+    graph, table = model()
+    plan = plan_for(graph, stages=2)
+    plan = with_stage(plan, shardings={"layers.*.up": "colwise", "embed": "vocab"})
+    assert check_plan(Plan.from_json(plan.to_json()), graph, table) == check_plan(
+        plan, graph, table
+    )

@@ -1,0 +1,264 @@
+"""The commands, called in this process: what goes to stdout, what to stderr, which exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright import Plan
+from meshwright.cli import main
+from planner.report import describe
+
+TARGETS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def mlp():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    return model, (torch.randn(4, 16), torch.randint(0, 8, (4,))), F.cross_entropy
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 4)
+
+    def forward(self, x, scale=1.0):
+        return {"loss": self.up(x).square().mean() * scale}
+
+
+def own():
+    torch.manual_seed(0)
+    return Own(), {"x": torch.randn(3, 16), "scale": 2.0}
+
+
+def alone():
+    return nn.Linear(2, 2)
+
+
+value = 3
+"""
+
+TINY = """
+base = "local-host"
+devices_per_node = 2
+
+[device]
+memory_bytes = 536_872_000
+"""
+
+PLAN = ["plan", "cli_targets:mlp", "--batch", "16", "--precision", "fp32"]
+FOUR = [*PLAN, "--cluster", "dgx-a100"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a module of targets, which is forgotten again."""
+    (tmp_path / "cli_targets.py").write_text(TARGETS)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "cli_targets", raising=False)
+    return tmp_path
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def failed(capsys: Captured, arguments: list[str], code: int = 1) -> str:
+    """The one error on stderr, with nothing on stdout."""
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+# --- plan ----------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_report_and_nothing_else(capsys: Captured) -> None:
+    assert main([*FOUR, "-o", "plan.json", "--trace", "trace.json"]) == 0
+    out, err = capsys.readouterr()
+    plan = Plan.load("plan.json")
+    assert plan.num_ranks == 8 and plan.global_batch_size == 16
+    assert f"Chosen: {describe(plan)}" in out
+    assert "plan written to plan.json" in err and "written" not in out
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+
+
+def test_plan_as_json(capsys: Captured) -> None:
+    assert main([*FOUR, "--json", "-o", "plan.json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["plan"] == json.loads(Path("plan.json").read_text())
+    assert data["summary"]["step_time_s"] > 0
+
+
+def test_overrides_are_flags(capsys: Captured) -> None:
+    flags = [
+        "--tp=2", "--dp=2", "--pp=2", "--num-microbatches=4", "--schedule=gpipe", "--zero=1",
+        "--recompute=full", "-o", "plan.json",
+    ]  # fmt: skip
+    assert main([*FOUR, *flags]) == 0
+    assert "pp=2" in capsys.readouterr().out
+    plan = Plan.load("plan.json")
+    assert (plan.num_microbatches, plan.schedule, len(plan.stages)) == (4, "gpipe", 2)
+    for stage in plan.stages:
+        assert (stage.tp, stage.dp, stage.zero, stage.recompute) == (2, 2, 1, "full")
+
+
+def test_forbid_and_microbatch_size_are_flags(capsys: Captured) -> None:
+    flags = ["--forbid", "tp", "--forbid", "pp", "--microbatch-size", "1", "-o", "plan.json"]
+    assert main([*FOUR, *flags]) == 0
+    plan = Plan.load("plan.json")
+    (stage,) = plan.stages
+    assert (stage.tp, stage.dp, plan.microbatch_rows) == (1, 8, 8)
+
+
+def test_shardings_are_flags(capsys: Captured) -> None:
+    flags = ["--tp=8", "--sharding", "0=colwise", "--sharding", "2.weight=S(1)@tp"]
+    assert main([*FOUR, *flags, "--json"]) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["plan"]["stages"]
+    assert stage["mesh"] == {"dp": 1, "tp": 8}
+    assert any(name.startswith("0") and "colwise" in d for name, d in stage["shardings"].items())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tp", "3"], "override tp=3: 3 does not divide the cluster's 8 devices"),
+        (["--zero", "3"], "override zero=3: legal: 0, 1"),
+        (["--schedule", "1b1f"], "override schedule='1b1f': legal: "),
+        (["--forbid", "tpp"], "did you mean 'tp'?"),
+        (["--tp", "2", "--forbid", "tp"], "tp=2 contradicts forbid='tp'"),
+        (["--sharding", "0"], "--sharding '0': expected GLOB=DECISION"),
+        (["--sharding", "=colwise"], "expected GLOB=DECISION"),
+        (["--sharding", "9=colwise"], "sharding '9' matches no module"),
+    ],
+)
+def test_bad_overrides(capsys: Captured, flags: list[str], says: str) -> None:
+    assert says in failed(capsys, [*FOUR, *flags])
+
+
+def test_a_model_too_large_exits_with_2(capsys: Captured) -> None:
+    err = failed(capsys, [*PLAN, "--cluster", "tiny.toml"], code=2)
+    assert err.startswith("infeasible: ") and "shortfall in GiB" in err
+
+
+# --- what is wrong is named ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("cli_targets", "expected module:function"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("cli_targets:mpl", "has no function 'mpl'; nearest: mlp"),
+        ("cli_targets:value", "has no function 'value'"),
+        ("cli_targets:alone", "returned a Linear; legal: a tuple (model, example_inputs)"),
+    ],
+)
+def test_bad_target(capsys: Captured, target: str, says: str) -> None:
+    err = failed(capsys, ["plan", target, "--batch", "4"])
+    assert err.startswith("error: ") and says in err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        ("h100-smx", "h100-sxm"),
+        ("h100-sxm:x", "'h100-sxm:x': after the colon comes a number"),
+        ("local:0", "n is 0"),
+        ("missing.toml", "missing.toml"),
+        ("dgx-a100:-1", "after the colon comes a number"),
+    ],
+)
+def test_bad_cluster(capsys: Captured, cluster: str, says: str) -> None:
+    assert says in failed(capsys, [*PLAN, "--cluster", cluster])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["plna"], ["plan"], ["plan", "m:f"], [*PLAN, "--tp", "two"], [*PLAN, "--what"],
+     ["run", "m:f", "--batch", "4", "--steps", "0"]],
+)  # fmt: skip
+def test_a_wrong_command_line_exits_with_1(capsys: Captured, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "usage: meshwright" in err
+
+
+def test_help_exits_with_0(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--help"])
+    assert caught.value.code == 0
+    assert "--microbatch-size" in capsys.readouterr().out
+
+
+# --- show ----------------------------------------------------------------------------------------
+
+
+def test_show_prints_the_plan(capsys: Captured) -> None:
+    main([*FOUR, "--pp", "2", "--tp", "2", "-o", "plan.json"])
+    capsys.readouterr()
+    assert main(["show", "plan.json"]) == 0
+    out, err = capsys.readouterr()
+    plan = Plan.load("plan.json")
+    assert describe(plan) in out and plan.model in out and err == ""
+    assert "stage 1: blocks block.1 on ranks 4-7, dp2 × tp2" in out
+    assert main(["show", "plan.json", "--json"]) == 0
+    assert capsys.readouterr().out == plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(None, "No such file"), ("{", "line 1 is not JSON"), ('{"format": 99}', "is newer than")],
+)
+def test_show_names_what_is_wrong(capsys: Captured, text: str | None, says: str) -> None:
+    if text is not None:
+        Path("plan.json").write_text(text)
+    err = failed(capsys, ["show", "plan.json"])
+    assert "plan.json" in err and says in err
+
+
+# --- run -----------------------------------------------------------------------------------------
+
+RUN = ["run", "cli_targets:mlp", "--batch", "6", "--precision", "fp32", "--cluster", "local:1"]
+
+
+def test_run_trains(capsys: Captured) -> None:
+    assert main([*RUN, "--steps", "4", "--lr", "0.01", "--json"]) == 0
+    out, err = capsys.readouterr()
+    losses = json.loads(out)["losses"]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert "step 4/4: loss" in err
+
+
+def test_run_takes_a_plan_and_speaks_plainly(capsys: Captured) -> None:
+    plan = [*PLAN[:2], "--batch", "6", "--precision", "fp32", "--num-microbatches", "3"]
+    assert main([*plan, "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    assert main([*RUN, "--steps", "2", "--plan", "plan.json"]) == 0
+    assert capsys.readouterr().out.startswith("loss ")
+    err = failed(capsys, [*RUN, "--steps", "2", "--plan", "plan.json", "--batch", "8"])
+    assert "global_batch_size=6, called with 8" in err
+
+
+def test_run_takes_models_with_their_own_loss(capsys: Captured) -> None:
+    arguments = ["run", "cli_targets:own", "--batch", "4", "--precision", "fp32", "--steps", "3"]
+    assert main([*arguments, "--json"]) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
+    assert losses[2] < losses[0]
+
+
+def test_run_without_ranks_says_how_to_launch(capsys: Captured) -> None:
+    err = failed(capsys, [*RUN[:-1], "dgx-a100", "--batch", "16"])
+    assert "torchrun --nproc-per-node 8" in err and "-m meshwright.cli run" in err

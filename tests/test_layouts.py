@@ -1,0 +1,312 @@
+"""Few decisions stand for all: compressing and completing are inverse, names and states parse."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import Traced, case, large_gpt2, odd_cluster
+
+from costmodel.graph import Block, Op
+from costmodel.strategies import RP, P, Placement, R, Strategy, indivisible, transition
+from planner.layouts import (
+    Assignment,
+    BlockLayouts,
+    Entry,
+    default_state,
+    stored_state,
+)
+from planner.stage_costs import StageCoster
+
+MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
+ROWS, COLUMNS, FUSED = Placement("S", 0), Placement("S", 1), Placement("S", 1, 3)
+
+
+def layouts_of(of: Traced, degree: int) -> list[BlockLayouts]:
+    return [BlockLayouts(of.graph, of.table, block, degree) for block in of.graph.blocks]
+
+
+def written(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries as they come back from their text."""
+    return {name: Entry.parse(str(entry)) for name, entry in entries.items()}
+
+
+# --- there and back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_solved_assignments_come_back(name: str, seed: int) -> None:
+    of, tp = case(name), 2 + 2 * (seed % 2)
+    coster = StageCoster(of.graph, of.table, odd_cluster(seed), "fp32", "adamw")
+    setting = coster.setting(dp=2, tp=tp, rows=4, microbatches=4)
+    chain = coster.chain(setting, "lean" if seed > 1 else "fast")
+    assert chain is not None
+    said = choices = 0
+    for table in chain.tables:
+        program = table.program
+        for index, at in table.choices.items():
+            found = program.assignment(table, index)
+            inputs = {v: program.inputs[v][at[f"in:{v}"]] for v in program.block.inputs}
+            entries = written(program.layouts.compress(found, inputs))
+            assert program.layouts.complete(entries, inputs) == found
+            said += len(entries)
+            choices += len(found.strategies) + len(found.states)
+    assert said < choices / 4
+
+
+def legal(options: list[Strategy], op: Op, at: Mapping[str, Placement]) -> list[Strategy]:
+    """Strategies whose operands can be had from the states they are in."""
+    return [
+        s for s in options
+        if all(
+            transition(at[v], t) is not None
+            for v, t in zip(op.operands, s.operands, strict=True)
+            if v in at
+        )
+    ]  # fmt: skip
+
+
+def random_assignment(
+    layouts: BlockLayouts, inputs: Mapping[str, Placement], rng: random.Random
+) -> Assignment:
+    """Any legal strategies, and for what a plan can name (first results, parameters) any states."""
+    chosen: dict[str, Strategy] = {}
+    at = {name: inputs.get(name, R) for name in layouts.block.inputs}
+    made: dict[str, Placement] = {}
+    for op in layouts.block.ops:
+        chosen[op.name] = rng.choice(legal(layouts.options(op), op, at))
+        made |= dict(zip(op.results, chosen[op.name].results, strict=True))
+        at |= {v: made[v] for v in op.results}
+    states: dict[str, Placement] = {}
+    for op in layouts.block.ops:
+        for value in op.results:
+            targets = layouts.targets(value, chosen)
+            default = default_state(made[value], targets, value in layouts.block.outputs)
+            free = [default, made[value], R, RP, *targets]
+            states[value] = rng.choice(free) if value == op.results[0] else default
+    for value in layouts.block.parameters:
+        targets = [t for t in layouts.targets(value, chosen) if t.sharded]
+        states[value] = rng.choice([R, *targets])
+    return Assignment(strategies=chosen, states=states)
+
+
+def boundary(layouts: BlockLayouts, rng: random.Random) -> dict[str, Placement]:
+    options = [R, ROWS, COLUMNS]
+    return {name: rng.choice(options) for name in layouts.block.inputs}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MODELS), st.sampled_from([2, 4]), st.integers(0, 2**32 - 1))
+def test_any_assignment_comes_back(name: str, degree: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for layouts in layouts_of(case(name), degree):
+        inputs = boundary(layouts, rng)
+        wanted = random_assignment(layouts, inputs, rng)
+        assert layouts.complete(written(layouts.compress(wanted, inputs)), inputs) == wanted
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(MODELS), st.integers(0, 2**32 - 1))
+def test_what_follows_needs_no_entry(name: str, seed: int) -> None:
+    """Completing nothing, and compressing that, gives nothing; a subset of decisions is a plan."""
+    rng = random.Random(seed)
+    for layouts in layouts_of(case(name), 2):
+        inputs = boundary(layouts, rng)
+        assert layouts.compress(layouts.complete({}, inputs), inputs) == {}
+        every = layouts.compress(random_assignment(layouts, inputs, rng), inputs)
+        some = {key: entry for key, entry in every.items() if rng.random() < 0.5}
+        found = layouts.complete(some, inputs)
+        assert layouts.complete(layouts.compress(found, inputs), inputs) == found
+        for op in layouts.block.ops:
+            entry = some.get(op.name, Entry())
+            assert entry.strategy in (None, found.strategies[op.name].name)
+            assert entry.state in (None, found.states[op.results[0]])
+
+
+def test_one_rank_replicates_what_follows_from_nothing() -> None:
+    for layouts in layouts_of(case("gpt2_tied"), 2):
+        found = layouts.complete({}, {})
+        assert {s.name for s in found.strategies.values()} == {"replicate"}
+        assert set(found.states.values()) == {R}
+
+
+def test_what_leaves_a_stage_is_replicated_whatever_its_entry_says() -> None:
+    layouts = layouts_of(case("llama"), 2)[1]
+    out = layouts.block.outputs[0]
+    last = next(op for op in layouts.block.ops if out in op.results)
+    entries = {last.name: Entry(state=COLUMNS)}
+    inside = layouts.complete(entries, {})
+    leaving = layouts.complete(entries, {}, leaving=[out])
+    assert inside.states[out] == COLUMNS
+    assert leaving.states[out] == R
+    assert leaving.strategies == inside.strategies
+
+
+def test_megatron_follows_from_two_decisions() -> None:
+    """Columns of the first product; heads, rows and the sum after them follow."""
+    of = large_gpt2()
+    layouts = BlockLayouts(of.graph, of.table, of.graph.blocks[1], 8)
+    ops = {op.key.removeprefix("transformer.h.0."): op for op in layouts.block.ops}
+    entries = {
+        ops["attn.c_attn:addmm"].name: Entry(strategy="colwise.1"),
+        ops["mlp.c_fc:addmm"].name: Entry(strategy="colwise"),
+    }
+    found = layouts.complete(entries, {})
+    names = {key: found.strategies[op.name].name for key, op in ops.items()}
+    assert names["attn:scaled_dot_product_attention"] == "heads"
+    assert names["attn.c_proj:addmm"].startswith("rowwise")
+    assert names["mlp.c_proj:addmm"] == "rowwise"
+    assert found.states[ops["attn.c_proj:addmm"].results[0]].kind in ("P", "R")
+    assert found.states[layouts.block.outputs[0]] == R
+    stored = {of.graph.parameters[v]: found.states[v] for v in layouts.block.parameters}
+    assert stored["transformer.h.0.attn.c_attn.weight"] == FUSED
+    assert stored["transformer.h.0.mlp.c_fc.weight"] == COLUMNS
+    assert stored["transformer.h.0.mlp.c_proj.weight"] == ROWS
+    assert stored["transformer.h.0.ln_1.weight"] == R
+
+
+# --- entries as text -----------------------------------------------------------------------------
+
+NAMES = st.one_of(st.none(), st.from_regex(r"[a-z]+[0-9]?(\.[0-9])?", fullmatch=True))
+STATES = st.one_of(
+    st.none(),
+    st.sampled_from([R, RP, P]),
+    st.builds(Placement, st.just("S"), st.integers(0, 9), st.integers(1, 99)),
+)
+
+
+@given(NAMES.filter(lambda name: name != "follow"), STATES)
+def test_an_entry_is_read_as_it_was_written(name: str | None, state: Placement | None) -> None:
+    entry = Entry(strategy=name, state=state)
+    assert Entry.parse(str(entry)) == entry
+    assert Entry.parse(f"  {entry} ") == entry
+
+
+@pytest.mark.parametrize(
+    ("text", "entry"),
+    [
+        ("colwise", Entry(strategy="colwise")),
+        ("heads -> S(1)", Entry(strategy="heads", state=COLUMNS)),
+        ("heads->S(1/3)", Entry(strategy="heads", state=FUSED)),
+        ("-> R", Entry(state=R)),
+        ("-> Rp", Entry(state=RP)),
+        ("follow", Entry()),
+    ],
+)
+def test_entries(text: str, entry: Entry) -> None:
+    assert Entry.parse(text) == entry
+
+
+@pytest.mark.parametrize("text", ["-> Q", "colwise -> S", "-> S(-1)", "-> S(1/)", "-> S(1) x"])
+def test_what_is_no_state_is_refused(text: str) -> None:
+    state = text.partition("->")[2].strip()
+    with pytest.raises(ValueError, match=rf"{re.escape(state)}.*expected R, P, S\(dim\)"):
+        Entry.parse(text)
+
+
+# --- defaults ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "targets", "is_output", "state"),
+    [
+        (COLUMNS, [R], True, R),  # blocks hand on whole tensors
+        (P, [P], True, R),
+        (P, [P], False, P),  # carried on to a linear reader
+        (P, [P, R], False, R),  # summed once for both
+        (P, [R], False, R),
+        (P, [RP], False, R),
+        (P, [ROWS], False, ROWS),  # reduce-scattered where the only reader wants a shard
+        (P, [ROWS, COLUMNS], False, R),
+        (P, [ROWS, R], False, R),
+        (P, [], False, P),
+        (COLUMNS, [COLUMNS], False, COLUMNS),
+        (COLUMNS, [ROWS], False, COLUMNS),
+        (COLUMNS, [COLUMNS, RP], False, COLUMNS),
+        (COLUMNS, [RP], False, COLUMNS),
+        (COLUMNS, [R, RP], False, RP),  # gathered once, gradient scattered back once
+        (COLUMNS, [P], False, R),  # there is no way from a shard to a partial value
+        (COLUMNS, [P, COLUMNS], False, R),
+        (R, [RP], False, R),
+        (R, [COLUMNS, RP], False, R),
+    ],
+)
+def test_default_state(
+    made: Placement, targets: list[Placement], is_output: bool, state: Placement
+) -> None:
+    assert default_state(made, targets, is_output) == state
+
+
+def test_a_parameter_is_stored_as_its_first_reader_takes_it() -> None:
+    assert stored_state([COLUMNS, R]) == COLUMNS
+    assert stored_state([RP, COLUMNS]) == R
+    assert stored_state([]) == R
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def find(of: Traced, key: str) -> Iterator[tuple[Block, Op]]:
+    return ((block, op) for block in of.graph.blocks for op in block.ops if op.key == key)
+
+
+def at(name: str, key: str, degree: int) -> tuple[BlockLayouts, Op]:
+    of = case(name)
+    block, op = next(find(of, key))
+    return BlockLayouts(of.graph, of.table, block, degree), op
+
+
+def test_names_of_a_matrix_product() -> None:
+    layouts, op = at("llama", "model.layers.0.mlp.up_proj:linear", 2)
+    assert layouts.named(op, "colwise").results[0].sharded
+    assert layouts.named(op, "out") == layouts.named(op, "colwise")
+    assert layouts.named(op, "rowwise").results == (P,)
+    assert layouts.named(op, "replicate").results == (R,)
+
+
+def test_a_bare_name_is_the_first_atom_that_divides() -> None:
+    """Query columns are (key heads × queries each × head dim) = (2 × 2 × 8)."""
+    for degree, name in ((2, "colwise.0"), (4, "colwise.2")):
+        layouts, op = at("llama", "model.layers.0.self_attn.q_proj:linear", degree)
+        assert layouts.named(op, "colwise").name == name
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    layouts, op = at("llama", "model.layers.0.mlp.up_proj:linear", 2)
+    message = r"sharding 'colwize' of model\.layers\.0\.mlp\.up_proj:linear: not possible with tp=2"
+    with pytest.raises(ValueError, match=message) as refused:
+        layouts.named(op, "colwize")
+    text = str(refused.value)
+    assert "did you mean 'colwise'?" in text
+    legal_names = text.partition("legal: ")[2].partition(";")[0].split(", ")
+    assert legal_names == [option.name for option in layouts.options(op)]
+
+
+def test_a_name_far_from_all_is_answered_with_the_legal_ones() -> None:
+    layouts, op = at("llama", "model.layers.0.mlp.up_proj:linear", 2)
+    with pytest.raises(ValueError, match="legal: replicate, ") as refused:
+        layouts.named(op, "zzz")
+    assert "did you mean" not in str(refused.value)
+
+
+def test_a_degree_that_divides_nothing_leaves_replication() -> None:
+    layouts, op = at("llama", "model.layers.0.self_attn.q_proj:linear", 3)
+    assert not any(s.split_factor for s in layouts.options(op))
+    with pytest.raises(ValueError, match="not possible with tp=3"):
+        layouts.named(op, "colwise")
+    assert indivisible(case("llama").table, op, 3) == {"in": 32, "out": 32, "b0": 16}
+
+
+def test_readers_and_targets() -> None:
+    layouts, _ = at("llama", "model.layers.0.self_attn.q_proj:linear", 2)
+    entering = layouts.block.inputs[0]
+    readers = {op.short for op, _ in layouts.readers[entering]}
+    assert len(readers) > 1
+    chosen = {op.name: layouts.options(op)[0] for op in layouts.block.ops}
+    assert layouts.targets(entering, chosen) == [R]
+    assert layouts.targets("nobody reads this", chosen) == []
