@@ -12,7 +12,8 @@ from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op
 from costmodel.schedule import Action
 from costmodel.strategies import RP, Placement, R
-from executor.lower import Lowered, Lowering, State, buffer_state
+from executor.emitter import State
+from executor.lower import Lowered, Lowering, buffer_state
 from executor.meshes import Place
 from executor.parameters import StageParameter, make_parameter
 from executor.reshard import local_part
@@ -22,7 +23,7 @@ from planner.data_axis import DataLayout, data_layout
 from planner.evaluate import crossings, stage_of
 from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan
-from planner.stage_costs import recomputable
+from planner.stage_sums import recomputable
 from planner.trace import DTYPES
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]

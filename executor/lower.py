@@ -10,33 +10,21 @@ module.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph, Op, map_refs
-from costmodel.rules import argument
-from costmodel.strategies import Placement, R, Strategy
-from executor.implementations import (
-    CounterDropout,
-    DropoutAttention,
-    GlobalLoss,
-    IndexGrid,
-    ParallelEmbedding,
-    ScaledMean,
-    SyncBatchNorm,
-)
-from executor.reshard import Axis, Reshard
+from costmodel.graph import Block, Graph, Op
+from costmodel.strategies import Placement, R
+from executor.emitter import Emitter, State
+from executor.reshard import Axis
 from planner.blocks import class_hash
 from planner.data_axis import DataLayout
-from planner.layouts import Assignment, BlockLayouts, default_state
-
-State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
-LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss": "nll", "nll_loss_nd": "nll"}
+from planner.layouts import Assignment, BlockLayouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +86,7 @@ class Lowering:
         states |= {name: (R, buffer_state(layouts, name, assignment)) for name in block.buffers}
         key = self._key(block, assignment, states)
         if key not in self._classes:
-            emitter = _Emitter(self, block.ops, states, assignment, layouts)
+            emitter = Emitter(self, block.ops, states, assignment, layouts)
             module = emitter.module(arguments, block.outputs)
             positions = tuple(block.ops.index(op) for op in emitter.losses)
             self._classes[key] = (module, positions, emitter.rng is not None)
@@ -119,7 +107,7 @@ class Lowering:
         read = dict.fromkeys(n for op in ops for n in op.operands if n not in made)
         arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in made)]))
         states = {n: self.boundary(n) if n in self.graph.inputs else (R, R) for n in arguments}
-        emitter = _Emitter(self, ops, states, None, None)
+        emitter = Emitter(self, ops, states, None, None)
         module = emitter.module(arguments, tuple(wanted))
         return Lowered(
             module=module,
@@ -146,306 +134,6 @@ def buffer_state(layouts: BlockLayouts, name: str, assignment: Assignment) -> Pl
     return targets[0] if len(targets) == 1 and targets[0].sharded else R
 
 
-class _Emitter:
-    """Writes one local fx graph."""
-
-    def __init__(
-        self, lowering: Lowering, ops: Sequence[Op], states: Mapping[str, State],
-        assignment: Assignment | None, layouts: BlockLayouts | None,
-    ) -> None:  # fmt: skip
-        self.low, self.ops, self.assignment, self.layouts = lowering, ops, assignment, layouts
-        self.graph, self.table = lowering.graph, lowering.table
-        self.out = fx.Graph()
-        self.root = nn.Module()
-        self.states: dict[str, State] = dict(states)
-        self.nodes: dict[tuple[str, State], fx.Node] = {}
-        self.losses: list[Op] = []
-        self.rng: fx.Node | None = None
-        self.counts: dict[str, fx.Node] = {}
-
-    def module(self, arguments: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
-        for i, name in enumerate(arguments):
-            self.nodes[name, self.states[name]] = self.out.placeholder(f"a{i}")
-        known = set(arguments)
-        self.losses = [op for op in self.ops if self._counted(op, known)]
-        self.counts = {op.name: self.out.placeholder(f"n{i}") for i, op in enumerate(self.losses)}
-        if any(_random(op) for op in self.ops):
-            self.rng = self.out.placeholder("rng")
-        for name in arguments:
-            if name in self.graph.values and not self._parameter_like(name):
-                self._settle(name)
-        for position, op in enumerate(self.ops):
-            self._emit(op, position, outputs)
-        results = [self.value(name, self._leaving(name)) for name in outputs]
-        self.out.output(tuple(results))
-        self.out.lint()
-        return fx.GraphModule(self.root, self.out)
-
-    def _parameter_like(self, name: str) -> bool:
-        return name in self.graph.parameters or name in self.graph.buffers
-
-    def _settle(self, name: str) -> None:
-        """Move a value that crosses the block's boundary to the state in which its readers share
-        it."""
-        if self.assignment is None or self.layouts is None or self.layouts.fixed(name):
-            return
-        state = self.states[name]
-        targets = self.layouts.targets(name, self.assignment.strategies)
-        hub = default_state(state[1], targets, False)
-        if hub != state[1]:
-            moved = (state[0], hub)
-            self.nodes[name, moved] = self._move(name, self.nodes[name, state], state, moved)
-            self.states[name] = moved
-
-    def _leaving(self, name: str) -> State:
-        tensor = self.assignment.states.get(name, R) if self.assignment else R
-        return self.low.boundary(name, tensor)
-
-    # --- values in the state that a reader needs ---
-
-    def value(self, name: str, wanted: State) -> fx.Node:
-        """The node of a value in a state, re-sharded where needed: tensor axis first, then data."""
-        if (name, wanted) in self.nodes:
-            return self.nodes[name, wanted]
-        state = self.states[name]
-        middle = (state[0], wanted[1])
-        node = self.nodes[name, state]
-        if middle != state:
-            node = self._move(name, node, state, middle)
-        if wanted != middle:
-            node = self._move(name, node, middle, wanted)
-        return node
-
-    def _move(self, name: str, node: fx.Node, source: State, target: State) -> fx.Node:
-        if (name, target) in self.nodes:
-            return self.nodes[name, target]
-        k = 0 if source[0] != target[0] else 1
-        axis = (self.low.data_axis, self.low.tensor_axis)[k]
-        other = (self.low.tensor_axis, self.low.data_axis)[k]
-        moved = node
-        differentiable = self.graph.values[name].requires_grad
-        if source[k].kind == "Rp" and target[k] == R and name in self.graph.parameters:
-            raise AssertionError(
-                f"parameter {name} is stored with a partial gradient but read whole"
-            )
-        if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
-            local = [_local(p[k], p[1 - k], other.size) for p in (source, target)]
-            moved = self._call(Reshard(local[0], local[1], axis), (node,))
-        self.nodes[name, target] = moved
-        return moved
-
-    def _call(self, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
-        name = f"m{len(list(self.root.children()))}"
-        self.root.add_module(name, module)
-        return self.out.create_node("call_module", name, args)
-
-    # --- operators ---
-
-    def _strategies(self, op: Op) -> tuple[Strategy, Strategy]:
-        data = self.low.data.strategies[op.name]
-        if self.assignment is not None:
-            return data, self.assignment.strategies[op.name]
-        return data, Strategy(
-            name="replicate", operands=(R,) * len(op.operands), results=(R,) * len(op.results)
-        )
-
-    def _emit(self, op: Op, position: int, outputs: Sequence[str]) -> None:
-        data, tensor = self._strategies(op)
-        wanted = iter(zip(op.operands, data.operands, tensor.operands, strict=True))
-
-        def operand(name: str) -> fx.Node:
-            value, on_data, on_tensor = next(wanted)
-            assert value == name
-            return self.value(name, (on_data, on_tensor))
-
-        args, kwargs = map_refs((op.args, dict(op.kwargs)), operand)
-        results = [(d, t) for d, t in zip(data.results, tensor.results, strict=True)]
-        args = self._localized(op, [self._here(a) for a in args], results)
-        kwargs = {name: self._here(a) for name, a in kwargs.items()}
-        node = self._replaced(op, position, args, kwargs, data, tensor, results)
-        if node is None:
-            node = self.out.call_function(_callable(op), tuple(args), kwargs)
-        node = self._scaled(op, node, data, tensor)
-        self._bind(op, node, results, outputs)
-
-    def _here(self, argument: Any) -> Any:
-        """Traced on meta, run on this rank's device."""
-        return self.low.device if isinstance(argument, torch.device) else argument
-
-    def _bind(
-        self, op: Op, node: fx.Node, results: Sequence[State], outputs: Sequence[str]
-    ) -> None:
-        """Name the results, and move each to the state in which it waits for its readers."""
-        several = len(op.results) > 1 or op.results != (op.name,)
-        for k, (value, state) in enumerate(zip(op.results, results, strict=True)):
-            made = self.out.call_function(_getitem, (node, k)) if several else node
-            self.states[value] = state
-            self.nodes[value, state] = made
-            if self.assignment is None or self.layouts is None:
-                continue
-            hub = self.assignment.states[value]
-            targets = self.layouts.targets(value, self.assignment.strategies)
-            direct = len(targets) == 1 and value not in outputs and hub in (state[1], targets[0])
-            if hub != state[1] and not direct:
-                moved = (state[0], hub)
-                self.nodes[value, moved] = self._move(value, made, state, moved)
-                self.states[value] = moved
-            if value in outputs:
-                leaving = self._leaving(value)
-                self.nodes[value, leaving] = self.value(value, leaving)
-                self._settle(value)
-
-    def _localized(self, op: Op, args: Sequence[Any], results: Sequence[State]) -> list[Any]:
-        """Arguments that hold sizes, rewritten with the local ones."""
-        index = self.table.ops[op.name].shape_arg
-        args = list(args)
-        if op.short == "squeeze":  # as a reshape: a dim of one local element is not one to drop
-            return [args[0], self.low.local_shape(op.results[0], results[0])]
-        if index is None or index >= len(args):
-            return args
-        shapes = [self.low.local_shape(v, s) for v, s in zip(op.results, results, strict=True)]
-        if op.short in ("split", "split_with_sizes"):
-            dim = int(argument(op, 2, "dim", 0)) % len(shapes[0])  # type: ignore[call-overload]
-            sizes = [shape[dim] for shape in shapes]
-            args[index] = (
-                sizes[0] if op.short == "split" and isinstance(args[index], int) else sizes
-            )
-        elif op.short == "unflatten":
-            dim = int(op.args[1]) % len(self.graph.values[op.operands[0]].shape)
-            args[index] = shapes[0][dim : dim + len(args[index])]
-        else:
-            args[index] = shapes[0]
-        return args
-
-    def _scaled(self, op: Op, node: fx.Node, data: Strategy, tensor: Strategy) -> fx.Node:
-        """A mean over a split factor is this rank's share of the mean."""
-        kinds = self.table.ops[op.name].kinds
-        scale = 1.0
-        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
-            if kinds.get(strategy.split_factor) == "mean":
-                scale /= axis.size
-        return node if scale == 1.0 else self._call(ScaledMean(scale), (node,))
-
-    def _replaced(
-        self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any],
-        data: Strategy, tensor: Strategy, results: Sequence[State],
-    ) -> fx.Node | None:  # fmt: skip
-        """The module standing in for an operator, if its strategy or its nature asks for one."""
-        if op.short == "dropout" and _random(op):
-            grid = self._grid(op.results[0], results[0])
-            return self._call(CounterDropout(grid, position), (*args[:3], self.rng))
-        if op.short == "scaled_dot_product_attention" and _random(op):
-            return self._attention(op, position, args, kwargs, results[0])
-        if self._normalised(op) and self._global(op, data, tensor):
-            return self._loss(op, args, data, tensor)
-        if tensor.implementation == "embedding":
-            return self._call(ParallelEmbedding(self.low.tensor_axis), tuple(args))
-        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
-            if strategy.implementation == "batch_norm":
-                return self._call(SyncBatchNorm(axis), tuple(args))
-        return None
-
-    def _attention(
-        self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State
-    ) -> fx.Node:
-        given = dict(zip(("q", "k", "v", "mask", "p", "causal"), args, strict=False)) | kwargs
-        q, k = (self.graph.values[name].shape for name in op.operands[:2])
-        scores = (*q[:-1], k[-2])
-        grid = self._grid(op.results[0], state, scores)
-        call = (
-            given["q"], given["k"], given["v"], given.get("mask", given.get("attn_mask")),
-            given.get("p", given.get("dropout_p", 0.0)),
-            given.get("causal", given.get("is_causal", False)),
-            given.get("scale"), q[-3] != k[-3], self.rng,
-        )  # fmt: skip
-        return self._call(DropoutAttention(grid, position), call)
-
-    def _grid(self, value: str, state: State, shape: Sequence[int] | None = None) -> IndexGrid:
-        axes = (self.low.data_axis, self.low.tensor_axis)
-        cuts = [
-            (
-                _local(state[k], state[0], axes[0].size) if k else state[k],
-                axes[k].size,
-                axes[k].rank,
-            )
-            for k in (0, 1)
-        ]
-        shape = tuple(shape or self.graph.values[value].shape)
-        found = self.table.find(value, self.table.batch) if self.table.batch is not None else None
-        batch = None
-        if found is not None:
-            dim, before = found
-            batch = (dim, shape[dim] // (before * self.graph.batch_size))
-        return IndexGrid(shape, cuts, batch)
-
-    # --- losses ---
-
-    def _global(self, op: Op, data: Strategy, tensor: Strategy) -> bool:
-        split = data.name != "replicate" or tensor.name != "replicate"
-        return split or self.low.microbatches > 1
-
-    def _normalised(self, op: Op) -> bool:
-        """Whether an operator is a loss over rows that are counted globally: reduced,
-        unweighted."""
-        reduced = op.short in LOSSES and argument(op, 3, "reduction", 1) != 0
-        return reduced and self.table.ops[op.name].known
-
-    def _counted(self, op: Op, known: Iterable[str]) -> bool:
-        """Whether the loss's rows are counted up front, over all micro-batches: its target is an
-        input."""
-        if not self._normalised(op) or argument(op, 3, "reduction", 1) != 1:
-            return False
-        data, tensor = self._strategies(op)
-        return self._global(op, data, tensor) and op.operands[1] in known
-
-    def _loss(self, op: Op, args: list[Any], data: Strategy, tensor: Strategy) -> fx.Node:
-        vocabulary = self.low.tensor_axis if tensor.implementation == "cross_entropy" else None
-        count = tuple(
-            axis
-            for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
-            if strategy.split_factor and not strategy.implementation
-        )
-        module = GlobalLoss(
-            LOSSES[op.short],
-            int(argument(op, 3, "reduction", 1)),
-            vocabulary,
-            count,  # type: ignore[call-overload]
-        )
-        ignore = argument(op, 4, "ignore_index", -100)
-        smoothing = argument(op, 5, "label_smoothing", 0.0)
-        return self._call(module, (args[0], args[1], ignore, smoothing, self.counts.get(op.name)))
-
-
-def _local(placement: Placement, other: Placement, other_size: int) -> Placement:
-    """A placement as seen on a tensor already split by the other axis: parts before it are
-    fewer."""
-    if (
-        placement.sharded
-        and other.sharded
-        and other.dim == placement.dim
-        and other.split < placement.split
-    ):
-        return Placement("S", placement.dim, placement.split // other_size)
-    return placement
-
-
-def _random(op: Op) -> bool:
-    if op.short == "dropout":
-        return bool(argument(op, 2, "train", True)) and argument(op, 1, "p", 0.0) != 0.0
-    return op.short == "scaled_dot_product_attention" and bool(argument(op, 4, "dropout_p", 0.0))
-
-
 def block_salt(name: str) -> int:
     """A number for a block's random stream, the same in every process."""
     return zlib.crc32(name.encode())
-
-
-def _callable(op: Op) -> Any:
-    namespace, name, overload = op.target.split(".")
-    if name in ("view", "_unsafe_view", "squeeze") and overload != "dtype":
-        name, overload = "reshape", "default"  # a shard's memory need not allow a view
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def _getitem(values: Sequence[torch.Tensor], k: int) -> torch.Tensor:
-    return values[k]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.schedule import build_schedule, in_flight
 from costmodel.simulate import StageTimes, Timeline, simulate
-from costmodel.strategies import R
+from costmodel.strategies import Placement, R
 from planner.block_price import price_block
 from planner.blocks import op_flops
 from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan
-from planner.stage_costs import StageCoster, StageCosts, components, stage_costs, translate
+from planner.stage_costs import StageCoster, translate
+from planner.stage_sums import FIELDS, StageCosts, components, joined, parameter_sums, stage_costs
 from profiles.cluster import Cluster
 
 
@@ -99,7 +100,8 @@ def evaluate(
 def _stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> StageCosts:
-    """Components of stage k; blocks of one class with equal decisions are priced once."""
+    """Components of stage k; blocks of one class with equal decisions are priced once, and of a
+    parameter that several blocks read alike one copy is held."""
     stage = plan.stages[k]
     graph = coster.graph
     setting = coster.setting(
@@ -109,8 +111,9 @@ def _stage(
         microbatches=plan.num_microbatches,
         zero=stage.zero,
     )
-    pricer = coster.pricer(setting)
-    sums: np.ndarray | None = None
+    pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
+    sums = np.zeros(len(FIELDS))
+    stored: set[tuple[str, Placement]] = set()
     states: dict[str, object] = {}
     known: dict[str, list[tuple[object, Assignment, object, np.ndarray]]] = {}
     for block in graph.blocks:
@@ -128,14 +131,12 @@ def _stage(
             layouts = BlockLayouts(graph, coster.table, block, stage.tp)
             parts = components(price_block(pricer, layouts, assignment, inputs), block)  # type: ignore[arg-type]
             known.setdefault(block.class_id, []).append((block, assignment, key, parts))
-        if sums is None:
-            sums = parts
-        else:
-            largest = max(sums[-1], parts[-1])
-            sums = sums + parts
-            sums[-1] = largest
+        sums = joined(sums, parts)
+        held = [(value, assignment.states[value]) for value in block.parameters]
+        for value, state in stored.intersection(held):
+            sums -= parameter_sums(pricer, value, state)
+        stored.update(held)
         states |= {name: assignment.states[name] for name in block.outputs}
-    assert sums is not None
     return stage_costs(sums, setting, stage.recompute)
 
 

@@ -24,7 +24,8 @@ from planner.check import check_plan, resolve_shardings
 from planner.inter_op import InterOpSolution, StageTable, minimal_shortfall, solve_inter_op
 from planner.overrides import OverrideError, Overrides, stage_cuts
 from planner.solvers import Certificate
-from planner.stage_costs import MODES, StageCoster, boundary_index, stage_costs
+from planner.stage_costs import MODES, StageCoster, boundary_index
+from planner.stage_sums import stage_costs
 from profiles.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Search:
     overrides: Overrides
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
     cuts: list[int] | None = None
     coster: StageCoster = field(init=False)
 
@@ -119,7 +121,7 @@ class Search:
             for k, (objective, *rest) in enumerate(solutions)
             if k < MIN_CANDIDATES or objective <= solutions[0][0] * CANDIDATE_SLACK
         ]
-        fitting = [c for c in found if c.fits] or found
+        fitting = [c for c in found if c.fits]
         if not fitting:
             raise self._failure(worst)
         ranked = sorted(
@@ -193,7 +195,11 @@ class Search:
             rows = self.global_batch_size / m / dp
             for mode in MODES if tp > 1 else MODES[:1]:
                 setting = self.coster.setting(dp=dp, tp=tp, rows=rows, microbatches=m)
-                chain = self.coster.chain(setting, mode)
+                try:
+                    chain = self.coster.chain(setting, mode)
+                except ValueError as error:  # an overridden sharding that this degree can't split
+                    self.refused.setdefault(tp, str(error))
+                    continue
                 if chain is None:
                     continue
                 for zero in (0, 1) if dp > 1 else (0,):
@@ -313,6 +319,8 @@ class Search:
     # --- when nothing fits ---
 
     def _failure(self, worst: tuple[float, Sequence[float], str] | None) -> ValueError:
+        if worst is None and self.refused:
+            return OverrideError(f"override shardings: {self.refused[max(self.refused)]}")
         if worst is None:
             given = self.overrides.given()
             return OverrideError(
@@ -323,11 +331,11 @@ class Search:
                 "drop an override or change global_batch_size"
             )
         excess, per_stage, how = worst
-        gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.2f}" for k, x in enumerate(per_stage))
+        gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
         return InfeasibleError(
             f"the model does not fit {self.cluster.describe()} "
             f"({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
-            f"The closest plan ({how}) lacks {excess / 2**30:.2f} GiB on its fullest stage; "
+            f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
             f"shortfall in GiB by stage: {gib}. " + self._relaxation(),
             per_stage,
         )

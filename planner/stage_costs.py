@@ -17,89 +17,16 @@ import numpy as np
 from costmodel.collectives import p2p_time
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
-from costmodel.memory import model_state_bytes
 from costmodel.pricing import Pricer, Setting
 from costmodel.strategies import Placement, R, Strategy
 from planner.block_price import BlockPrice, price_block
 from planner.blocks import crossing, op_flops
 from planner.intra_op import BlockProgram, BlockTable
 from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.stage_sums import FIELDS, components, joined, parameter_sums
 from profiles.cluster import Cluster
 
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """Components of a stage on one rank; floats, or arrays over (first block, last block + 1).
-
-    Seconds per micro-batch (`*_s`), once per step (`reduce_s`, `optimizer_s`); bytes in all
-    (`static_bytes`) and per micro-batch in flight (`activation_bytes`).
-    """
-
-    forward_s: Any
-    backward_s: Any
-    forward_comm_s: Any
-    backward_comm_s: Any
-    reduce_s: Any
-    optimizer_s: Any
-    static_bytes: Any
-    activation_bytes: Any
-    parameters: Any
-
-    def amortised_s(self, num_microbatches: int) -> Any:
-        """Seconds per micro-batch with the once-per-step work spread over them."""
-        once = (self.reduce_s + self.optimizer_s) / num_microbatches
-        return self.forward_s + self.backward_s + once
-
-
-# sums carried along a chain, in this order; the last one is a maximum
-FIELDS = (
-    "forward_s", "backward_s", "forward_comm_s", "backward_comm_s", "reduce_s", "optimizer_s",
-    "parameters", "frozen_bytes", "saved_bytes", "input_bytes", "again_s", "again_comm_s",
-    "again_bytes", "largest_bytes",
-)  # fmt: skip
-
-
-def components(price: BlockPrice, block: Block) -> np.ndarray:
-    """One block's contribution to the sums. `again_*` is what full recompute repeats, or no longer
-    keeps."""
-    c = price.cost
-    again = recomputable(block)
-    return np.array([
-        c.forward_s, c.backward_s, c.forward_comm_s, c.backward_comm_s, c.reduce_s, c.optimizer_s,
-        price.parameters, price.frozen_bytes, price.saved_bytes, price.input_bytes,
-        c.forward_s * again, c.forward_comm_s * again, price.saved_bytes * again,
-        price.saved_bytes * again,
-    ])  # fmt: skip
-
-
-def recomputable(block: Block) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics."""
-    return not any(op.short == "batch_norm" and op.args[5] for op in block.ops)
-
-
-def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCosts:
-    """Components of a stage from the sums of its blocks (last axis: `FIELDS`)."""
-    get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
-    again = recompute == "full"
-    states = model_state_bytes(
-        get["parameters"], precision=setting.precision, zero=setting.zero, dp=setting.dp,
-        optimizer=setting.optimizer,
-    )  # fmt: skip
-    owned = setting.dp if setting.zero else 1
-    kept = get["saved_bytes"] + get["input_bytes"]
-    return StageCosts(
-        forward_s=get["forward_s"],
-        backward_s=get["backward_s"] + again * get["again_s"],
-        forward_comm_s=get["forward_comm_s"],
-        backward_comm_s=get["backward_comm_s"] + again * get["again_comm_s"],
-        reduce_s=get["reduce_s"],
-        optimizer_s=get["optimizer_s"] / owned,
-        static_bytes=states + get["frozen_bytes"] + again * get["largest_bytes"],
-        activation_bytes=kept - again * get["again_bytes"],
-        parameters=get["parameters"],
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,7 +116,8 @@ class StageCoster:
         """Costs of all stages in one setting; None where some block has no legal assignment."""
         blocks = self.graph.blocks
         cuts = [self.cut_states(k, setting.tp) for k in range(len(blocks) + 1)]
-        tables = self._tables(setting, mode, cuts)
+        stored: dict[str, Placement] = {}
+        tables = self._tables(setting, mode, cuts, stored)
         if tables is None:
             return None
         matrices: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -199,6 +127,7 @@ class StageCoster:
                 matrices[id(table)] = self._matrix(table, *shape, setting)
         steps = [matrices[id(table)] for table in tables]
         sums, seconds = self._compose(steps)
+        self._count_once(sums, seconds, stored, setting)
         return ChainCosts(
             setting=setting, mode=mode, sums=sums, seconds=seconds,
             send_s=self.send_seconds(setting),
@@ -206,13 +135,13 @@ class StageCoster:
         )  # fmt: skip
 
     def _tables(
-        self, setting: Setting, mode: str, cuts: Sequence[Sequence[Placement]]
-    ) -> list[BlockTable] | None:
+        self, setting: Setting, mode: str, cuts: Sequence[Sequence[Placement]],
+        stored: dict[str, Placement],
+    ) -> list[BlockTable] | None:  # fmt: skip
         """Solved programs in block order. Parameters read by several blocks are stored as the
-        heaviest of them wants."""
+        heaviest of them wants: `stored`, filled here."""
         pricer = self.pricer(setting)
         solved: dict[Any, BlockTable] = {}
-        stored: dict[str, Placement] = {}
         found: dict[int, BlockTable] = {}
         for k in self._order:
             block = self.graph.blocks[k]
@@ -222,7 +151,8 @@ class StageCoster:
                 if table is None:
                     return None
                 solved[key] = table
-                self._remember(block, table, stored)
+                if self._remember(block, table, stored):
+                    solved[key] = self._solve(k, setting, pricer, mode, cuts, stored) or table
             found[k] = solved[key]
         return [found[k] for k in range(len(self.graph.blocks))]
 
@@ -265,29 +195,34 @@ class StageCoster:
 
     def _forced(self, layouts: BlockLayouts) -> Any:
         """Restriction to the user's sharding entries."""
-        wanted: dict[str, Any] = {}
+        # apart: an operator and its first result have one name
+        named: dict[str, str] = {}
+        states: dict[str, Placement] = {}
         for op in layouts.block.ops:
             entry = self.entries.get(op.name)
             if entry and entry.strategy:
-                wanted[op.name] = layouts.named(op, entry.strategy).name
+                named[op.name] = layouts.named(op, entry.strategy).name
             if entry and entry.state:
-                wanted[op.results[0]] = entry.state
+                states[op.results[0]] = entry.state
         for value in layouts.block.parameters:
             entry = self.entries.get(value)
             if entry and entry.state:
-                wanted[value] = entry.state
+                states[value] = entry.state
 
         def allowed(name: str, state: Strategy | Placement) -> bool:
-            if name not in wanted:
-                return True
-            return (state.name if isinstance(state, Strategy) else state) == wanted[name]
+            if isinstance(state, Strategy):
+                return named.get(name, state.name) == state.name
+            return states.get(name, state) == state
 
         return allowed
 
-    def _remember(self, block: Block, table: BlockTable, stored: dict[str, Placement]) -> None:
+    def _remember(self, block: Block, table: BlockTable, stored: dict[str, Placement]) -> bool:
+        """Decide how shared parameters are stored; whether that was news. The block itself may have
+        others in mind for other boundary states, and is solved again."""
         best = min(table.choices, key=lambda index: (table.costs[index], index))
-        for value in self._shared & set(block.parameters):
-            stored.setdefault(value, table.stored(best, value))
+        new = self._shared.intersection(block.parameters).difference(stored)
+        stored.update({value: table.stored(best, value) for value in new})
+        return bool(new)
 
     # --- composition ---
 
@@ -315,9 +250,22 @@ class StageCoster:
         starts = np.arange(len(carried))[:, None]
         ends = np.arange(parts.shape[1])[None, :]
         before, added = carried[starts, pick], parts[pick, ends]
-        together = before + added
-        together[..., -1] = np.maximum(before[..., -1], added[..., -1])
-        return together
+        return joined(before, added)
+
+    def _count_once(
+        self, sums: np.ndarray, seconds: np.ndarray, stored: Mapping[str, Placement],
+        setting: Setting,
+    ) -> None:  # fmt: skip
+        """A stage holds one copy of a parameter that several of its blocks read. They store it
+        alike, so that taking the others off moves no optimum."""
+        pricer = self.pricer(setting)
+        for value, state in sorted(stored.items()):
+            readers = [value in block.parameters for block in self.graph.blocks]
+            before = np.concatenate([[0], np.cumsum(readers)])
+            extra = np.maximum(before[None, :] - before[:, None] - 1, 0)
+            sums -= extra[:, :, None] * parameter_sums(pricer, value, state)
+            once = pricer.parameter_cost(value, state).seconds(setting.num_microbatches)
+            seconds -= extra * once
 
     def _matrix(
         self, table: BlockTable, ins: int, outs: int, setting: Setting

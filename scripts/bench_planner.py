@@ -1,4 +1,4 @@
-"""Time of every planning phase for models of published size; nothing is materialised, no GPU is needed.
+"""Time of every planning phase for models of published size, without a weight or a GPU.
 
     python scripts/bench_planner.py [gpt2 | llama-8b | gpt3-64 | gpt3-1024] ...
 
@@ -27,11 +27,9 @@ from profiles.cluster import Cluster
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int, length: int) -> torch.nn.Module:
     with torch.device("meta"):
-        return GPT2LMHeadModel(
-            GPT2Config(
-                n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=length
-            )
-        )  # fmt: skip
+        config = GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, n_positions=length)
+        config.vocab_size = vocabulary
+        return GPT2LMHeadModel(config)
 
 
 def llama_8b() -> torch.nn.Module:

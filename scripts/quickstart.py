@@ -72,7 +72,7 @@ def one_device(steps: int) -> tuple[list[float], float]:
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = model(**batch).loss
         loss.backward()
-        return loss
+        return loss.detach()
 
     return train(step, model.parameters(), steps, "one device")
 

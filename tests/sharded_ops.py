@@ -30,7 +30,8 @@ from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph, Op, Ref, map_refs
 from costmodel.rules import argument
 from costmodel.strategies import REPLICATE, RP, P, Placement, R, Strategy, strategies
-from executor.lower import Lowering, State, _Emitter, _local, _random
+from executor.emitter import Emitter, State, draws, local_view
+from executor.lower import Lowering
 from executor.reshard import Axis, join_parts, local_part
 from planner.data_axis import DataLayout
 from planner.layouts import Assignment
@@ -61,7 +62,7 @@ def cut(x: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
 
 def shards(x: torch.Tensor, state: State, mesh: Mesh) -> dict[Rank, torch.Tensor]:
     """What each rank of a mesh holds of `x`, cut by the data axis first."""
-    inner = _local(state[1], state[0], mesh[0])
+    inner = local_view(state[1], state[0], mesh[0])
     return {
         (d, t): leaf
         for d, piece in enumerate(cut(x, state[0], mesh[0]))
@@ -82,7 +83,7 @@ def joined(parts: Sequence[torch.Tensor], placement: Placement, what: str) -> to
 
 def whole(held: Mapping[Rank, torch.Tensor], state: State, mesh: Mesh, what: str) -> torch.Tensor:
     """The inverse of `shards`."""
-    inner = _local(state[1], state[0], mesh[0])
+    inner = local_view(state[1], state[0], mesh[0])
     rows = [
         joined([held[d, t] for t in range(mesh[1])], inner, f"{what} on the tensor axis")
         for d in range(mesh[0])
@@ -211,7 +212,7 @@ def double_by_default() -> Iterator[None]:
 # --- one operator on shards ----------------------------------------------------------------------
 
 
-class _OneOp(_Emitter):
+class _OneOp(Emitter):
     """The lowering of one operator whose operands come, and results stay, as its strategies say."""
 
     def _leaving(self, name: str) -> State:
@@ -268,7 +269,7 @@ class OperatorCheck:
             self.expected = self._expected()
 
     def _expected(self) -> Outcome:
-        if _random(self.op):
+        if draws(self.op):
             alone_here = Axis("data", 1, 0), Axis("tensor", 1, 0)
             module, extras = self._module(self.replicated, self.replicated, *alone_here)
             return _run(module, self.operands, self.needs, extras, self.cotangents)

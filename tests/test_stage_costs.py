@@ -1,0 +1,296 @@
+"""Costs of stages composed from blocks, against every path through the boundary states and against
+the price of the plan made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from planning import Traced, case, large_gpt2, odd_cluster
+
+from costmodel.collectives import p2p_time
+from costmodel.memory import model_state_bytes
+from costmodel.strategies import Placement, R
+from planner.block_price import price_block
+from planner.candidates import Candidate, Variant, make_candidate
+from planner.check import check_plan
+from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.stage_costs import ChainCosts, StageCoster, translate
+from planner.stage_sums import StageCosts, recomputable, stage_costs
+
+MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
+MICROBATCHES, ROWS = 4, 4
+
+
+def coster_of(of: Traced, seed: int, **forced: Entry) -> StageCoster:
+    return StageCoster(of.graph, of.table, odd_cluster(seed), "fp32", "adamw", forced)
+
+
+def chain_of(coster: StageCoster, *, dp: int = 2, tp: int = 2, mode: str = "fast") -> ChainCosts:
+    setting = coster.setting(dp=dp, tp=tp, rows=ROWS / dp, microbatches=MICROBATCHES)
+    chain = coster.chain(setting, mode)
+    assert chain is not None
+    return chain
+
+
+def stages_of(chain: ChainCosts) -> Iterator[tuple[int, int]]:
+    return itertools.combinations(range(len(chain.tables) + 1), 2)
+
+
+# --- composition ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_stage_costs_its_cheapest_path(name: str, seed: int) -> None:
+    coster = coster_of(case(name), seed)
+    chain = chain_of(coster)
+    for i, j in stages_of(chain):
+        inner = [range(len(chain.cuts[k])) for k in range(i + 1, j)]
+        paths = ([0, *states, 0] for states in itertools.product(*inner))
+        best = min(
+            sum(chain.costs[k][a, b] for k, (a, b) in enumerate(itertools.pairwise(path), i))
+            for path in paths
+        )
+        again = repeats(coster, chain, i, j)
+        assert chain.seconds[i, j] == pytest.approx(best - again, rel=1e-9)
+
+
+def repeats(coster: StageCoster, chain: ChainCosts, i: int, j: int) -> float:
+    """Seconds of parameters that a stage's blocks read again: gradients and optimizer."""
+    pricer, seen, seconds = coster.pricer(chain.setting), set(), 0.0
+    for k, table in enumerate(chain.tables[i:j], i):
+        for value in coster.graph.blocks[k].parameters:
+            if value in seen:
+                state = table.stored(next(iter(table.choices)), value)
+                seconds += pricer.parameter_cost(value, state).seconds(MICROBATCHES)
+            seen.add(value)
+    return seconds
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_assignments_of_a_stage_cost_what_the_stage_costs(name: str) -> None:
+    """The way back: from every stage's assignments alone to its seconds and parameters."""
+    coster = coster_of(case(name), 4)
+    chain = chain_of(coster, mode="lean")
+    pricer = coster.pricer(chain.setting)
+    for i, j in stages_of(chain):
+        found = coster.assignments(chain, i, j)
+        assert list(found) == [b.name for b in coster.graph.blocks[i:j]]
+        at: dict[str, Placement] = {}
+        seconds, parameters = -repeats(coster, chain, i, j), {}
+        for block in coster.graph.blocks[i:j]:
+            assignment = found[block.name]
+            layouts = BlockLayouts(coster.graph, coster.table, block, 2)
+            seconds += price_block(pricer, layouts, assignment, at).cost.seconds(MICROBATCHES)
+            states = assignment.states
+            parameters |= {v: pricer.numel(v, states[v]) for v in block.parameters}
+            at |= {v: states[v] for v in block.outputs}
+        assert all(at[v] == R for v in coster.graph.blocks[j - 1].outputs)
+        assert seconds == pytest.approx(chain.seconds[i, j], rel=1e-9)
+        local = stage_costs(chain.sums[i, j], chain.setting, "none").parameters
+        assert local == pytest.approx(sum(parameters.values()))
+
+
+def test_a_run_of_no_blocks_or_backwards_is_illegal() -> None:
+    chain = chain_of(coster_of(case("mlp"), 0))
+    assert np.isinf(chain.seconds[np.tril_indices(len(chain.seconds))]).all()
+
+
+# --- stages and plans ----------------------------------------------------------------------------
+
+
+def candidate(
+    coster: StageCoster, cuts: list[int], variants: list[Variant]
+) -> tuple[Candidate, list[StageCosts]]:
+    """The plan of these stages, and what the table says each costs."""
+    chosen, expected = [], []
+    for (i, j), v in zip(itertools.pairwise(cuts), variants, strict=True):
+        chosen.append((i, j, v))
+        setting = dataclasses.replace(v.chain.setting, zero=v.zero)
+        expected.append(stage_costs(v.chain.sums[i, j], setting, v.recompute))
+    batch = ROWS * MICROBATCHES
+    return make_candidate(coster, chosen, batch, MICROBATCHES, "1f1b"), expected
+
+
+def variant(
+    coster: StageCoster, dp: int, tp: int, zero: int, recompute: str, mode: str = "fast"
+) -> Variant:
+    chain = chain_of(coster, dp=dp, tp=tp, mode=mode)
+    return Variant(dp=dp, tp=tp, zero=zero, recompute=recompute, chain=chain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", [1, 3])
+def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -> None:
+    """Components of stages from the table equal those of the plan, evaluated and read back."""
+    coster = coster_of(case(name), seed)
+    count = len(coster.graph.blocks)
+    whole = [variant(coster, 2, 4, 1, "full", "lean")]
+    halves = [variant(coster, 2, 2, 1, "full"), variant(coster, 2, 2, 0, "none", "lean")]
+    uneven = [variant(coster, 2, 2, 1, "none"), variant(coster, 1, 4, 0, "full")]
+    for cuts, variants in (([0, count], whole), ([0, 2, count], halves), ([0, 3, count], uneven)):
+        made, expected = candidate(coster, cuts, variants)
+        for stage, wanted in zip(made.evaluation.stages, expected, strict=True):
+            for field, value in dataclasses.asdict(wanted).items():
+                assert getattr(stage, field) == pytest.approx(value, rel=1e-9, abs=1e-15), field
+        assert check_plan(made.plan, coster.graph, coster.table) == made.assignments
+
+
+def test_states_are_those_of_all_parameters_once() -> None:
+    """Tied weights are held once in the stage that reads them twice, and in each of two stages."""
+    of = case("gpt2_tied")
+    coster, count = coster_of(of, 0), len(of.graph.blocks)
+    alone = variant(coster, 2, 1, 0, "none")
+    made, _ = candidate(coster, [0, count], [alone])
+    total = of.graph.num_parameters()
+    assert made.evaluation.stages[0].parameters == total
+    assert made.evaluation.stages[0].static_bytes == 16 * total
+    split, _ = candidate(coster, [0, 2, count], [alone, alone])
+    tied = next(v for v, fqn in of.graph.parameters.items() if "wte" in fqn)
+    assert sum(s.parameters for s in split.evaluation.stages) == (
+        total + of.graph.values[tied].numel
+    )
+
+
+@pytest.mark.parametrize("mode", ["fast", "lean"])
+@pytest.mark.parametrize("name", ["gpt2_tied", "bert"])
+def test_tied_parameters_are_stored_alike(name: str, mode: str) -> None:
+    """In every stage, whatever the boundary states."""
+    for seed in (0, 1, 3, 17):
+        coster = coster_of(case(name), seed)
+        shared = coster._shared
+        assert shared
+        chain = chain_of(coster, tp=4, mode=mode)
+        stored = {
+            (value, table.stored(index, value))
+            for block, table in zip(coster.graph.blocks, chain.tables, strict=True)
+            for value in shared.intersection(block.parameters)
+            for index in table.choices
+        }
+        assert len(stored) == len(shared)
+
+
+# --- components ----------------------------------------------------------------------------------
+
+
+def test_recompute_trades_the_forward_for_what_it_saves() -> None:
+    chain = chain_of(coster_of(case("llama"), 0))
+    keep = stage_costs(chain.sums[0, 3], chain.setting, "none")
+    again = stage_costs(chain.sums[0, 3], chain.setting, "full")
+    assert again.backward_s == pytest.approx(keep.backward_s + keep.forward_s)
+    assert again.backward_comm_s == pytest.approx(keep.backward_comm_s + keep.forward_comm_s)
+    assert again.forward_s == keep.forward_s
+    inputs = chain.sums[0, 3][9]
+    assert 0 < again.activation_bytes == pytest.approx(inputs)
+    saved = [chain.sums[k, k + 1][8] for k in range(3)]
+    assert keep.activation_bytes == pytest.approx(inputs + sum(saved))
+    assert again.static_bytes == pytest.approx(keep.static_bytes + max(saved))
+
+
+def test_blocks_that_update_statistics_are_not_run_again() -> None:
+    of = case("resnet")
+    assert not any(recomputable(b) for b in of.graph.blocks if "layer" in b.name)
+    assert all(recomputable(b) for b in case("llama").graph.blocks)
+    chain = chain_of(coster_of(of, 0))
+    keep = stage_costs(chain.sums[1, 3], chain.setting, "none")
+    assert stage_costs(chain.sums[1, 3], chain.setting, "full") == keep
+
+
+def test_zero_divides_states_and_the_optimizer_step() -> None:
+    chain = chain_of(coster_of(case("llama"), 0), dp=4)
+    sharded = dataclasses.replace(chain.setting, zero=1)
+    whole = stage_costs(chain.sums[0, 5], chain.setting, "none")
+    parts = stage_costs(chain.sums[0, 5], sharded, "none")
+    assert parts.optimizer_s == pytest.approx(whole.optimizer_s / 4)
+    assert parts.reduce_s == whole.reduce_s
+    assert parts.static_bytes == pytest.approx(
+        model_state_bytes(whole.parameters, precision="fp32", zero=1, dp=4, optimizer="adamw")
+    )
+    assert parts.static_bytes < whole.static_bytes
+
+
+def test_once_per_step_is_spread_over_the_microbatches() -> None:
+    chain = chain_of(coster_of(case("llama"), 0))
+    costs = stage_costs(chain.sums, chain.setting, "none")
+    legal = np.isfinite(chain.seconds)
+    spread = costs.amortised_s(MICROBATCHES)
+    np.testing.assert_allclose(spread[legal], chain.seconds[legal], rtol=1e-9)
+    assert costs.amortised_s(1)[0, 5] - spread[0, 5] == pytest.approx(
+        (costs.reduce_s + costs.optimizer_s)[0, 5] * (1 - 1 / MICROBATCHES)
+    )
+
+
+def test_what_crosses_a_cut_is_sent() -> None:
+    coster = coster_of(case("llama"), 0)
+    chain = chain_of(coster)
+    assert chain.send_s[0] == chain.send_s[-1] == 0
+    hidden = ROWS / 2 * 16 * 32 * 4
+    assert chain.send_s[1:-1] == pytest.approx(
+        [p2p_time(hidden, coster.cluster, crosses_node=False, concurrent=4)] * 4
+    )
+
+
+def test_only_one_value_may_cross_in_pieces() -> None:
+    coster = coster_of(case("llama"), 0)
+    assert coster.cut_states(2, 1) == [R]
+    assert coster.cut_states(0, 2) == coster.cut_states(5, 2) == [R]
+    assert set(coster.cut_states(2, 2)) == {R, Placement("S", 1), Placement("S", 2)}
+    assert coster.cut_states(2, 3) == [R]
+
+
+# --- repeats and overrides -----------------------------------------------------------------------
+
+
+def test_an_assignment_moves_to_a_repeat_by_position() -> None:
+    of = large_gpt2()
+    first, second = of.graph.blocks[1:3]
+    assert first.class_id == second.class_id
+    coster = StageCoster(of.graph, of.table, odd_cluster(0), "bf16", "adamw")
+    setting = coster.setting(dp=1, tp=8, rows=2, microbatches=MICROBATCHES)
+    chain = coster.chain(setting)
+    assert chain is not None
+    assert chain.tables[1] is chain.tables[2]
+    here = chain.tables[1].program.assignment(chain.tables[1], (0, 0))
+    there = translate(here, first, second)
+    assert translate(here, first, first) is here
+    assert translate(there, second, first) == here
+    assert set(there.strategies) == {op.name for op in second.ops}
+    results = {r for op in second.ops for r in op.results}
+    assert set(there.states) == results | set(second.parameters)
+    pricer = coster.pricer(setting)
+
+    def price(block: int, assignment: Assignment) -> float:
+        layouts = BlockLayouts(of.graph, of.table, of.graph.blocks[block], 8)
+        return price_block(pricer, layouts, assignment, {}).cost.seconds(MICROBATCHES)
+
+    assert price(2, there) == pytest.approx(price(1, here), rel=1e-12)
+
+
+def test_decisions_of_the_user_hold_in_every_stage() -> None:
+    of = case("llama")
+    up = next(o for o in of.graph.ops if o.key == "model.layers.1.mlp.up_proj:linear")
+    forced = Entry(strategy="rowwise", state=R)
+    coster = coster_of(of, 0, **{up.name: forced})
+    chain = chain_of(coster)
+    for i, j in stages_of(chain):
+        found = coster.assignments(chain, i, j).get("model.layers.1")
+        if found is not None:
+            assert found.strategies[up.name].name == "rowwise"
+            assert found.states[up.results[0]] == R
+    free = chain_of(coster_of(of, 0))
+    legal = np.isfinite(free.seconds)
+    assert (chain.seconds[legal] >= free.seconds[legal] * (1 - 1e-12)).all()
+    assert chain.seconds[2, 3] > free.seconds[2, 3]
+    assert chain.seconds[1, 2] == free.seconds[1, 2]
+
+
+def test_a_decision_that_cannot_hold_names_the_legal_ones() -> None:
+    of = case("llama")
+    up = next(o for o in of.graph.ops if o.key == "model.layers.1.mlp.up_proj:linear")
+    coster = coster_of(of, 0, **{up.name: Entry(strategy="heads")})
+    with pytest.raises(ValueError, match=r"sharding 'heads' of .*up_proj:linear: not possible"):
+        chain_of(coster)
