@@ -18,7 +18,7 @@ from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
 from costmodel.schedule import SCHEDULES
 from costmodel.strategies import Placement, R, transition
-from planner.layouts import FOLLOW, Assignment, BlockLayouts, Entry
+from planner.layouts import FOLLOW, Assignment, BlockLayouts, Entry, default_state
 from planner.plan import (
     PRECISIONS,
     RECOMPUTE,
@@ -339,7 +339,10 @@ def _check_states(
                 f"{place}: state {state} of {name}, shape {graph.values[value].shape}: not "
                 f"possible with tp={layouts.degree}; legal: {legal}"
             )
-        wanted = [(state, target) for target in layouts.targets(value, assignment.strategies)]
+        targets = layouts.targets(value, assignment.strategies)
+        crosses = value in inputs or value in layouts.block.outputs
+        inside = default_state(state, targets, False) if crosses else state
+        wanted = [(state, inside), *((inside, target) for target in targets)]
         if value in made:
             wanted.append((made[value], state))
         for source, target in wanted:

@@ -102,7 +102,7 @@ def _build(
     objective = []
     for node, costs in unary.items():
         states[node] = [
-            pulp.LpVariable(f"x_{number[node]}_{s}", 0, 1) if np.isfinite(c) else None
+            problem.add_variable(f"x_{number[node]}_{s}", 0, 1) if np.isfinite(c) else None
             for s, c in enumerate(costs)
         ]
         present = [x for x in states[node] if x is not None]
@@ -135,7 +135,7 @@ def _flow(
         for t, y in enumerate(right):
             if x is None or y is None or not np.isfinite(costs[s, t]):
                 continue
-            e = pulp.LpVariable(f"{name}_{s}_{t}", 0)
+            e = problem.add_variable(f"{name}_{s}_{t}", 0)
             rows[s].append(e)
             columns[t].append(e)
             terms.append((e, float(costs[s, t]) / scale))

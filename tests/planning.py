@@ -138,11 +138,11 @@ class Linears(nn.Module):
 
 
 @cache
-def linears(width: int, layers: int, rows: int) -> Traced:
+def linears(width: int, layers: int, rows: int, length: int | None = None) -> Traced:
+    """On vectors, or on sequences of `length` of them."""
+    shape = (rows, width) if length is None else (rows, length, width)
     with torch.device("meta"):
-        model = Linears(width, layers)
-        batch = (torch.empty(rows, width), torch.empty(rows, width))
-    return cut(model, batch, F.mse_loss)
+        return cut(Linears(width, layers), (torch.empty(shape), torch.empty(shape)), F.mse_loss)
 
 
 # --- what is communicated ------------------------------------------------------------------------
