@@ -299,13 +299,17 @@ class StageCoster:
         rows."""
         pricer = self.pricer(setting)
         devices = setting.dp * setting.tp
-        crosses = devices >= self.cluster.devices_per_node and self.cluster.num_nodes > 1
-        concurrent = min(devices, self.cluster.devices_per_node)
+        node = self.cluster.devices_per_node
+        # of the stages that share a node in pipeline order, one sends to the next node
+        share = min(1.0, devices / node) if self.cluster.num_nodes > 1 else 0.0
         out = np.zeros(len(self._crossing))
         for k, values in enumerate(self._crossing):
             nbytes = sum(pricer.nbytes(v) for v in values)
-            if nbytes:
-                out[k] = p2p_time(nbytes, self.cluster, crosses_node=crosses, concurrent=concurrent)
+            for crosses, part in ((True, share), (False, 1 - share)):
+                if nbytes and part:
+                    out[k] += part * p2p_time(
+                        nbytes, self.cluster, crosses_node=crosses, concurrent=min(devices, node)
+                    )
         return out
 
     # --- the way back ---

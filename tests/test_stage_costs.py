@@ -124,16 +124,17 @@ def variant(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, 24])
 def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -> None:
     """Components of stages from the table equal those of the plan, evaluated and read back."""
     coster = coster_of(case(name), seed)
     count = len(coster.graph.blocks)
     whole = [variant(coster, 2, 4, 1, "full", "lean")]
+    lean = [variant(coster, 2, 2, 0, "none", "lean")]
     halves = [variant(coster, 2, 2, 1, "full"), variant(coster, 2, 2, 0, "none", "lean")]
     uneven = [variant(coster, 2, 2, 1, "none"), variant(coster, 1, 4, 0, "full")]
-    for cuts, variants in (([0, count], whole), ([0, 2, count], halves), ([0, 3, count], uneven)):
-        made, expected = candidate(coster, cuts, variants)
+    for ends, variants in (([], whole), ([], lean), ([2], halves), ([3], uneven)):
+        made, expected = candidate(coster, [0, *ends, count], variants)
         for stage, wanted in zip(made.evaluation.stages, expected, strict=True):
             for field, value in dataclasses.asdict(wanted).items():
                 assert getattr(stage, field) == pytest.approx(value, rel=1e-9, abs=1e-15), field
