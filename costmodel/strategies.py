@@ -86,14 +86,17 @@ def strategies(
     for letter, atoms in table.letters[op.name].items():
         if made.kinds[letter] == "whole":
             continue
-        for k, atom in enumerate(atoms):
+        # numbered without the batch, which a micro-batch of one row does not have
+        named = [a for a in atoms if a != table.batch]
+        for atom in atoms:
             wanted = atom == only if only is not None else atom != table.batch
             if not wanted or table.sizes[atom] % degree:
                 continue
             split = _split(graph, table, op, letter, atom)
-            if split is None or (split.implementation and k > 0):
+            if split is None or (split.implementation and atom != atoms[0]):
                 continue
-            shown = DISPLAY.get(letter, letter) + (f".{k}" if len(atoms) > 1 else "")
+            numbered = atom in named and len(named) > 1
+            shown = DISPLAY.get(letter, letter) + (f".{named.index(atom)}" if numbered else "")
             found.append(replace(split, name=shown))
     found += _partial(graph, table, op)
     return found

@@ -24,7 +24,6 @@ from planner.evaluate import crossings, stage_of
 from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan
 from planner.stage_sums import recomputable
-from planner.trace import DTYPES
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
 
@@ -90,7 +89,6 @@ def build_stage(
         prologue=prologue,
         blocks=tuple(lowered),
         tensors=tensors,
-        receives=tuple(n for (_, t), names in edges.items() if t == place.stage for n in names),
         sends=tuple(
             dict.fromkeys(n for (s, _), ns in edges.items() if s == place.stage for n in ns)
         ),
@@ -316,7 +314,3 @@ def _channels(
 def _crossing_state(layout: DataLayout, name: str) -> Placement:
     state = layout.states[name]
     return state if state.sharded and state.split == 1 else R
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    return DTYPES[precision]

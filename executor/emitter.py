@@ -6,6 +6,7 @@ what was moved is kept, so readers share it. The tensor axis is moved first, the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -259,12 +260,9 @@ class Emitter:
             for k in (0, 1)
         ]
         shape = tuple(shape or self.graph.values[value].shape)
-        found = self.table.find(value, self.table.batch) if self.table.batch is not None else None
-        batch = None
-        if found is not None:
-            dim, before = found
-            batch = (dim, shape[dim] // (before * self.graph.batch_size))
-        return IndexGrid(shape, cuts, batch)
+        rows = self.graph.batch_size
+        batched = rows == 1 or self.table.has_batch(value)
+        return IndexGrid(shape, cuts, math.prod(shape) // rows if batched else 0)
 
     # --- losses ---
 

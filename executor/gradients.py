@@ -43,7 +43,7 @@ def _bucketed(
     axis: Axis,
     start: Callable[[Sequence[StageParameter], Axis], Callable[[], None]],
 ) -> None:
-    """Start one reduction per bucket, then finish them in order."""
+    """One reduction per bucket, two in flight: the next is copied while the last one travels."""
     if axis.size == 1:
         return
     buckets: list[list[StageParameter]] = []
@@ -55,7 +55,13 @@ def _bucketed(
             filled = 0
         buckets[-1].append(p)
         filled += nbytes
-    for finish in [start(bucket, axis) for bucket in buckets]:
+    finish: Callable[[], None] | None = None
+    for bucket in buckets:
+        following = start(bucket, axis)
+        if finish is not None:
+            finish()
+        finish = following
+    if finish is not None:
         finish()
 
 
@@ -80,14 +86,15 @@ def _all_reduce(bucket: Sequence[StageParameter], axis: Axis) -> Callable[[], No
 def _reduce_scatter(bucket: Sequence[StageParameter], axis: Axis) -> Callable[[], None]:
     shards = [split_parts(_gradient(p), p.zero, axis.size) for p in bucket]
     flat = torch.cat([s.reshape(axis.size, -1) for s in shards], dim=1)
+    shapes = [s.shape[1:] for s in shards]
+    del shards
     out, work = reduce_scatter_flat(flat, axis)
 
     def finish() -> None:
         work.wait()
-        for p, shard, part in zip(
-            bucket, shards, out.split([s[0].numel() for s in shards]), strict=True
-        ):
-            p.gradient = part.view(shard.shape[1:])
+        parts = out.split([shape.numel() for shape in shapes])
+        for p, shape, part in zip(bucket, shapes, parts, strict=True):
+            p.gradient = part.view(shape)
 
     return finish
 

@@ -163,32 +163,32 @@ class ScaledMean(nn.Module):
 
 
 class IndexGrid(nn.Module):
-    """Global element numbers of a local tensor: every plan sees an element under the same number.
+    """Global element numbers of a local tensor: every plan sees the same number for the same
+    element.
 
     `shape` is the global shape of one micro-batch; `cuts` the placements that made it local, in
-    order, with the size and rank of their axes; `batch` is (dim, elements per row in that dim) of
-    the batch, to which the micro-batch's first row is added.
+    order, with the size and rank of their axes; `per_row` the elements of one batch row, by which
+    the micro-batch's first row shifts the numbers. With the batch outermost, as in batch-first
+    tensors, the numbers do not depend on how the batch is cut into micro-batches either.
     """
 
     def __init__(
         self,
         shape: tuple[int, ...],
         cuts: list[tuple[Placement, int, int]],
-        batch: tuple[int, int] | None,
+        per_row: int,
     ) -> None:
         super().__init__()
-        self.shape, self.cuts, self.batch = shape, cuts, batch
+        self.shape, self.cuts, self.per_row = shape, cuts, per_row
 
     def forward(self, first_row: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.int64, device=first_row.device)
+        total = first_row * self.per_row
         stride = 1
         for d in reversed(range(len(self.shape))):
             index = torch.arange(self.shape[d], dtype=torch.int64, device=first_row.device)
             for placement, n, rank in self.cuts:
                 if placement.sharded and placement.dim == d:
                     index = local_part(index, Placement("S", 0, placement.split), n, rank)
-            if self.batch is not None and self.batch[0] == d:
-                index = index + first_row * self.batch[1]
             total = total + (index * stride).view([-1] + [1] * (len(self.shape) - 1 - d))
             stride *= self.shape[d]
         return total

@@ -70,7 +70,7 @@ def start(backend: str) -> None:
 
 
 def agree_on(decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank; a ValueError it raises is raised everywhere.
+    """What rank 0 decides, on every rank; what it raises is raised everywhere.
 
     What was measured or solved on one rank is used by all, so that they can't disagree.
     """
@@ -80,7 +80,7 @@ def agree_on(decide: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             box = [(decide(), None)]
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001 - the others wait for this rank, whatever happens
             box = [(None, error)]
     dist.broadcast_object_list(box, src=0)
     value, failed = box[0]

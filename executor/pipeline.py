@@ -74,7 +74,8 @@ class PipelineRun:
     def _backward(self, instruction: Instruction) -> None:
         k = instruction.microbatch
         done = self.passes.pop(k)
-        self.input_gradients[k] = self.program.backward(done, self.gradients.pop(k, {}))
+        # one at a time: their sends follow at once, and hold what they still need
+        self.input_gradients = {k: self.program.backward(done, self.gradients.pop(k, {}))}
 
     def _send(self, instruction: Instruction) -> None:
         k, peer = instruction.microbatch, instruction.peer

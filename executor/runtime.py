@@ -15,7 +15,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.schedule import build_schedule
-from costmodel.strategies import P
 from executor.build import BuiltStage, build_stage
 from executor.gradients import collect, deliver, exchange_tied, reduce_gradients
 from executor.launch import device_here, world_size
@@ -23,6 +22,7 @@ from executor.meshes import Place, StageMesh, alone, join
 from executor.parameters import load, refresh
 from executor.pipeline import PipelineRun
 from executor.reshard import join_parts, local_part
+from planner.data_axis import loss_is_summed
 from planner.layouts import Assignment
 from planner.plan import Plan, PlanError
 from planner.trace import input_leaves
@@ -154,7 +154,7 @@ class Runtime:
                 torch.stack([x.float().reshape(()) for x in losses]).sum()
                 / self.plan.num_microbatches
             )
-            if place.data.size > 1 and self.stage.data.states[self.graph.loss] == P:
+            if place.data.size > 1 and loss_is_summed(self.stage.data, self.graph):
                 dist.all_reduce(total, group=place.data.group)
         if place.mesh is not None and last > 0:
             dist.broadcast(total, src=place.meshes[last].ranks[0])

@@ -30,7 +30,6 @@ class StageProgram:
     prologue: Lowered
     blocks: tuple[Lowered, ...]
     tensors: Mapping[str, torch.Tensor]
-    receives: tuple[str, ...]
     sends: tuple[str, ...]
     loss: str | None
     loss_scale: float

@@ -23,6 +23,7 @@ from planner.candidates import Candidate, Variant, distinct, make_candidate
 from planner.check import check_plan, resolve_shardings
 from planner.inter_op import InterOpSolution, StageTable, minimal_shortfall, solve_inter_op
 from planner.overrides import OverrideError, Overrides, stage_cuts
+from planner.report import describe
 from planner.solvers import Certificate
 from planner.stage_costs import MODES, StageCoster, boundary_index
 from planner.stage_sums import stage_costs
@@ -123,7 +124,7 @@ class Search:
         ]
         fitting = [c for c in found if c.fits]
         if not fitting:
-            raise self._failure(worst)
+            raise self._failure(worst or self._too_full(found))
         ranked = sorted(
             fitting, key=lambda c: (c.step_time_s, len(c.plan.stages), c.plan.to_json())
         )
@@ -160,8 +161,10 @@ class Search:
                 f"global_batch_size={batch}; "
                 f"legal: {', '.join(map(str, divisors[:16]))}"
             )
+        if over.microbatch_size is not None:
+            divisors = [m for m in divisors if batch // m % over.microbatch_size == 0]
         if len(divisors) > MAX_MICROBATCH_CHOICES:
-            wanted = np.geomspace(1, batch, MAX_MICROBATCH_CHOICES)
+            wanted = np.geomspace(1, divisors[-1], MAX_MICROBATCH_CHOICES)
             near = {min(divisors, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted}
             divisors = sorted(near)
         return divisors
@@ -202,7 +205,7 @@ class Search:
                     continue
                 if chain is None:
                     continue
-                for zero in (0, 1) if dp > 1 else (0,):
+                for zero in (0, 1) if dp > 1 and self._zero_divides(dp, tp) else (0,):
                     for recompute in ("none", "full"):
                         if (over.zero not in (None, zero) and dp > 1) or over.recompute not in (
                             None,
@@ -213,6 +216,16 @@ class Search:
                             Variant(dp=dp, tp=tp, zero=zero, recompute=recompute, chain=chain)
                         )
         return variants
+
+    def _zero_divides(self, dp: int, tp: int) -> bool:
+        """Whether ZeRO-1 can divide every matrix: along a dim that the tensor axis leaves alone, or
+        along one that both divide. A matrix that stays whole would not shrink as priced."""
+        for value in self.graph.parameters:
+            shape = self.graph.values[value].shape
+            free = sum(size % dp == 0 for size in shape) > (tp > 1)
+            if len(shape) > 1 and not free and all(size % (dp * tp) for size in shape):
+                return False
+        return True
 
     def _table(self, variants: Sequence[Variant], m: int) -> StageTable:
         count = len(self.graph.blocks)
@@ -339,6 +352,17 @@ class Search:
             f"shortfall in GiB by stage: {gib}. " + self._relaxation(),
             per_stage,
         )
+
+    def _too_full(self, found: Sequence[Candidate]) -> tuple[float, Sequence[float], str] | None:
+        """The candidate that comes closest to fitting, as a shortfall."""
+        capacity = self.cluster.device.memory_bytes
+        short = [
+            [used - capacity for used in c.evaluation.prediction.peak_memory_bytes] for c in found
+        ]
+        if not short:
+            return None
+        best = min(range(len(short)), key=lambda k: max(short[k]))
+        return max(short[best]), short[best], describe(found[best].plan)
 
     def _relaxation(self) -> str:
         """The cheapest single change that makes it fit, found by trying."""
