@@ -288,7 +288,7 @@ class BlockProgram:
         states: dict[str, Placement] = {}
         picked = {name: table.problem.states[name][s] for name, s in table.choices[index].items()}
         for op in self.block.ops:
-            chosen[op.name] = picked[op.name]  # type: ignore[assignment]
+            chosen[op.name] = picked[op.name]
         for op in self.block.ops:
             made = zip(op.results, chosen[op.name].results, strict=True)
             for k, (value, placement) in enumerate(made):
