@@ -111,9 +111,6 @@ class Graph:
     blocks: tuple[Block, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def parameter_bytes(self) -> int:
-        return sum(self.values[name].nbytes for name in self.parameters)
-
     def num_parameters(self) -> int:
         return sum(self.values[name].numel for name in self.parameters)
 

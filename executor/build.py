@@ -80,7 +80,7 @@ def build_stage(
     wanted = dict.fromkeys(n for b in blocks for n in b.derived)
     wanted |= dict.fromkeys(updates.values())
     prologue = lowering.prologue(_needed(graph.derived, wanted), tuple(wanted))
-    parameters = _parameters(plan, graph, blocks, stored, model, place, assignments)
+    parameters = _parameters(plan, graph, blocks, stored, model, place)
     buffers = _buffers(graph, blocks, layouts, chosen, prologue, updates)
     tensors = {p.value: p.leaf for p in parameters} | _load_buffers(graph, buffers, model, place)
     tensors |= {n: t.to(place.device) for n, t in graph.constants.items()}
@@ -148,7 +148,7 @@ def parameter_states(
 
 def _parameters(
     plan: Plan, graph: Graph, blocks: Sequence[Block], stored: Mapping[str, State],
-    model: nn.Module, place: Place, assignments: Sequence[Mapping[str, Assignment]],
+    model: nn.Module, place: Place,
 ) -> tuple[StageParameter, ...]:  # fmt: skip
     owners = _owners(plan, graph)
     named = dict(model.named_parameters())

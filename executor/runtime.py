@@ -21,7 +21,7 @@ from executor.launch import device_here, world_size
 from executor.meshes import Place, StageMesh, alone, join
 from executor.parameters import load, refresh
 from executor.pipeline import PipelineRun
-from executor.reshard import join_parts, local_part
+from executor.reshard import all_gather, local_part
 from planner.data_axis import loss_is_summed
 from planner.layouts import Assignment
 from planner.plan import Plan, PlanError
@@ -75,13 +75,14 @@ class Runtime:
             )
         inputs = self._split(batch)
         refresh(self.stage.parameters, self.place)
+        seed = self._step_seed()
         run = PipelineRun(
             self.stage.program,
             self.stream,
             self.stage.channels,
             inputs.__getitem__,
             self._count(inputs),
-            lambda k: (self._step_seed(), k * self.plan.microbatch_rows),
+            lambda k: (seed, k * self.plan.microbatch_rows),
         )
         losses = run.run()
         collect(self.stage.parameters)
@@ -185,7 +186,8 @@ class Runtime:
             if not state.sharded:
                 found[fqn] = self.stage.program.tensors[value]
             else:
-                found[fqn] = self._whole_buffer(self.stage.program.tensors[value], state)
+                local = self.stage.program.tensors[value]
+                found[fqn] = all_gather(local, state, self.place.tensor)
         return found | (self.unused if self.place.stage == 0 else {})
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -222,11 +224,6 @@ class Runtime:
             source = whole.redistribute(placements=held.placements)
         with torch.no_grad():
             held.copy_(source)
-
-    def _whole_buffer(self, local: torch.Tensor, state: Any) -> torch.Tensor:
-        parts = [torch.empty_like(local) for _ in range(self.place.tensor.size)]
-        dist.all_gather(parts, local.contiguous(), group=self.place.tensor.group)
-        return join_parts(torch.stack(parts), state)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit

@@ -157,7 +157,7 @@ def _given(
 def _check_memory(prediction: Prediction, cluster: Cluster) -> None:
     """A given plan must fit as a searched one does."""
     room = cluster.device.memory_bytes
-    short = [max(0, used - room) for used in prediction.peak_memory_bytes]
+    short = prediction.shortfall_bytes(cluster)
     if any(short):
         gib = ", ".join(f"stage {k}: {x / 2**30:.2f}" for k, x in enumerate(short) if x)
         raise InfeasibleError(

@@ -84,8 +84,7 @@ def make_candidate(
     priced = evaluate(
         plan, graph, coster.table, cluster, assignments, optimizer=coster.optimizer, coster=coster
     )
-    capacity = cluster.device.memory_bytes
-    fits = all(used <= capacity for used in priced.prediction.peak_memory_bytes)
+    fits = not any(priced.prediction.shortfall_bytes(cluster))
     return Candidate(evaluation=priced, assignments=assignments, fits=fits)
 
 

@@ -34,6 +34,11 @@ class Prediction:
     bubble_fraction: float
     mfu: float
 
+    def shortfall_bytes(self, cluster: Cluster) -> list[int]:
+        """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
+        room = cluster.device.memory_bytes
+        return [max(0, used - room) for used in self.peak_memory_bytes]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:

@@ -355,10 +355,7 @@ class Search:
 
     def _too_full(self, found: Sequence[Candidate]) -> tuple[float, Sequence[float], str] | None:
         """The candidate that comes closest to fitting, as a shortfall."""
-        capacity = self.cluster.device.memory_bytes
-        short = [
-            [used - capacity for used in c.evaluation.prediction.peak_memory_bytes] for c in found
-        ]
+        short = [c.evaluation.prediction.shortfall_bytes(self.cluster) for c in found]
         if not short:
             return None
         best = min(range(len(short)), key=lambda k: max(short[k]))
