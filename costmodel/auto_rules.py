@@ -45,14 +45,6 @@ REDUCTIONS: Mapping[str, Kind] = MappingProxyType({
     "argmax": "whole", "logsumexp": "whole", "std": "whole", "all": "whole", "argmin": "whole",
     "prod": "whole", "max": "whole", "min": "whole", "linalg_vector_norm": "whole",
 })  # fmt: skip
-SAVES_RESULT = frozenset(
-    {"tanh", "sigmoid", "relu", "exp", "rsqrt", "sqrt", "reciprocal", "softmax"}
-)
-SAVES_NOTHING = frozenset({
-    "add", "sub", "neg", "to", "_to_copy", "contiguous", "clone", "alias", "rsub", "detach",
-    "type_as", "masked_fill", "eq", "ne", "lt", "gt", "le", "ge",
-})  # fmt: skip
-
 
 def automatic(op: Op) -> Rule | None:
     """The rule of the class an operator belongs to, or None."""
@@ -66,9 +58,14 @@ def automatic(op: Op) -> Rule | None:
         return factory_rule
     if name in REDUCTIONS and not op.target.endswith(".other"):
         return reduction_rule
-    if name in POINTWISE or _tagged_pointwise(op.target):
+    if is_pointwise(op):
         return pointwise_rule
     return None
+
+
+def is_pointwise(op: Op) -> bool:
+    """Whether every element of the result depends on the operands' elements at its place alone."""
+    return op.short in POINTWISE or _tagged_pointwise(op.target)
 
 
 def _tagged_pointwise(target: str) -> bool:
@@ -94,22 +91,12 @@ def pointwise_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
             linear = (frozenset({0}),)
             if name == "mul" and len(operands) == 2:
                 linear += (frozenset({1}),)
-    scalar_factor = name in ("mul", "div") and len(operands) == 1
-    if name in SAVES_RESULT:
-        saves: tuple[int, ...] = (-1,)
-    elif name in SAVES_NOTHING or scalar_factor:
-        saves = ()
-    else:
-        saves = tuple(range(len(operands)))
-    if name == "dropout":
-        saves = (-1,) if argument(op, 2, "train", True) and argument(op, 1, "p", 0.0) else ()
     return OpFactors(
         operands=ins,
         results=outs,
         sizes=sizes,
         kinds=dict.fromkeys(sizes, "map"),
         linear=linear,
-        saves=saves,
         view=name in ("alias", "detach"),
     )
 
@@ -225,5 +212,4 @@ def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         sizes=sizes,
         kinds={name: how if name.startswith("r") else "map" for name in sizes},
         linear=(frozenset({0}),) if how in ("sum", "mean") else (),
-        saves=() if how in ("sum", "mean") else (0,),
     )

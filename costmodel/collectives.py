@@ -1,7 +1,7 @@
-"""Seconds and bytes of a collective: alpha-beta costs of the algorithms that NCCL and gloo run.
+"""Seconds and bytes of a collective: the cheapest of the algorithms that NCCL or gloo has for it.
 
-M is the full tensor's bytes, n the ranks, alpha a link's latency, beta the bandwidth of the
-narrowest place on the ring. Every rank sends (`bytes_sent`)
+M is the full tensor's bytes, n the ranks, N the nodes they are on, p = n / N the ranks on a node.
+Every rank sends (`bytes_sent`)
 
     all_reduce               2 M (n-1)/n
     all_gather               M (n-1)/n
@@ -9,33 +9,48 @@ narrowest place on the ring. Every rank sends (`bytes_sent`)
     all_to_all               M (n-1)/n^2      of its M/n shard
     broadcast                M                pipelined along the ring
 
-A ring costs `bytes_sent / beta + rounds * hops`, where `hops` is the way of one chunk around it:
-`nodes - 1` steps over the network and `n - nodes` inside nodes, and an all-reduce goes round twice.
-Under NCCL an all-reduce may go up and down a tree instead: fewer steps, `2 M` bytes; the cheaper of
-the two is charged.
+An algorithm is a `Route`: the latency of its longest chain of messages, and legs that run at the
+same time. On a leg each rank sends x = share * M bytes at a bandwidth of which messages of x bytes
+reach a fraction e(x):
 
-A ring visits each node once, but NCCL lays one ring per NIC, so that a group whose node holds
-`per_node` of its ranks uses its whole share of the node: all NICs divided by the groups that use
-them at the same time, and no more than its own ranks can drive. No ring is faster than the link
-inside the node.
+    time = launch + latency + busy + fill
+    busy = max over the legs of  x / (bandwidth * e(x))
 
-An all-to-all is direct: each rank posts n-1 messages of M/n^2. Those to its own node and those to
-other nodes travel at the same time.
+With alpha the latency of a link inside a node, beta that of one between nodes:
+
+    ring      n-1 steps. With p > 1 the slowest chunk crosses all N borders: N beta + (n-1-N) alpha;
+              with p = 1, (n-1) beta. An all-reduce goes round twice. Each rank sends `bytes_sent`
+              inside its node, and the node as much through its NICs: NCCL lays a ring per NIC.
+    tree      all-reduce over nodes: up and down a chain inside each node and a binary tree over
+              nodes, 2 ((p-1) alpha + ceil(log2 N) beta). Each rank sends 2 M inside its node. NCCL
+              halves the tensor over two trees, so that each node sends 2 M, or M where N = 2 and
+              the one node is the other's only neighbour.
+    switch    all-reduce in switches that add up and multicast (NVLink SHARP): each rank sends its M
+              to them, and M/p of the sum to all; there and back with the switches' own latency.
+              Over nodes it takes the place of the chain in the tree.
+    direct    all-to-all: n-1 messages of M/n^2 posted one after the other; (p-1) M/n^2 bytes of a
+              rank stay in its node while (n-p) M/n^2 leave it, at `direct_efficiency`.
+
+A ring is always full. A tree and a switch are pipes that must be filled: one way, K chunks over D
+steps of alpha take (D + K) (alpha + busy / K), which is least at K = sqrt(D busy / alpha) and then
+exceeds D alpha + busy by 2 sqrt(D alpha busy). Chunks come down while later ones go up, so that the
+pipe is filled once; with the latency and the bytes of both ways, fill = sqrt(latency * busy).
+
+A group that holds p ranks of a node uses its whole share of the NICs: all of them divided by the
+groups that use them at the same time, and no more than its own ranks can drive.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from profiles.cluster import Cluster
-
-FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
+from profiles.cluster import Cluster, Link
+from profiles.curve import FULL, Curve, FloatOrArray
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -114,64 +129,190 @@ def collective_time(
 
     One rank costs nothing; otherwise the latency is paid for zero bytes, too.
     """
-    sent = bytes_sent(kind, nbytes, group.size)
-    if group.size == 1:
-        return sent
-    if kind == "all_to_all":
-        return _all_to_all_time(nbytes, group, cluster)
-    bandwidth = ring_bandwidth(group, cluster)
-    intra_s, inter_s = cluster.intra_link.latency_s, cluster.inter_link.latency_s
-    hops_s = (group.size - group.nodes) * intra_s + (group.nodes - 1) * inter_s
-    if kind != "all_reduce":
-        return sent / bandwidth + hops_s
-    ring_s = sent / bandwidth + 2 * hops_s
-    if cluster.backend != "nccl":
-        return ring_s
-    depth_s = _tree_depth(group.per_node) * intra_s + _tree_depth(group.nodes) * inter_s
-    best_s: FloatOrArray = np.minimum(ring_s, 2 * nbytes / bandwidth + 2 * depth_s)
+    best, *others = routes(kind, group, cluster)
+    best_s = best.seconds(nbytes)
+    for route in others:
+        best_s = _smaller(best_s, route.seconds(nbytes))
     return best_s
-
-
-def ring_bandwidth(group: Group, cluster: Cluster) -> float:
-    """Bytes/s at the narrowest place of the group's rings."""
-    if group.nodes == 1:
-        return cluster.intra_link.bandwidth
-    return min(
-        cluster.intra_link.bandwidth, _network_bandwidth(group.per_node, group.concurrent, cluster)
-    )
 
 
 def p2p_time(
     nbytes: FloatOrArray, cluster: Cluster, *, crosses_node: bool, concurrent: int = 1
 ) -> FloatOrArray:
     """Seconds to send `nbytes` to one rank, while `concurrent` ranks of the node send as much."""
-    if not crosses_node:
-        return nbytes / cluster.intra_link.bandwidth + cluster.intra_link.latency_s
-    bandwidth = min(cluster.intra_link.bandwidth, _network_bandwidth(1, concurrent, cluster))
-    return nbytes / bandwidth + cluster.inter_link.latency_s
+    return _p2p_route(cluster, crosses_node, concurrent).seconds(nbytes)
 
 
-def _network_bandwidth(ranks: int, concurrent: int, cluster: Cluster) -> float:
-    """Bytes/s out of a node for `ranks` ranks, one of `concurrent` such sets sharing the NICs."""
-    link = cluster.inter_link
-    share = link.bandwidth / concurrent
-    if link.per_rank_bandwidth is None:
-        return share
-    return min(share, ranks * link.per_rank_bandwidth)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """What each rank sends over one link: `share` of the tensor, at up to `bandwidth` bytes/s."""
+
+    share: float
+    bandwidth: float
+    efficiency: Curve
+
+    def seconds(self, nbytes: FloatOrArray) -> FloatOrArray:
+        """Seconds of this leg for a tensor of `nbytes`."""
+        sent = nbytes * self.share
+        return sent / (self.bandwidth * self.efficiency(sent))
 
 
-def _all_to_all_time(nbytes: FloatOrArray, group: Group, cluster: Cluster) -> FloatOrArray:
-    message = nbytes / group.size**2
-    posts_s = (group.size - 1) * cluster.intra_link.latency_s
-    local_s = message * (group.per_node - 1) / cluster.intra_link.bandwidth
-    if group.nodes == 1:
-        return local_s + posts_s
-    leaving = message * (group.per_node * (group.size - group.per_node))
-    remote_s = leaving / _network_bandwidth(group.per_node, group.concurrent, cluster)
-    latency_s = posts_s + cluster.inter_link.latency_s
-    slower_s: FloatOrArray = np.maximum(local_s, remote_s)
-    return slower_s + latency_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One algorithm for one group: a latency, legs that run at the same time, a `pipe` to fill."""
+
+    name: str
+    launch_s: float = 0.0
+    latency_s: float = 0.0
+    legs: tuple[Leg, ...] = ()
+    pipe: bool = False
+
+    def seconds(self, nbytes: FloatOrArray) -> FloatOrArray:
+        """Seconds of the algorithm for a tensor of `nbytes`."""
+        if not self.legs:
+            return nbytes * 0.0
+        busy_s = self.legs[0].seconds(nbytes)
+        for leg in self.legs[1:]:
+            busy_s = _larger(busy_s, leg.seconds(nbytes))
+        total_s = busy_s + (self.launch_s + self.latency_s)
+        return total_s + _root(busy_s * self.latency_s) if self.pipe else total_s
 
 
-def _tree_depth(count: int) -> int:
-    return (count - 1).bit_length()
+@cache
+def routes(kind: str, group: Group, cluster: Cluster) -> tuple[Route, ...]:
+    """The algorithms that may carry out a collective of `group`; the cheapest is used."""
+    sent = bytes_sent(kind, 1.0, group.size)
+    if group.size == 1:
+        return (Route(name="none"),)
+    if kind == "all_to_all":
+        return (_direct(group, cluster),)
+    found = [_ring(sent, group, cluster, rounds=2 if kind == "all_reduce" else 1)]
+    if kind == "all_reduce" and cluster.backend == "nccl":
+        if group.nodes > 1:
+            found.append(_tree(group, cluster))
+        if cluster.intra_link.switch_bandwidth is not None and group.per_node > 2:
+            found.append(_switch(group, cluster))
+    return tuple(found)
+
+
+@cache
+def _p2p_route(cluster: Cluster, crosses_node: bool, concurrent: int) -> Route:
+    link = cluster.inter_link if crosses_node else cluster.intra_link
+    pair = Group(size=2, per_node=1, concurrent=concurrent)
+    leg = _network_leg(1.0, pair, cluster) if crosses_node else _node_leg(1.0, 2, link)
+    launch_s = cluster.device.launch_overhead_s
+    return Route(name="p2p", launch_s=launch_s, latency_s=link.latency_s, legs=(leg,))
+
+
+def _ring(sent: float, group: Group, cluster: Cluster, *, rounds: int) -> Route:
+    size, nodes, per_node = group.size, group.nodes, group.per_node
+    borders = 0 if nodes == 1 else nodes if per_node > 1 else nodes - 1
+    hops_s = _hops_s(cluster, inside=size - 1 - borders, between=borders)
+    legs = [_node_leg(sent, per_node, cluster.intra_link)] if per_node > 1 else []
+    if nodes > 1:
+        legs.append(_network_leg(sent, group, cluster))
+    return Route(
+        name="ring",
+        launch_s=cluster.device.launch_overhead_s,
+        latency_s=rounds * hops_s,
+        legs=tuple(legs),
+    )
+
+
+def _tree(group: Group, cluster: Cluster) -> Route:
+    hops_s = _hops_s(cluster, inside=group.per_node - 1, between=_tree_depth(group.nodes))
+    legs = [_node_leg(2.0, group.per_node, cluster.intra_link)] if group.per_node > 1 else []
+    legs.append(_network_leg(_tree_share(group.nodes), group, cluster))
+    return Route(
+        name="tree",
+        launch_s=cluster.device.launch_overhead_s,
+        latency_s=2 * hops_s,
+        legs=tuple(legs),
+        pipe=True,
+    )
+
+
+def _switch(group: Group, cluster: Cluster) -> Route:
+    link = cluster.intra_link
+    assert link.switch_bandwidth is not None
+    share = 1.0 + 1.0 / group.per_node
+    legs = [Leg(share=share, bandwidth=link.switch_bandwidth, efficiency=FULL)]
+    if group.nodes > 1:
+        legs.append(_network_leg(_tree_share(group.nodes), group, cluster))
+    hops_s = link.switch_latency_s + _hops_s(cluster, inside=0, between=_tree_depth(group.nodes))
+    return Route(
+        name="switch",
+        launch_s=cluster.device.launch_overhead_s,
+        latency_s=2 * hops_s,
+        legs=tuple(legs),
+        pipe=True,
+    )
+
+
+def _direct(group: Group, cluster: Cluster) -> Route:
+    size, per_node = group.size, group.per_node
+    legs = []
+    if per_node > 1:
+        legs.append(_direct_leg((per_node - 1) / size**2, cluster.intra_link))
+    if group.nodes > 1:
+        leaving = per_node * (size - per_node) / size**2
+        leg = _network_leg(leaving, group, cluster)
+        fraction = cluster.inter_link.direct_efficiency
+        legs.append(dataclasses.replace(leg, bandwidth=leg.bandwidth * fraction))
+    # Posts are not round trips: they follow each other at the pace of the link inside the node.
+    hops_s = _hops_s(cluster, inside=size - 1, between=int(group.nodes > 1))
+    return Route(
+        name="direct",
+        launch_s=cluster.device.launch_overhead_s,
+        latency_s=hops_s,
+        legs=tuple(legs),
+    )
+
+
+def _node_leg(share: float, ranks: int, link: Link) -> Leg:
+    """`share` of the tensor sent by each of `ranks` ranks of a node to another of them."""
+    bandwidth = link.bandwidth * link.group_efficiency(float(ranks))
+    return Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)
+
+
+def _direct_leg(share: float, link: Link) -> Leg:
+    """`share` of the tensor sent by each rank of a node to all others of it at once."""
+    bandwidth = link.bandwidth * link.direct_efficiency
+    return Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)
+
+
+def _network_leg(share: float, group: Group, cluster: Cluster) -> Leg:
+    """`share` of the tensor sent by the group's ranks of a node together to other nodes."""
+    link, ranks = cluster.inter_link, group.per_node
+    bandwidth = link.bandwidth / group.concurrent / ranks
+    if link.per_rank_bandwidth is not None:
+        bandwidth = min(bandwidth, link.per_rank_bandwidth)
+    return Leg(share=share / ranks, bandwidth=bandwidth, efficiency=link.efficiency)
+
+
+def _hops_s(cluster: Cluster, *, inside: int, between: int) -> float:
+    return inside * cluster.intra_link.latency_s + between * cluster.inter_link.latency_s
+
+
+def _tree_share(nodes: int) -> float:
+    return 1.0 if nodes == 2 else 2.0
+
+
+def _tree_depth(nodes: int) -> int:
+    return (nodes - 1).bit_length()
+
+
+def _root(value: FloatOrArray) -> FloatOrArray:
+    return np.sqrt(value) if isinstance(value, np.ndarray) else math.sqrt(value)
+
+
+def _smaller(one: FloatOrArray, other: FloatOrArray) -> FloatOrArray:
+    if isinstance(one, np.ndarray):
+        return np.minimum(one, other)
+    return one if one <= other else other
+
+
+def _larger(one: FloatOrArray, other: FloatOrArray) -> FloatOrArray:
+    if isinstance(one, np.ndarray):
+        return np.maximum(one, other)
+    return one if one >= other else other

@@ -1,33 +1,72 @@
-"""Seconds of one operator on one device, by the roofline.
+"""Seconds of one kernel on one device.
 
-    time = max(flops / (peak * matmul_efficiency), bytes / (bandwidth * memory_efficiency)) + launch
+    matrix product   max(2mnk·batch / (peak · efficiency(2mnk) · filling(m, n)), bytes / bandwidth)
+    fused attention  max(flops / (peak · efficiency(sequence)), bytes / bandwidth)
+    everything else  bytes / bandwidth: its arithmetic hides under the memory traffic
 
-The first term is for matrix products, convolutions and attention, which run on the matrix units at
-the dtype's peak. Everything else streams its operands: its arithmetic hides under the memory
-traffic, so only the bytes count.
+each plus the device's fixed seconds per kernel; bandwidth = memory_bandwidth · efficiency(bytes).
+
+`filling` is tile and wave quantisation: an output of m × n is cut into tiles of the kernel, whole
+ones only (NVIDIA, "Matrix Multiplication Background User's Guide"), and the tiles run in waves of
+as many as the device has compute units, the last one partly empty. Of a device's tile sizes the one
+that gives the best time is taken; a smaller tile moves more bytes per FLOP, so that it loses by
+the square root of the ratio of their intensities mn/(m + n).
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+import math
+from functools import lru_cache
 
 from profiles.cluster import Device
 
-FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
+
+def stream_seconds(device: Device, nbytes: float) -> float:
+    """Seconds to read and write `nbytes` in all, without the launch."""
+    if nbytes <= 0:
+        return 0.0
+    return nbytes / (device.memory_bandwidth * device.memory_efficiency(nbytes))
 
 
-def op_time(
-    device: Device, *, flops: FloatOrArray, bytes_moved: FloatOrArray, dtype: str, matmul: bool
-) -> FloatOrArray:
-    """Seconds of an operator of `flops` and `bytes_moved` (read plus written); scalars or arrays.
+@lru_cache(maxsize=65536)
+def matmul_seconds(
+    device: Device, dtype: str, m: float, n: float, k: float, batch: float, nbytes: float
+) -> float:
+    """Seconds of `batch` products (m × k)·(k × n) that move `nbytes`, without the launch.
 
     `dtype` is "fp32", "bf16" or "fp16"; one the device has no rate for (bf16 on a V100) is priced
     at the fp32 rate, because that is how such a device computes it. Raises ValueError for another.
     """
-    peak = device.flops(dtype) * device.matmul_efficiency
-    memory_s = bytes_moved / (device.memory_bandwidth * device.memory_efficiency)
-    busy_s = np.maximum(flops / peak, memory_s) if matmul else memory_s
-    return busy_s + device.launch_overhead_s
+    flops = 2 * m * n * k
+    rate = device.flops(dtype) * device.matmul_efficiency(flops * batch)
+    busy_s = flops * batch / (rate * filling(device, m, n, batch)) if flops else 0.0
+    return max(busy_s, stream_seconds(device, nbytes))
+
+
+def attention_seconds(
+    device: Device, dtype: str, flops: float, seq_len: float, nbytes: float
+) -> float:
+    """Seconds of a fused attention kernel over keys of `seq_len`, without the launch."""
+    busy_s = flops / (device.flops(dtype) * device.attention_efficiency(seq_len))
+    return max(busy_s, stream_seconds(device, nbytes))
+
+
+@lru_cache(maxsize=65536)
+def filling(device: Device, m: float, n: float, batch: float) -> float:
+    """Part of the device that an m × n output (`batch` of them) keeps busy, in (0, 1]."""
+    if not device.tiles:
+        return 1.0
+    most = _intensity(*device.tiles[0])
+    best = 0.0
+    for tile in device.tiles:
+        worth = math.sqrt(min(1.0, _intensity(*tile) / most))
+        for rows, columns in {tile, tile[::-1]}:
+            tiles = math.ceil(m / rows) * math.ceil(n / columns) * math.ceil(batch)
+            waves = math.ceil(tiles / device.compute_units)
+            covered = waves * device.compute_units * rows * columns
+            best = max(best, worth * m * n * batch / covered)
+    return min(1.0, best)
+
+
+def _intensity(rows: int, columns: int) -> float:
+    return rows * columns / (rows + columns)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from costmodel.graph import Graph, Op
+from costmodel.moe_rules import EXPERT_FACTOR, GROUPED
 from costmodel.rules import Kind, OpFactors, factors_of
 
 AtomDims = tuple[tuple[int, ...], ...]
@@ -23,7 +24,9 @@ class FactorTable:
     """Per value and dim its atoms, major to minor; per operator its factors and their atoms.
 
     `sizes` are atom sizes as traced; `batch` is the atom that the batch dim is split by (None when
-    the graph was traced with one row or has no batched input).
+    the graph was traced with one row or has no batched input); `sequence` the atom that dim 1 of
+    the batched inputs is made of, where they have one and it is a single atom; `experts` those that
+    count the matrices of grouped products.
     """
 
     dims: Mapping[str, AtomDims]
@@ -31,6 +34,8 @@ class FactorTable:
     letters: Mapping[str, Mapping[str, tuple[int, ...]]]
     sizes: Mapping[int, int]
     batch: int | None
+    sequence: int | None = None
+    experts: frozenset[int] = frozenset()
 
     def find(self, value: str, atom: int) -> tuple[int, int] | None:
         """(dim, product of the atoms before it in that dim) of an atom in a value; None if
@@ -39,6 +44,11 @@ class FactorTable:
             if atom in atoms:
                 return d, math.prod(self.sizes[a] for a in atoms[: atoms.index(atom)])
         return None
+
+    def has_experts(self, value: str) -> bool:
+        """Whether a value has a part for each expert."""
+        dims = self.dims[value]
+        return bool(self.experts) and any(not self.experts.isdisjoint(atoms) for atoms in dims)
 
     def has_batch(self, value: str) -> bool:
         return self.batch is not None and any(self.batch in atoms for atoms in self.dims[value])
@@ -126,8 +136,21 @@ def analyse(graph: Graph) -> FactorTable:
     batch = atoms.leaves(batched[0][0])[0] if batched and batched[0] else None
     used = {a for ds in flat.values() for d in ds for a in d}
     used |= {a for found in table.values() for leaves in found.values() for a in leaves}
+    second = {flat[name][1] for name in graph.batched if len(flat[name]) > 1}
+    found = second.pop() if len(second) == 1 else ()
     return FactorTable(
-        dims=flat, ops=ops, letters=table, sizes={a: atoms.size[a] for a in used}, batch=batch
+        dims=flat,
+        ops=ops,
+        letters=table,
+        sizes={a: atoms.size[a] for a in used},
+        batch=batch,
+        sequence=found[0] if len(found) == 1 else None,
+        experts=frozenset(
+            atom
+            for op in graph.ops
+            if op.short == GROUPED
+            for atom in table[op.name].get(EXPERT_FACTOR, ())
+        ),
     )
 
 

@@ -140,6 +140,13 @@ def map_refs(tree: Any, fn: Any) -> Any:
     return tree
 
 
+def argument(op: Op, index: int, name: str, default: Any) -> Any:
+    """A non-tensor argument by position or keyword."""
+    if name in op.kwargs:
+        return op.kwargs[name]
+    return op.args[index] if index < len(op.args) else default
+
+
 def verify_graph(graph: Graph) -> None:
     """Check what every reader of a Graph relies on; a violation is a bug of the tracer.
 

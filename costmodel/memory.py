@@ -1,15 +1,23 @@
-"""Bytes a device holds: model states by precision and ZeRO stage, and what autograd saves.
+"""Bytes a device holds: model states by precision and ZeRO stage, and communication buffers.
 
 Model states with AdamW (field's notation, per parameter): fp32 training holds 4 weight + 4 gradient
-+ 8 moments = 16 bytes. bf16/fp16 holds 2 weight + 4 gradient accumulated in fp32 + 4 master + 8
-moments = 18. ZeRO-1 divides master, moments and the gradient shard handed to the optimizer by the
-data-parallel degree.
++ 8 moments = 16 bytes. bf16/fp16 holds 2 weight + the gradient as accumulated (4, or 2 where the
+target keeps it in 16 bits) + 4 master + 8 moments = 18. Over n data-parallel ranks
+
+    ZeRO-1   divides master, moments and the gradient shard handed to the optimizer
+    ZeRO-2   the accumulated gradient, too
+    ZeRO-3   the weights, too: only the fp32 shard stays, a block's weights are gathered to be used
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from costmodel.target import EAGER, Target
 
 # moments kept per parameter, bytes (fp32)
 OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(
@@ -17,16 +25,39 @@ OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(
 )
 
 
-def model_state_bytes(numel: float, *, precision: str, zero: int, dp: int, optimizer: str) -> float:
+def model_state_bytes(
+    numel: Any, *, precision: str, zero: int, dp: int, optimizer: str, target: Target = EAGER
+) -> Any:
     """Bytes of weights, gradients and optimizer states of `numel` local (tensor-parallel)
-    parameters."""
+    parameters; `numel` may be an array."""
     moments = optimizer_bytes(optimizer)
     mixed = precision != "fp32"
+    weight = 2 if mixed else 4
+    gradient = target.gradient_bytes if mixed else 4
+    master = 4 if mixed and target.master else 0
     if zero == 0:
-        return numel * ((2 + 4 + 4 + moments) if mixed else (4 + 4 + moments))
-    compute = 2 if mixed else 4
-    sharded = 4 + 4 + moments  # master, gradient shard, moments
-    return numel * (compute + 4 + sharded / dp)
+        return numel * (weight + gradient + master + moments)
+    if zero == 1:
+        return numel * (weight + gradient + (4 + 4 + moments) / dp)
+    if zero == 2:
+        return numel * (weight + (gradient + master + moments) / dp)
+    return numel * ((max(weight, master) + gradient + moments) / dp)
+
+
+def working_bytes(
+    numel: Any, largest: Any, *, weight_bytes: int, zero: int, dp: int, target: Target = EAGER
+) -> Any:
+    """Bytes of communication buffers for `numel` local parameters, at most `largest` in a block.
+
+    Some gradient buckets are under way at once, with no more in them than there is; ZeRO-3 holds
+    the weights of the block in use and of the next one, and ZeRO-2 and 3 the gradients of a block
+    before they are scattered.
+    """
+    if dp == 1:
+        return 0.0 * largest
+    if zero < 2:
+        return np.minimum(target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes)
+    return largest * (target.gradient_bytes + (2 * weight_bytes if zero == 3 else 0))
 
 
 def optimizer_bytes(optimizer: str) -> int:

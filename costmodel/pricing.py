@@ -1,11 +1,16 @@
 """Seconds and bytes of one operator under one strategy, and of one re-shard, on one mesh.
 
-    forward  = roofline(local FLOPs, local bytes)
-    backward = 2 × forward for matrix products, twice the traffic for the rest; 0 where no gradient
-    flows re-shard = its collectives, forward and backward (`strategies.TRANSITIONS`)
+    matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted
+    attention        backward 2.5 × the forward's FLOPs (scores are computed again)
+    the rest         forward reads operands and writes results; backward reads the results'
+                     gradients and what was saved, writes the operands' gradients
+    re-shard         its collectives, forward and backward (`strategies.TRANSITIONS`)
+
+What a fused kernel keeps in registers is not moved (`fusion.py`). Beside the device's seconds runs
+the host, which issues every operator: a stage takes the longer of the two (`planner/stage_sums`).
 
 Parameters are paid for once per step: reduction of their gradients over the data axis (and over the
-tensor axis where they come out partial), and the optimizer's traffic.
+tensor axis where they come out partial), the gathering of sharded ones, the optimizer's traffic.
 """
 
 from __future__ import annotations
@@ -15,58 +20,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from costmodel.collectives import Group, collective_time, group_for
-from costmodel.compute import op_time
+from costmodel.compute import attention_seconds, matmul_seconds, stream_seconds
+from costmodel.cost import DTYPE_BYTES, Cost, Setting
 from costmodel.factors import FactorTable
+from costmodel.fusion import Fusion, is_free
 from costmodel.graph import Graph, Op
 from costmodel.memory import optimizer_step_bytes
+from costmodel.moe_costs import exchange_seconds
+from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED
+from costmodel.signature import signature
 from costmodel.strategies import Placement, R, Strategy, transition
-from profiles.cluster import Cluster
 
-BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Where a block runs: `rows` batch rows per device and micro-batch, on a (dp, tp) mesh, tp
-    innermost."""
-
-    cluster: Cluster
-    dp: int
-    tp: int
-    rows: float
-    num_microbatches: int
-    precision: str
-    optimizer: str
-    zero: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Seconds of one micro-batch, forward and backward, and the part of each that is communication;
-    seconds once per step (gradient reduction, optimizer)."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    forward_comm_s: float = 0.0
-    backward_comm_s: float = 0.0
-    reduce_s: float = 0.0
-    optimizer_s: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            forward_s=self.forward_s + other.forward_s,
-            backward_s=self.backward_s + other.backward_s,
-            forward_comm_s=self.forward_comm_s + other.forward_comm_s,
-            backward_comm_s=self.backward_comm_s + other.backward_comm_s,
-            reduce_s=self.reduce_s + other.reduce_s,
-            optimizer_s=self.optimizer_s + other.optimizer_s,
-        )
-
-    def seconds(self, num_microbatches: int) -> float:
-        """Seconds per micro-batch with the once-per-step work spread over them."""
-        once = (self.reduce_s + self.optimizer_s) / num_microbatches
-        return self.forward_s + self.backward_s + once
+VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
+ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,21 +42,54 @@ class Pricer:
     graph: Graph
     table: FactorTable
     setting: Setting
+    fusion: Fusion = field(default_factory=Fusion)
     tensor_group: Group = field(init=False)
     data_group: Group = field(init=False)
-    data_seconds_per_byte: float = field(init=False)
+    unit_numel: Mapping[str, float] = field(init=False)
+    sequence: int | None = field(init=False)
     _comm: dict[tuple[str, float], float] = field(default_factory=dict)
     _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
     _moves: dict[tuple[str, Placement, Placement], Cost | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        setting, cluster = self.setting, self.setting.cluster
+        self.tensor_group = group_for(cluster, size=setting.tp, stride=1)
+        # replicas of a weight: context-parallel ranks hold the same one
+        self.data_group = group_for(cluster, size=setting.dp * setting.cp, stride=setting.tp)
+        self.unit_numel = self._units() if setting.target.unit == "block" else {}
+        self.sequence = self.table.sequence if setting.cp > 1 else None
+
+    def _units(self) -> dict[str, float]:
+        """Parameter -> elements of its block's parameters."""
+        found: dict[str, float] = {}
+        for block in self.graph.blocks:
+            numel = sum(self.graph.values[value].numel for value in block.parameters)
+            found |= dict.fromkeys(block.parameters, float(numel))
+        return found
+
+    def _share(
+        self, kind: str, value: str, placement: Placement, nbytes: float, unit: str
+    ) -> float:
+        """Seconds of a parameter's `nbytes` in a collective over the data axis that moves a whole
+        unit at once."""
+        target = self.setting.target
+        whole = max(target.bucket_bytes, target.bucket_bytes_per_rank * self.data_group.size)
+        if unit == "parameter":
+            whole = nbytes
+        elif unit == "block":
+            whole = nbytes * self.unit_numel[value] / self.graph.values[value].numel
+        slowed = 1.0 if kind == "all_reduce" else target.zero_bandwidth
+        group = self.replicas(value, placement)
+        return self._collective(kind, whole / slowed, group) * nbytes / whole if nbytes else 0.0
+
+    def replicas(self, value: str, placement: Placement) -> Group:
+        """The ranks that hold the same part of a parameter."""
+        if not self.table.has_experts(value):
+            return self.data_group
         setting = self.setting
-        self.tensor_group = group_for(setting.cluster, size=setting.tp, stride=1)
-        self.data_group = group_for(setting.cluster, size=setting.dp, stride=setting.tp)
-        self.data_seconds_per_byte = (
-            float(collective_time("all_reduce", BUCKET_BYTES, self.data_group, setting.cluster))
-            / BUCKET_BYTES
-        )
+        parts = setting.ep * (setting.tp if placement.sharded else 1)
+        size = setting.dp * setting.cp * setting.tp // parts
+        return group_for(setting.cluster, size=size, stride=parts)
 
     # --- sizes ---
 
@@ -99,6 +98,10 @@ class Pricer:
         numel = float(self.graph.values[value].numel)
         if self.table.has_batch(value):
             numel *= self.setting.rows / self.graph.batch_size
+        if self.sequence is not None and self.table.find(value, self.sequence):
+            numel /= self.setting.cp
+        if self.table.has_experts(value):
+            numel /= self.setting.ep
         return numel / self.setting.tp if placement.sharded else numel
 
     def nbytes(self, value: str, placement: Placement = R) -> float:
@@ -107,10 +110,10 @@ class Pricer:
     # --- operators ---
 
     def once(self, setting: Setting) -> Pricer:
-        """The same prices per micro-batch (caches shared) with another data axis: same tp and
+        """The same prices per micro-batch (caches shared) with another data axis: same tp, cp and
         rows."""
         return Pricer(
-            graph=self.graph, table=self.table, setting=setting,
+            graph=self.graph, table=self.table, setting=setting, fusion=self.fusion,
             _comm=self._comm, _ops=self._ops, _moves=self._moves,
         )  # fmt: skip
 
@@ -122,44 +125,167 @@ class Pricer:
         return self._ops[key]
 
     def _op_cost(self, op: Op, strategy: Strategy) -> Cost:
-        made = self.table.ops[op.name]
-        results = sum(self.nbytes(v, p) for v, p in zip(op.results, strategy.results, strict=True))
-        if made.view and not made.matmul and op.short not in ("cat", "stack"):
-            return Cost()
-        moved = results + sum(
-            self.nbytes(v, p) for v, p in zip(op.operands, strategy.operands, strict=True)
-        )
-        if op.short == "embedding":
-            moved = 2 * results
-        flops = self._flops(op, strategy)
-        dtype = self._dtype(op)
-        device = self.setting.cluster.device
-        forward = op_time(device, flops=flops, bytes_moved=moved, dtype=dtype, matmul=made.matmul)
+        device, target = self.setting.cluster.device, self.setting.target
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
-        backward = 0.0
-        if differentiable:
-            factor = 2.5 if op.short == "scaled_dot_product_attention" else 2.0
-            if op.short == "embedding":
-                moved += self.nbytes(op.operands[0], strategy.operands[0])
-            backward = op_time(
-                device, flops=factor * flops, bytes_moved=2 * moved, dtype=dtype, matmul=made.matmul
-            )
+        free = is_free(self.table, op)
+        issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
+        host = issued * device.host_overhead_s * target.host_scale
+        if free:
+            return Cost(forward_host_s=host, backward_host_s=host * differentiable)
+        forward, backward, weight = self._modelled(op, strategy)
+        label = ""
+        if measured := self._measured(op, strategy):
+            weight *= measured[1] / backward if backward else 0.0
+            forward, backward, label = measured
+        backward, weight = backward * differentiable, weight * differentiable
         inner = self._inner_comm(op, strategy)
+        exchange = self._context_comm(op, strategy, forward)
+        tokens = (0.0, 0.0)
+        if op.short in (DISPATCH, COMBINE):
+            exchange = tokens = (self._expert_exchange(op, strategy),) * 2
+        if op.short in (DISPATCH, COMBINE, GROUPED):
+            host *= target.expert_host
+        # a library that posts token by token has the host wait for the counts of all
+        waiting = tokens[0] if target.message_s and op.short == DISPATCH else 0.0
+        kernels = 2.0 if self.table.ops[op.name].matmul else 1.0
         return Cost(
-            forward_s=float(forward) + inner, backward_s=float(backward), forward_comm_s=inner
+            forward_s=forward + inner + exchange[0],
+            backward_s=backward + exchange[1],
+            forward_comm_s=inner + exchange[0],
+            backward_comm_s=exchange[1],
+            forward_exchange_s=tokens[0],
+            backward_exchange_s=tokens[1],
+            weight_s=weight,
+            forward_host_s=host + waiting,
+            backward_host_s=host * kernels * differentiable,
+            measured_s=(forward + backward) * (label == "measured"),
+            interpolated_s=(forward + backward) * (label == "interpolated"),
         )
 
-    def _flops(self, op: Op, strategy: Strategy) -> float:
+    def _measured(self, op: Op, strategy: Strategy) -> tuple[float, float, str] | None:
+        setting = self.setting
+        if setting.profile is None or setting.cp > 1 or setting.ep > 1:  # not in signatures
+            return None
+        found = signature(self.graph, self.table, op, strategy, rows=setting.rows, tp=setting.tp)
+        return setting.profile.op(str(found)) if found else None
+
+    def _modelled(self, op: Op, strategy: Strategy) -> tuple[float, float, float]:
+        """Device seconds of the forward, of the backward, and of the backward's weight
+        gradients."""
+        if not self.table.ops[op.name].matmul:
+            return *self._streamed(op, strategy), 0.0
+        if op.short == ATTENTION:
+            return *self._attention(op, strategy), 0.0
+        return self._products(op, strategy)
+
+    def _streamed(self, op: Op, strategy: Strategy) -> tuple[float, float]:
+        device = self.setting.cluster.device
+        launch = 0.0 if op.name in self.fusion.joined else device.launch_overhead_s
         made = self.table.ops[op.name]
-        if not made.flops:
-            return 0.0
-        flops = made.flops * math.prod(made.sizes[f] for f in made.flop_factors)
-        atoms = self.table.letters[op.name]
-        if any(self.table.batch in atoms.get(f, ()) for f in made.flop_factors):
-            flops *= self.setting.rows / self.graph.batch_size
-        if op.kwargs.get("is_causal") or (op.short.startswith("scaled") and True in op.args[5:6]):
+        placed = list(zip(op.operands, strategy.operands, strict=True))
+        read = [
+            (value, placement)
+            for i, (value, placement) in enumerate(placed)
+            if (op.name, i) not in self.fusion.free_reads
+        ]
+        written = [
+            (value, placement)
+            for value, placement in zip(op.results, strategy.results, strict=True)
+            if value not in self.fusion.internal
+        ]
+        out = sum(self.nbytes(v, p) for v, p in written)
+        wanted = sum(self.nbytes(v, p) for v, p in read if self.graph.values[v].requires_grad)
+        if op.short == "embedding":  # rows are looked up; the table's gradient is dense
+            return (
+                stream_seconds(device, 2 * out) + launch,
+                stream_seconds(device, 2 * out + wanted) + launch,
+            )
+        forward = stream_seconds(device, sum(self.nbytes(v, p) for v, p in read) + out)
+        if op.short in (DISPATCH, COMBINE):  # copies are sorted by expert on arrival, or back
+            sorting = stream_seconds(device, 2 * max(out, *(self.nbytes(v, p) for v, p in read)))
+            moving = forward + sorting + 2 * launch
+            return moving, moving
+        if not made.saves and op.short in ("add", "sub"):
+            # gradients pass through; where a value has several readers they are summed
+            return forward + launch, stream_seconds(device, wanted)
+        saved = sum(
+            self.nbytes(*(placed[i] if i >= 0 else (op.results[-1 - i], strategy.results[-1 - i])))
+            for i in made.saves
+            if i < 0 or (op.name, i) not in self.fusion.free_reads
+        )
+        return forward + launch, stream_seconds(device, out + saved + wanted) + launch
+
+    def _products(self, op: Op, strategy: Strategy) -> tuple[float, float, float]:
+        """Y = XW, then dX and dW where they are wanted."""
+        device, dtype = self.setting.cluster.device, self._dtype(op)
+        m, n, k, batch, scale = self._extents(op, strategy)
+        if op.short == GROUPED:  # tokens of all ranks of the expert axis come to a rank's experts
+            batch = self.table.ops[op.name].sizes[EXPERT_FACTOR] / self.setting.ep
+            m /= batch
+        first = _first(op)
+        pair = list(zip(op.operands, strategy.operands, strict=True))[first : first + 2]
+        moved = self.nbytes(op.results[0], strategy.results[0])
+        moved += sum(self.nbytes(v, p) for v, p in pair)
+
+        def seconds(rows: float, columns: float, inner: float) -> float:
+            busy_s = matmul_seconds(device, dtype, rows, columns, inner, batch, moved)
+            return scale * busy_s + device.launch_overhead_s
+
+        left, right = (self.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
+        weight = seconds(k, n, m) * right
+        return seconds(m, n, k), seconds(m, k, n) * left + weight, weight
+
+    def _extents(self, op: Op, strategy: Strategy) -> tuple[float, float, float, float, float]:
+        """(m, n, k, batch, FLOPs over 2mnk·batch) of a product at local sizes: factors of the
+        result that only the left operand has, that only the right one has, summed ones, and those
+        that all have."""
+        made, atoms = self.table.ops[op.name], self.table.letters[op.name]
+        first = _first(op)
+        left, right = (_letters(dims) for dims in made.operands[first : first + 2])
+        result = _letters(made.results[0])
+        m = n = k = batch = 1.0
+        sequence_left = self.sequence
+        for letter in made.flop_factors:
+            size = float(made.sizes[letter])
+            found = atoms.get(letter, ())
+            if self.table.batch is not None and self.table.batch in found:
+                size *= self.setting.rows / self.graph.batch_size
+            if sequence_left is not None and sequence_left in found:
+                size, sequence_left = size / self.setting.cp, None
+            if letter == strategy.split_factor:
+                size /= self.setting.tp
+            if letter not in result:
+                k *= size
+            elif letter not in right:
+                m *= size
+            elif letter not in left:
+                n *= size
+            else:
+                batch *= size
+        return m, n, k, batch, made.flops / 2
+
+    def _attention(self, op: Op, strategy: Strategy) -> tuple[float, float]:
+        device = self.setting.cluster.device
+        made = self.table.ops[op.name]
+        m, n, k, batch, scale = self._extents(op, strategy)
+        flops = 2 * m * n * k * batch * scale
+        if op.kwargs.get("is_causal") or True in op.args[5:6]:
             flops /= 2
-        return flops / self.setting.tp if strategy.split_factor in made.flop_factors else flops
+        keys = next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)
+        moved = sum(
+            self.nbytes(v, p)
+            for v, p in [
+                *zip(op.operands, strategy.operands, strict=True),
+                *zip(op.results, strategy.results, strict=True),
+            ]
+        )
+        dtype = self._dtype(op)
+        flops /= self.setting.target.attention_scale
+        launch = device.launch_overhead_s
+        return (
+            attention_seconds(device, dtype, flops, keys, moved) + launch,
+            attention_seconds(device, dtype, 2.5 * flops, keys, 2 * moved) + 2 * launch,
+        )
 
     def _dtype(self, op: Op) -> str:
         itemsize = self.graph.values[op.results[0]].dtype.itemsize if op.results else 4
@@ -172,6 +298,41 @@ class Pricer:
             return 0.0
         return 3 * self.comm("all_reduce", self.numel(op.operands[1]) * 4)
 
+    def _context_comm(self, op: Op, strategy: Strategy, compute_s: float) -> tuple[float, float]:
+        """Exposed seconds of gathering keys and values over the context axis, forward and backward
+        (there their gradients are scattered as well); ring attention hides them behind the
+        scores."""
+        setting = self.setting
+        if self.sequence is None or op.short != ATTENTION:
+            return 0.0, 0.0
+        group = group_for(setting.cluster, size=setting.cp, stride=setting.tp)
+        whole = setting.cp * sum(
+            self.nbytes(v, p) for v, p in zip(op.operands[1:3], strategy.operands[1:3], strict=True)
+        )
+        each = float(collective_time("all_gather", whole, group, setting.cluster))
+        if not setting.target.overlap_parameters:
+            return each, 2 * each
+        return max(0.0, each - compute_s), max(0.0, 2 * each - 2.5 * compute_s)
+
+    def _expert_exchange(self, op: Op, strategy: Strategy) -> float:
+        """Seconds of bringing each token's copies to their experts, or back."""
+        setting = self.setting
+        if setting.ep == 1:
+            return 0.0
+        wide = op.results if op.short == DISPATCH else op.operands
+        placed = strategy.results if op.short == DISPATCH else strategy.operands
+        folded = placed[0].sharded  # the tensor axis has tokens of its own
+        shape = self.graph.values[wide[0]].shape
+        return exchange_seconds(
+            self.nbytes(wide[0], placed[0]),
+            shape[2],
+            group_for(setting.cluster, size=setting.ep, stride=1 if folded else setting.tp),
+            setting.cluster,
+            once_per_node=setting.target.dispatch == "per_node",
+            message_s=setting.target.message_s,
+            tokens=self.numel(wide[0], placed[0]) / math.prod(shape[2:]),
+        )
+
     # --- communication ---
 
     def comm(self, kind: str, nbytes: float) -> float:
@@ -180,10 +341,16 @@ class Pricer:
             return 0.0
         key = (kind, nbytes)
         if key not in self._comm:
-            self._comm[key] = float(
-                collective_time(kind, nbytes, self.tensor_group, self.setting.cluster)
-            )
+            exposed = 1.0 - self.setting.target.overlap_tensor
+            self._comm[key] = exposed * self._collective(kind, nbytes, self.tensor_group)
         return self._comm[key]
+
+    def _collective(self, kind: str, nbytes: float, group: Group) -> float:
+        profile = self.setting.profile
+        found = profile.collective(kind, nbytes, group.size, group.per_node) if profile else None
+        if found:
+            return found[0]
+        return float(collective_time(kind, nbytes, group, self.setting.cluster))
 
     def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
         """Moving an activation between two states, once per micro-batch; None where it is
@@ -202,11 +369,21 @@ class Pricer:
         if not self.graph.values[value].requires_grad:
             backward = ""
         f, b = self.comm(forward, nbytes), self.comm(backward, nbytes)
-        return Cost(forward_s=f, backward_s=b, forward_comm_s=f, backward_comm_s=b)
+        host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
+        return Cost(
+            forward_s=f,
+            backward_s=b,
+            forward_comm_s=f,
+            backward_comm_s=b,
+            forward_host_s=host * bool(forward),
+            backward_host_s=host * bool(backward),
+        )
 
     def reshard_parameter(self, value: str, source: Placement, target: Placement) -> Cost | None:
         """As `reshard`, but a gradient that comes out partial is reduced once per step, not per
         micro-batch."""
+        if source == R and target.kind == "Rp" and self.table.has_experts(value):
+            return Cost()  # reduced with all ranks that hold it, `parameter_cost`
         if source == R and target.kind == "Rp":
             return Cost(reduce_s=self.comm("all_reduce", self.numel(value) * 4))
         return self.reshard(value, source, target)
@@ -214,26 +391,35 @@ class Pricer:
     # --- once per step ---
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
-        """Gradient reduction over the data axis and the optimizer step of one parameter (fp32
-        gradients)."""
+        """Gradient reduction over the data axis, gathering, accumulation over micro-batches and the
+        optimizer step of one parameter, as if nothing were sharded by ZeRO."""
         if not self.graph.values[value].requires_grad:
             return Cost()
-        setting = self.setting
+        setting, target = self.setting, self.setting.target
         numel = self.numel(value, placement)
-        reduce_s = 0.0
-        if setting.dp > 1:
-            # a share of a bucket: its bytes, without a launch of its own
-            reduce_s = self.data_seconds_per_byte * numel * 4
+        reduced = numel * target.gradient_bytes
+        weight_bytes = DTYPE_BYTES[setting.precision]
         device = setting.cluster.device
-        owned = numel / setting.dp if setting.zero else numel
-        moved = optimizer_step_bytes(owned, optimizer=setting.optimizer)
-        optimizer_s = moved / (device.memory_bandwidth * device.memory_efficiency)
-        return Cost(reduce_s=reduce_s, optimizer_s=optimizer_s)
+        moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
+        optimizer_s = stream_seconds(device, moved)
+        accumulated = numel * (2 * target.gradient_bytes + weight_bytes)
+        several = setting.num_microbatches > 1
+        return Cost(
+            backward_s=stream_seconds(device, accumulated) * several,
+            reduce_s=self._share("all_reduce", value, placement, reduced, "bucket"),
+            scatter_s=self._share("reduce_scatter", value, placement, reduced, target.unit),
+            gather_s=self._share(
+                "all_gather", value, placement, numel * weight_bytes, target.unit
+            ),
+            optimizer_s=optimizer_s,
+            shard_s=optimizer_s / self.replicas(value, placement).size,
+        )
 
 
-def total(costs: Mapping[str, Cost]) -> Cost:
-    """Sum of named costs."""
-    result = Cost()
-    for cost in costs.values():
-        result = result + cost
-    return result
+def _first(op: Op) -> int:
+    """Position of a product's left operand."""
+    return 1 if op.short in ("addmm", "baddbmm") else 0
+
+
+def _letters(dims: tuple[tuple[str, ...], ...]) -> frozenset[str]:
+    return frozenset(letter for names in dims for letter in names)

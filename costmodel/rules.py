@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from costmodel.graph import Op, Ref, TensorMeta
+from costmodel.graph import Op, Ref, TensorMeta, argument
+from costmodel.saves import saves_of
 
 Kind = Literal["map", "sum", "mean", "inner", "whole"]
 Dims = tuple[tuple[str, ...], ...]
@@ -38,9 +39,10 @@ class OpFactors:
     """A rule applied to one operator call.
 
     `operands` and `results` give, per tensor and dim, factor names major to minor; dims of size 1
-    that broadcast have none. Forward FLOPs are `flops × Π size(f), f in flop_factors`. `saves` are
-    what autograd keeps for the backward: operand i as i, result i as -1-i. `shape_arg` is the index
-    of an argument holding the result's sizes, to be rewritten with the local ones.
+    that broadcast have none. Forward FLOPs are `flops × Π size(f), f in flop_factors`. `saves`
+    (filled in from `saves.py`) are what autograd keeps for the backward: operand i as i, result i
+    as -1-i. `shape_arg` is the index of an argument holding the result's sizes, to be rewritten
+    with the local ones.
     """
 
     operands: tuple[Dims, ...]
@@ -68,10 +70,11 @@ RULES: dict[str, Rule] = {}
 def rule_for(op: Op) -> Rule | None:
     """The rule of an operator: by overload, by name, or by its automatic class; None if it has
     none."""
-    from costmodel import auto_rules  # the automatic classes use the helpers of this module
+    from costmodel import auto_rules, moe_rules  # these use the helpers of this module
 
     base = op.target.rsplit(".", 1)[0]
-    return RULES.get(op.target) or RULES.get(base) or auto_rules.automatic(op)
+    written = RULES.get(op.target) or RULES.get(base) or moe_rules.MOE_RULES.get(base)
+    return written or auto_rules.automatic(op)
 
 
 def factors_of(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -79,7 +82,8 @@ def factors_of(op: Op, operands: Metas, results: Metas) -> OpFactors:
     (`known=False`)."""
     rule = rule_for(op)
     made = rule(op, operands, results) if rule else None
-    return made or replicated(op, operands, results)
+    found = made or replicated(op, operands, results)
+    return replace(found, saves=saves_of(op, operands, results))
 
 
 def replicated(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -96,7 +100,6 @@ def replicated(op: Op, operands: Metas, results: Metas) -> OpFactors:
         results=tuple(dims[count:]),
         sizes=sizes,
         kinds=dict.fromkeys(sizes, "whole"),
-        saves=tuple(range(count)),
         known=False,
     )
 
@@ -157,7 +160,6 @@ def ein(
     pinned: Sequence[int] = (),
     linear: Sequence[Sequence[int]] = (),
     flops: float = 0.0,
-    saves: Sequence[int] = (),
 ) -> SureRule:
     """A rule from `"operand, operand -> result"`.
 
@@ -192,7 +194,6 @@ def ein(
             linear=tuple(frozenset(group) for group in linear),
             flops=flops,
             flop_factors=tuple(sizes) if flops else (),
-            saves=tuple(i for i in saves if i < len(operands)),
         )
 
     return rule
@@ -208,14 +209,14 @@ def _cross_entropy(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     plain = reduced and not smoothing and len(operands[0].shape) == 2
     inner = {"vocab": "cross_entropy"} if plain else {}
     spec = "n vocab *x, n *x -> " + ("" if reduced else "n *x")
-    return ein(spec, whole="" if plain else "vocab", inner=inner, saves=(0,))(op, operands, results)
+    return ein(spec, whole="" if plain else "vocab", inner=inner)(op, operands, results)
 
 
 def _nll_loss(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     if len(operands) != 2:
         return None
     spec = "n v *x, n *x -> " + ("n *x" if argument(op, 3, "reduction", 1) == 0 else "")
-    return ein(spec, whole="v", saves=(1,))(op, operands, results)
+    return ein(spec, whole="v")(op, operands, results)
 
 
 def _pointwise_loss(position: int) -> Rule:
@@ -224,9 +225,7 @@ def _pointwise_loss(position: int) -> Rule:
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         reduction = argument(op, position, "reduction", 1)
         left = ", ".join(["*n"] * len(operands))
-        made = ein(f"{left} -> " + ("*n" if reduction == 0 else ""), saves=(0, 1))(
-            op, operands, results
-        )
+        made = ein(f"{left} -> " + ("*n" if reduction == 0 else ""))(op, operands, results)
         if reduction != 1:
             return made
         return replace(made, kinds=dict.fromkeys(made.sizes, "mean"))
@@ -245,7 +244,7 @@ def _conv(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         spec, whole = f"b g {space}, o c {kernel}, o -> b o {out}", "g o c s. k. p."
     else:
         spec, whole = f"b c {space}, o c {kernel}, o -> b o {out}", "s. k. p."
-    made = ein(spec, whole=whole, pinned=(2,), flops=2.0, saves=(0,))(op, operands, results)
+    made = ein(spec, whole=whole, pinned=(2,), flops=2.0)(op, operands, results)
     counted = tuple(f for f in made.flop_factors if not re.fullmatch("s.|g", f))
     return replace(made, flop_factors=counted)
 
@@ -253,7 +252,7 @@ def _conv(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
 def _embedding(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     if argument(op, 3, "scale_grad_by_freq", False):
         return None  # counts ids over the whole batch
-    made = ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"}, saves=(1,))
+    made = ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"})
     return made(op, operands, results)
 
 
@@ -288,7 +287,6 @@ def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         kinds=kinds,
         flops=4.0,
         flop_factors=tuple(f for f in sizes if f not in ("e", "kv")),
-        saves=(0, 1, 2, -1),
     )
 
 
@@ -302,21 +300,14 @@ def _einsum(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     spec = ", ".join(" ".join(t) for t in terms) + " -> " + " ".join(right)
     each = [[i] for i in range(len(operands))]
     flops = 2.0 if len(operands) == 2 else 0.0
-    return ein(spec, linear=each, flops=flops, saves=range(len(operands)))(op, operands, results)
-
-
-def argument(op: Op, index: int, name: str, default: Any) -> Any:
-    """A non-tensor argument by position or keyword."""
-    if name in op.kwargs:
-        return op.kwargs[name]
-    return op.args[index] if index < len(op.args) else default
+    return ein(spec, linear=each, flops=flops)(op, operands, results)
 
 
 def _softmax(op: Op, operands: Metas, results: Metas) -> OpFactors:
     rank = len(operands[0].shape)
     dim = int(op.args[1]) % rank
     names = " ".join("w" if d == dim else f"a{d}" for d in range(rank))
-    return replace(ein(f"{names} -> {names}", whole="w")(op, operands, results), saves=(-1,))
+    return ein(f"{names} -> {names}", whole="w")(op, operands, results)
 
 
 def _batch_norm(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -325,11 +316,11 @@ def _batch_norm(op: Op, operands: Metas, results: Metas) -> OpFactors:
     affine = sum(isinstance(a, Ref) for a in op.args[1:3])
     spec = ", ".join(["b c *x", *["c"] * affine, "c, c"]) + " -> b c *x"
     sync = {"b": "batch_norm"} if argument(op, 5, "training", True) else {}
-    return ein(spec, whole="x.*", implementations=sync, saves=(0,))(op, operands, results)
+    return ein(spec, whole="x.*", implementations=sync)(op, operands, results)
 
 
 def _group_norm(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    return ein("b c *x, c, c -> b c *x", whole="c x.*", saves=(0,))(op, operands, results)
+    return ein("b c *x, c, c -> b c *x", whole="c x.*")(op, operands, results)
 
 
 def _norm(spec_norm: str) -> Rule:
@@ -337,19 +328,19 @@ def _norm(spec_norm: str) -> Rule:
         shape = op.args[1]
         names = " ".join(f"n{i}" for i in range(len(shape)))
         spec = spec_norm.replace("N", names)
-        return ein(spec, whole="n.*", saves=(0,))(op, operands, results)
+        return ein(spec, whole="n.*")(op, operands, results)
 
     return rule
 
 
 def _register() -> None:
-    mm: dict[str, Any] = {"flops": 2.0, "saves": (0, 1)}
+    mm: dict[str, Any] = {"flops": 2.0}
     written: dict[str, Rule] = {
         "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], **mm),
-        "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0, saves=(1, 2)),
+        "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
         "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], **mm),
         "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], **mm),
-        "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0, saves=(1, 2)),
+        "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
         "aten.embedding": _embedding,
         "aten.layer_norm": _norm("*b N, N, N -> *b N"),
         "aten.rms_norm": _norm("*b N, N -> *b N"),
@@ -377,8 +368,8 @@ def _register() -> None:
     }
     for n, (space, out) in enumerate((("l", "p"), ("h w", "p q"), ("k h w", "o p q")), 1):
         spec, whole = f"b c {space} -> b c {out}", f"{space} {out}"
-        written[f"aten.max_pool{n}d"] = ein(spec, whole=whole, saves=(0,))
-        written[f"aten.avg_pool{n}d"] = ein(spec, whole=whole, saves=(0,))
+        written[f"aten.max_pool{n}d"] = ein(spec, whole=whole)
+        written[f"aten.avg_pool{n}d"] = ein(spec, whole=whole)
         written[f"aten.adaptive_avg_pool{n}d"] = ein(spec, whole=whole)
     RULES.update(written)
 

@@ -1,60 +1,73 @@
-"""Pipeline schedules as instruction streams: one stream per stage, read by two readers.
+"""Pipeline schedules as instruction streams: one stream per device, read by two readers.
 
 The simulator (`costmodel.simulate`) prices the streams and the executor runs the same streams, so
-what was predicted is what runs. With `p` stages and `m` micro-batches, a schedule is nothing but
-the order in which stage `s` computes its forwards F and backwards B:
-
-    gpipe   F0 .. F(m-1)  B0 .. B(m-1)                      holds m micro-batches
-    1f1b    F0 .. F(w-1)  then F B F B ..  then the last Bs  holds min(p - s, m)
-            with the warm-up w = min(p - 1 - s, m)
-
-Communication is derived from that order and from the edges of the stage graph, never written by
-hand: the inputs of a compute are received just before it, its results sent just after it.
+what was predicted is what runs. A schedule is nothing but a placement of stages on devices and the
+order in which each device computes (`costmodel.compute_orders`). Communication is derived from that
+order and from the edges of the stage graph, never written by hand: the inputs of a compute are
+received just before it, its results sent just after it, and stages of one device exchange theirs
+without a message. Of an overlapped F and B both inputs come before the two and both results leave
+after them.
 
 Two properties follow for any edges (i, j) with i < j, skip edges included. The streams cannot
 deadlock, because F(j, k) already comes after F(i, k) along the chain of stages and B(i, k) after
 B(j, k), so an edge adds no order the schedule did not have. And both ends of a channel list the
-micro-batches in the same order, which NCCL needs since it matches messages by order, not by tag.
+micro-batches in the same order, as every stage takes them in turn, which NCCL needs since it
+matches messages by order, not by tag.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from types import MappingProxyType
+from functools import lru_cache
+from itertools import pairwise
+from typing import overload
 
-
-class Action(StrEnum):
-    """What one instruction of a stream does."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    SEND_ACTIVATION = "send_activation"
-    RECV_ACTIVATION = "recv_activation"
-    SEND_GRADIENT = "send_gradient"
-    RECV_GRADIENT = "recv_gradient"
-    REDUCE_GRADIENTS = "reduce_gradients"
-
-
-_SYMBOLS: Mapping[Action, str] = MappingProxyType(
-    {
-        Action.FORWARD: "F",
-        Action.BACKWARD: "B",
-        Action.SEND_ACTIVATION: "sendF",
-        Action.RECV_ACTIVATION: "recvF",
-        Action.SEND_GRADIENT: "sendB",
-        Action.RECV_GRADIENT: "recvB",
-        Action.REDUCE_GRADIENTS: "reduce",
-    }
+from costmodel.compute_orders import (
+    EXECUTABLE,
+    SCHEDULES,
+    Action,
+    Compute,
+    Schedule,
+    check_count,
+    compute_orders,
+    stages_of_devices,
 )
+
+__all__ = [
+    "EXECUTABLE",
+    "SCHEDULES",
+    "Action",
+    "Instruction",
+    "Schedule",
+    "Streams",
+    "build_schedule",
+    "in_flight",
+    "peak_activation",
+    "stages_of_devices",
+]
+
+_SYMBOLS = {
+    Action.FORWARD: "F",
+    Action.BACKWARD: "B",
+    Action.BACKWARD_INPUT: "I",
+    Action.BACKWARD_WEIGHT: "W",
+    Action.SEND_ACTIVATION: "sendF",
+    Action.RECV_ACTIVATION: "recvF",
+    Action.SEND_GRADIENT: "sendB",
+    Action.RECV_GRADIENT: "recvB",
+    Action.REDUCE_GRADIENTS: "reduce",
+}
 _SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 _RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+_RELEASES = (Action.BACKWARD, Action.BACKWARD_WEIGHT)  # what a forward saved is free after these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One step of one stage, printed as F3, B3, sendF3->1, recvF3<-0, sendB3->0, recvB3<-1, reduce.
+    """One step of one stage, printed as F3, B3, I3, W3, sendF3->1, recvF3<-0, sendB3->0, recvB3<-1
+    or reduce.
 
     `peer` is the stage at the other end of a send or receive, and None for everything else.
+    `overlapped` marks a FORWARD that runs together with the BACKWARD next in the stream.
     REDUCE_GRADIENTS carries the micro-batch whose backward it follows, the last of its stage.
     """
 
@@ -62,12 +75,18 @@ class Instruction:
     stage: int
     microbatch: int
     peer: int | None = None
+    overlapped: bool = False
 
     def __post_init__(self) -> None:
         if (self.peer is not None) != (self.action in _SENDS or self.action in _RECEIVES):
             raise ValueError(
                 f"{self.action.value} on stage {self.stage} has peer={self.peer}: sends and "
                 f"receives name the other stage as peer, all other actions have peer=None"
+            )
+        if self.overlapped and self.action is not Action.FORWARD:
+            raise ValueError(
+                f"{self.action.value} on stage {self.stage} has overlapped=True: only a forward, "
+                f"which the backward after it overlaps, is marked"
             )
 
     def __str__(self) -> str:
@@ -80,37 +99,26 @@ class Instruction:
         return f"{symbol}{self.microbatch}{arrow}{self.peer}"
 
 
-ComputeOrder = Callable[[int, int, int], Sequence[tuple[Action, int]]]
+@dataclass(frozen=True, slots=True, eq=False)
+class Streams(Sequence[tuple[Instruction, ...]]):
+    """The instruction streams of one training step, one per device.
 
+    Equal to itself only, so that what is derived from the streams is cached without comparing them.
+    """
 
-def _gpipe_order(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[Action, int]]:
-    forwards = [(Action.FORWARD, k) for k in range(num_microbatches)]
-    return forwards + [(Action.BACKWARD, k) for k in range(num_microbatches)]
+    of_devices: tuple[tuple[Instruction, ...], ...]
 
+    def __len__(self) -> int:
+        return len(self.of_devices)
 
-def _1f1b_order(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[Action, int]]:
-    warmup = min(num_stages - 1 - stage, num_microbatches)
-    steady = num_microbatches - warmup
-    order = [(Action.FORWARD, k) for k in range(warmup)]
-    for k in range(steady):
-        order += [(Action.FORWARD, warmup + k), (Action.BACKWARD, k)]
-    return order + [(Action.BACKWARD, k) for k in range(steady, num_microbatches)]
-
-
-# (stage, num_stages, num_microbatches) -> the computes of the stage, in order.
-SCHEDULES: Mapping[str, ComputeOrder] = MappingProxyType(
-    {"gpipe": _gpipe_order, "1f1b": _1f1b_order}
-)
-
-# The same arguments -> the peak of in_flight. Closed forms, because the search asks very often.
-_PEAK_IN_FLIGHT: Mapping[str, Callable[[int, int, int], int]] = MappingProxyType(
-    {
-        "gpipe": lambda stage, num_stages, num_microbatches: num_microbatches,
-        "1f1b": lambda stage, num_stages, num_microbatches: min(
-            num_stages - stage, num_microbatches
-        ),
-    }
-)
+    @overload
+    def __getitem__(self, device: int) -> tuple[Instruction, ...]: ...
+    @overload
+    def __getitem__(self, device: slice) -> tuple[tuple[Instruction, ...], ...]: ...
+    def __getitem__(
+        self, device: int | slice
+    ) -> tuple[Instruction, ...] | tuple[tuple[Instruction, ...], ...]:
+        return self.of_devices[device]
 
 
 def build_schedule(
@@ -119,78 +127,159 @@ def build_schedule(
     num_stages: int,
     num_microbatches: int,
     edges: Collection[tuple[int, int]] | None = None,
-) -> tuple[tuple[Instruction, ...], ...]:
-    """The instruction streams of one training step, one per stage.
+    num_devices: int | None = None,
+) -> Streams:
+    """The instruction streams of one training step, one per device.
 
     `edges` are the (source, destination) stages that exchange activations forward and gradients
-    backward, each source before its destination; by default each stage with the next. Raises
-    ValueError for an unknown schedule, a count below 1 or an edge that does not point forward.
+    backward, each source before its destination; by default each stage with the next.
+    `num_devices` may be left out where the schedule fixes the number of stages per device. The
+    streams of equal arguments are built once. Raises ValueError for an unknown schedule, a count
+    below 1, stages that do not go evenly on the devices, or an edge that does not point forward.
     """
-    _check_arguments(name, num_stages=num_stages, num_microbatches=num_microbatches)
     if edges is None:
         edges = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices)
+
+
+@lru_cache(maxsize=16)
+def _build(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    edges: frozenset[tuple[int, int]],
+    num_devices: int | None,
+) -> Streams:
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    orders = compute_orders(
+        name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_devices=len(placed),
+    )
+    device_of = {stage: device for device, stages in enumerate(placed) for stage in stages}
     sources: list[list[int]] = [[] for _ in range(num_stages)]
     destinations: list[list[int]] = [[] for _ in range(num_stages)]
-    for source, destination in sorted(set(edges)):
+    for source, destination in sorted(edges):
         if not 0 <= source < destination < num_stages:
             raise ValueError(
                 f"edge ({source}, {destination}) of the stage graph: need 0 <= source < "
                 f"destination < {num_stages} (num_stages); number the stages in the order of the "
                 f"data flow"
             )
-        sources[destination].append(source)
-        destinations[source].append(destination)
-    return tuple(
-        _stage_stream(
-            SCHEDULES[name](stage, num_stages, num_microbatches),
-            stage=stage,
-            sources=sources[stage],
-            destinations=destinations[stage],
+        if device_of[source] != device_of[destination]:
+            sources[destination].append(source)
+            destinations[source].append(destination)
+    return Streams(tuple(tuple(_stream(order, sources, destinations)) for order in orders))
+
+
+def _stream(
+    order: Sequence[Compute],
+    sources: Sequence[Sequence[int]],
+    destinations: Sequence[Sequence[int]],
+) -> Iterator[Instruction]:
+    """Wrap each compute in the receives it needs and the sends of what it produced."""
+    last: dict[int, int] = {}  # stage -> micro-batch, the stage that ends first in front
+    at = 0
+    while at < len(order):
+        together = order[at : at + 1 + order[at].overlapped]
+        for compute in together:
+            if compute.action is Action.FORWARD:
+                yield from _messages(Action.RECV_ACTIVATION, compute, sources)
+            elif compute.action is not Action.BACKWARD_WEIGHT:
+                yield from _messages(Action.RECV_GRADIENT, compute, destinations)
+        for action, stage, microbatch, overlapped in together:
+            yield Instruction(
+                action=action, stage=stage, microbatch=microbatch, overlapped=overlapped
+            )
+            last.pop(stage, None)
+            last[stage] = microbatch
+        for compute in together:
+            if compute.action is Action.FORWARD:
+                yield from _messages(Action.SEND_ACTIVATION, compute, destinations)
+            elif compute.action is not Action.BACKWARD_WEIGHT:
+                yield from _messages(Action.SEND_GRADIENT, compute, sources)
+        at += len(together)
+    for stage, microbatch in last.items():
+        yield Instruction(action=Action.REDUCE_GRADIENTS, stage=stage, microbatch=microbatch)
+
+
+def _messages(
+    action: Action, compute: Compute, peers: Sequence[Sequence[int]]
+) -> Iterator[Instruction]:
+    for peer in peers[compute.stage]:
+        yield Instruction(
+            action=action, stage=compute.stage, microbatch=compute.microbatch, peer=peer
         )
-        for stage in range(num_stages)
+
+
+# --- memory ---
+
+
+def in_flight(
+    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
+) -> int:
+    """Peak number of micro-batches whose activations `stage` holds, from their F to the end of
+    their backward, which is W where the backward is split."""
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    check_count("num_microbatches", num_microbatches)
+    if not 0 <= stage < num_stages:
+        raise ValueError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
+    # closed forms of the schedules that the search asks about, very often
+    if name == "gpipe":
+        return num_microbatches
+    if name == "1f1b":
+        return min(num_stages - stage, num_microbatches)
+    held = _held_at_peaks(name, num_stages, num_microbatches, len(placed))
+    (device,) = (d for d, stages in enumerate(placed) if stage in stages)
+    return max(counts[placed[device].index(stage)] for counts in held[device])
+
+
+def peak_activation(
+    name: str,
+    *,
+    num_microbatches: int,
+    bytes_per_stage: Sequence[float],
+    num_devices: int | None = None,
+) -> tuple[float, ...]:
+    """Peak bytes of activations on each device, whose stages need not peak at the same time.
+
+    `bytes_per_stage` is what one micro-batch on each stage holds from its F to the end of its
+    backward.
+    """
+    num_stages = len(bytes_per_stage)
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    check_count("num_microbatches", num_microbatches)
+    held = _held_at_peaks(name, num_stages, num_microbatches, len(placed))
+    return tuple(
+        max(
+            sum(n * bytes_per_stage[stage] for n, stage in zip(counts, stages, strict=True))
+            for counts in held[device]
+        )
+        for device, stages in enumerate(placed)
     )
 
 
-def in_flight(name: str, *, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Peak number of micro-batches whose activations `stage` holds, from their F to their B."""
-    _check_arguments(name, num_stages=num_stages, num_microbatches=num_microbatches)
-    if not 0 <= stage < num_stages:
-        raise ValueError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
-    return _PEAK_IN_FLIGHT[name](stage, num_stages, num_microbatches)
-
-
-def _stage_stream(
-    order: Sequence[tuple[Action, int]],
-    *,
-    stage: int,
-    sources: Sequence[int],
-    destinations: Sequence[int],
-) -> tuple[Instruction, ...]:
-    """Wrap each compute in the receives it needs and the sends of what it produced."""
-    stream: list[Instruction] = []
-
-    def emit(action: Action, microbatch: int, peers: Sequence[int | None]) -> None:
-        stream.extend(
-            Instruction(action=action, stage=stage, microbatch=microbatch, peer=peer)
-            for peer in peers
-        )
-
-    for compute, microbatch in order:
-        if compute is Action.FORWARD:
-            emit(Action.RECV_ACTIVATION, microbatch, sources)
-            emit(compute, microbatch, [None])
-            emit(Action.SEND_ACTIVATION, microbatch, destinations)
-        else:
-            emit(Action.RECV_GRADIENT, microbatch, destinations)
-            emit(compute, microbatch, [None])
-            emit(Action.SEND_GRADIENT, microbatch, sources)
-    emit(Action.REDUCE_GRADIENTS, order[-1][1], [None])
-    return tuple(stream)
-
-
-def _check_arguments(name: str, *, num_stages: int, num_microbatches: int) -> None:
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}: known schedules are {', '.join(sorted(SCHEDULES))}")
-    for argument, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        if value < 1:
-            raise ValueError(f"{argument}={value}: a schedule needs at least 1")
+@lru_cache(maxsize=256)
+def _held_at_peaks(
+    name: str, num_stages: int, num_microbatches: int, num_devices: int
+) -> tuple[frozenset[tuple[int, ...]], ...]:
+    """Per device, the micro-batches held of each of its stages after the last forward of each row.
+    At all other times the device holds no more of any stage."""
+    orders = compute_orders(
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
+    )
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    peaks = []
+    for stages, order in zip(placed, orders, strict=True):
+        held = dict.fromkeys(stages, 0)
+        found = set()
+        for compute, following in pairwise(order):
+            if compute.action is Action.FORWARD:
+                held[compute.stage] += 1
+                if following.action is not Action.FORWARD:
+                    found.add(tuple(held.values()))
+            elif compute.action in _RELEASES:
+                held[compute.stage] -= 1
+        peaks.append(frozenset(found))
+    return tuple(peaks)

@@ -42,8 +42,8 @@ def _named(meta: TensorMeta) -> Dims:
     return tuple((f"d{d}",) if size != 1 else () for d, size in enumerate(meta.shape))
 
 
-def transpose_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    rank = len(operands[0].shape)
+def permutation(op: Op, rank: int) -> list[int]:
+    """Where each dim of a transposed tensor comes from."""
     order = list(range(rank))
     if op.short == "numpy_T":
         order.reverse()
@@ -59,6 +59,11 @@ def transpose_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     else:
         a, b = (int(d) % rank for d in op.args[1:3])
         order[a], order[b] = order[b], order[a]
+    return order
+
+
+def transpose_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    order = permutation(op, len(operands[0].shape))
     dims = _named(operands[0])
     return _rearranged(operands, [tuple(dims[d] for d in order)], [dims], set())
 
@@ -177,7 +182,6 @@ def _whole_dims(op: Op, operands: Metas, results: Metas, whole: set[int]) -> OpF
     group = (frozenset(range(len(operands))),) if linear else ()
     return OpFactors(
         operands=tuple(ins), results=tuple(outs), sizes=sizes, kinds=kinds, linear=group,
-        saves=(1,) if name == "gather" else (),
         view=name in ("slice", "select", "unbind"),
     )  # fmt: skip
 
@@ -211,7 +215,7 @@ def glu_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     dim = int(argument(op, 1, "dim", -1)) % len(operands[0].shape)
     halves = _equal_parts(op, operands, (results[0], results[0]), dim)
     return dataclasses.replace(
-        halves, results=halves.results[:1], linear=(), saves=(0,), view=False
+        halves, results=halves.results[:1], linear=(), view=False
     )
 
 
@@ -252,7 +256,7 @@ def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     if left < 2 or right < 2:
         return None
     spec = "*b m i, *b i o -> *b m o"
-    return ein(spec, linear=[[0], [1]], flops=2.0, saves=(0, 1))(op, operands, results)
+    return ein(spec, linear=[[0], [1]], flops=2.0)(op, operands, results)
 
 
 def arange_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -288,7 +292,7 @@ def index_select_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | No
 
 
 def _lookup(table: str, indices: str, result: str) -> Rule:
-    return ein(f"{table}, {indices} -> {result}", whole="v", saves=(1,))
+    return ein(f"{table}, {indices} -> {result}", whole="v")
 
 
 SHUFFLES: Mapping[str, Rule] = MappingProxyType({

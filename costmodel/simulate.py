@@ -1,17 +1,31 @@
 """Event simulation of instruction streams: the seconds of one training step, with the reasons.
 
-The semantics are the executor's. Each stage computes in the order of its stream, one thing at a
-time. Receives are posted ahead, so a compute starts as soon as its stage is free and its messages
-are there. Sends run beside the computes; each channel (source, destination, direction) carries one
-message at a time, in the order sent. Nothing a stage does depends on when another stage is looked
-at, so the streams are run one by one, each until it waits for a message that has not been sent,
-in time linear in the number of instructions.
+The semantics are the executor's. Each device computes in the order of its stream, one thing at a
+time. Receives are posted ahead, so a compute starts as soon as its device is free and its messages
+are there. Sends run beside the computes; the channel from a device to another carries one message
+at a time, in the order sent. An overlapped F and B (F&B) are one thing: they start when the inputs
+of both are there, take F + B less what the overlap saves, and send their results when both are
+done. At the end each stage reduces its gradients and steps its optimizer, one after the other.
 
-What comes out, for stages with tᵢ = Fᵢ + Bᵢ, transfers that cost nothing, and no reduction:
+What waits for what is compiled once per schedule (`costmodel.event_program`); a price is one pass
+over it, and events are put together only for those who look at them.
+
+What comes out for equal stages, with F, B = I + W seconds each, transfers that cost nothing and no
+reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
+
+    gpipe, 1f1b, eager_1f1b     (p-1)(F + B)               a part (p-1)/m of the ideal
+    interleaved_1f1b            (p-1)(F + B)               (p-1)/(m·v); m a multiple of p
+    zb_h1                       (p-1)(F + I - W)           W <= F, I and m >= p
+    zb_h2                       (p-1)(F + I - 2W)          W <= F, I and m >= 2p-1; `period_s`
+    zb_v                        2(p-1)(F - W)              W <= F = I and m >= 2p-1; `period_s`
+    dualpipe_v                  (p-1)(F&B + B - 3W)        W <= F = I and m >= 2p; the most that a
+                                                           device idles, if overlap shortens F&B
+
+so zb_h2 and zb_v have no bubble where F = I = W. For stages tᵢ = Fᵢ + Bᵢ that are not equal
 
     gpipe          T = Σ tᵢ + (m-1)(max Fᵢ + max Bᵢ)                       exactly
     1f1b           max over k of (Σ_{i<k} tᵢ + m·t_k)  <=  T  <=  the gpipe time
-    equal stages   T = (m + p - 1)(F + B) for both; the bubble is (p-1)/m of the ideal m(F + B)
+    any            T >= the longest that a device computes, and grows with every time
 
 Alpa's objective Σ tᵢ + (m-1)·max tᵢ is the gpipe time when one stage is the slowest in both
 directions (always so when all stages have the same B/F). For 1f1b it is then an upper bound. With
@@ -25,7 +39,8 @@ Alpa's objective does not know transfers either. With cᵢ seconds on each link 
 
 so overlap hides all but the filling. 1f1b holds too few micro-batches to hide them: a round trip
 of stage 0 takes Σ tᵢ + 2 Σ cᵢ, and no more than p micro-batches are under way in it, so each costs
-at least the p-th part of that however fast the sends overlap. Hence this simulation.
+at least the p-th part of that however fast the sends overlap. Hence eager_1f1b, which holds about
+twice as many, and hence this simulation.
 
 The upper bound of 1f1b: along any chain of dependent computes, stage + micro-batch grows by one
 from each F to the next F, whether the chain moves to the next stage, stays in the warm-up or
@@ -34,12 +49,13 @@ of each stage up to J: at most ΣF + (m-1)·max F seconds. Backwards in time the
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+from costmodel.event_program import Cost, Program, program_of
 from costmodel.schedule import Action, Instruction
 
 
@@ -47,26 +63,37 @@ from costmodel.schedule import Action, Instruction
 class StageTimes:
     """Seconds of one stage: F and B of one micro-batch, and what is left to do once per step.
 
-    `reduce_s` is the gradient reduction that the last backward does not hide.
+    `reduce_s` is the gradient reduction that the last backward does not hide. `weight_s` is the
+    part W of `backward_s` that schedules may put off, 0 where the split is not known. `overlap_s`
+    is what an F of this stage saves when it runs together with a B of another micro-batch, because
+    the communication inside one of the two hides behind the computation of the other.
     """
 
     forward_s: float
     backward_s: float
     reduce_s: float
     optimizer_s: float
+    weight_s: float = 0.0
+    overlap_s: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
             _check_seconds(getattr(self, each.name), what=each.name)
+        for part, whole in (("weight_s", "backward_s"), ("overlap_s", "forward_s")):
+            if getattr(self, part) > getattr(self, whole):
+                raise ValueError(
+                    f"{part}={getattr(self, part)} is more than {whole}={getattr(self, whole)}, of "
+                    f"which it is a part"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that occupied a track of a stage from `start_s` to `end_s`.
+    """Something that occupied a track of a device from `start_s` to `end_s`.
 
-    Tracks are "compute" (F, B, optimizer), "reduce", and one per channel the stage sends on:
-    "sendF->1" for activations to stage 1, "sendB->0" for gradients to stage 0. Events of one
-    track do not overlap. `microbatch` is None for what happens once per step.
+    Tracks are "compute" (F, B, I, W, optimizer), "reduce", and one per channel that a stage of the
+    device sends on: "sendF->1" for activations to stage 1, "sendB->0" for gradients to stage 0.
+    Events of one track do not overlap. `microbatch` is None for what happens once per step.
     """
 
     stage: int
@@ -77,57 +104,94 @@ class Event:
     microbatch: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One training step: what happened when, and how much of it was waiting.
 
-    `pipeline_s` is the time until the last F or B of any stage has ended, `step_time_s` the time
-    until everything has. `busy_s` is the F and B seconds of each stage.
+    `stages_of` are the stages of each device. `step_time_s` is the time from a common start until
+    everything has ended, `pipeline_s` until the last compute has. `busy_s` is the seconds that each
+    device computes F, B, I and W. `span_s` is the time from the start of each device's first
+    compute to the end of its optimizer. The events are put together when first asked for.
     """
 
-    events: tuple[Event, ...]
+    stages_of: tuple[tuple[int, ...], ...]
     step_time_s: float
     pipeline_s: float
     busy_s: tuple[float, ...]
+    span_s: tuple[float, ...]
+    _program: Program = field(repr=False, compare=False)
+    _end_s: Sequence[float] = field(repr=False, compare=False)
+
+    @property
+    def period_s(self) -> float:
+        """Seconds from one step to the next when no device waits for the others in between.
+
+        Then a device starts its next step as soon as its own optimizer is done, and steps follow
+        each other every max(span_s) seconds. This is the step time of schedules whose devices start
+        and end one after the other (zb_h2, zb_v), and it asks for an optimizer step that is checked
+        and if need be undone afterwards, as a global gradient norm would make all devices wait.
+        """
+        return max(self.span_s, default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the stages' seconds in the pipeline that no F or B fills, in [0, 1].
+        """Part of the devices' seconds in the pipeline that no compute fills, in [0, 1].
 
-        The gradient reduction of a stage that is done early lies in the bubble and counts as it.
+        The gradient reduction of a device that is done early lies in the bubble and counts as it.
         """
         available_s = len(self.busy_s) * self.pipeline_s
         if available_s == 0:
             return 0.0
         return max(0.0, 1.0 - sum(self.busy_s) / available_s)  # rounding may leave -1e-16
 
-    def idle_s(self, stage: int) -> float:
-        """Seconds of the pipeline in which `stage` computes neither F nor B."""
-        return self.pipeline_s - self.busy_s[stage]
+    def idle_s(self, device: int) -> float:
+        """Seconds of the pipeline in which `device` computes nothing."""
+        return self.pipeline_s - self.busy_s[device]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """What happened, in the order of the starts."""
+        program, end_s = self._program, self._end_s
+        events = [
+            _event(
+                instruction,
+                cost=Cost(index % len(Cost)) if index < program.num_stages * len(Cost) else None,
+                start_s=_start_s(program, end_s, n),
+                end_s=end_s[n],
+            )
+            for n, (instruction, (_, _, index)) in enumerate(
+                zip(program.instructions, program.steps, strict=True), start=1
+            )
+            if instruction is not None
+        ]
+        return tuple(sorted(events, key=attrgetter("start_s", "stage", "track")))
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The step in Chrome's trace event format: one process per stage, one thread per track.
+        """The step in Chrome's trace event format: one process per device, one thread per track.
 
-        The result is ready for `json.dump` and opens in Perfetto or chrome://tracing.
+        The result is ready for `json.dump` and opens in Perfetto or chrome://tracing. Where devices
+        own several stages, the events say which one they are of.
         """
+        device_of = {stage: d for d, stages in enumerate(self.stages_of) for stage in stages}
+        alone = all(len(stages) == 1 for stages in self.stages_of)
         threads: dict[tuple[int, str], int] = {}
-        trace: list[dict[str, Any]] = [
-            _trace_label("process_name", f"stage {stage}", pid=stage, tid=0)
-            for stage in range(len(self.busy_s))
-        ]
+        trace: list[dict[str, Any]] = []
+        for device, stages in enumerate(self.stages_of):
+            of_stages = ", ".join(map(str, stages))
+            label = f"stage {of_stages}" if alone else f"device {device}: stages {of_stages}"
+            trace.append(_trace_label("process_name", label, pid=device, tid=0))
         for event in self.events:
-            key = (event.stage, event.track)
+            device = device_of[event.stage]
+            key = (device, event.track)
             if key not in threads:
                 threads[key] = len(threads)
-                trace.append(
-                    _trace_label("thread_name", event.track, pid=event.stage, tid=threads[key])
-                )
+                trace.append(_trace_label("thread_name", event.track, pid=device, tid=threads[key]))
             trace.append(
                 {
                     "ph": "X",
-                    "name": event.name,
+                    "name": event.name if alone else f"{event.name} of stage {event.stage}",
                     "cat": event.track,
-                    "pid": event.stage,
+                    "pid": device,
                     "tid": threads[key],
                     "ts": event.start_s * 1e6,  # the format counts in microseconds
                     "dur": (event.end_s - event.start_s) * 1e6,
@@ -142,185 +206,100 @@ def simulate(
     times: Sequence[StageTimes],
     transfer_s: Mapping[tuple[int, int], float],
 ) -> Timeline:
-    """Play the streams of a schedule, one per stage, and return what happens when.
+    """Play the streams of a schedule, one per device, and return what happens when.
 
-    `transfer_s` is the seconds of one micro-batch's activations from a source to a destination
-    stage; its gradients take the same on the way back, and the two directions do not share a
-    channel. Raises ValueError when stages wait for each other for ever, when the two ends of a
-    channel disagree, or when a time is missing or not a number of seconds.
+    `times` are those of each stage. `transfer_s` is the seconds of one micro-batch's activations
+    from a source to a destination stage; its gradients take the same on the way back, and the two
+    directions do not share a channel. Raises ValueError when devices wait for each other for ever,
+    when the two ends of a channel disagree, or when a time is missing or not a number of seconds.
     """
-    if len(times) != len(streams):
-        raise ValueError(
-            f"times has {len(times)} entries for {len(streams)} streams; give one each"
-        )
-    for (source, destination), seconds in transfer_s.items():
-        _check_seconds(seconds, what=f"transfer_s[{source}, {destination}]")
-    simulation = _Simulation(streams, times, transfer_s)
-    simulation.run()
-    events = simulation.events
-    events.sort(key=attrgetter("start_s", "stage", "track"))
+    program = program_of(streams)
+    seconds = _seconds(program, times, transfer_s)
+    end_s = _play(program, seconds)
     return Timeline(
-        events=tuple(events),
-        step_time_s=max((event.end_s for event in events), default=0.0),
-        pipeline_s=simulation.pipeline_s,
-        busy_s=tuple(simulation.busy_s),
+        stages_of=program.stages_of,
+        step_time_s=max(end_s),
+        pipeline_s=max((end_s[n] for n in program.last_computes), default=0.0),
+        busy_s=tuple(
+            sum(count * seconds[index] for index, count in counts.items())
+            for counts in program.computes
+        ),
+        span_s=tuple(
+            end_s[last] - _start_s(program, end_s, first)
+            for first, last in zip(program.first_computes, program.last_nodes, strict=True)
+        ),
+        _program=program,
+        _end_s=end_s,
     )
 
 
-@dataclass(slots=True)
-class _Channel:
-    """The messages of one direction from one stage to another, delivered in the order sent."""
-
-    free_at_s: float = 0.0
-    inbox: deque[tuple[int, float]] = field(default_factory=deque)  # (micro-batch, arrival_s)
-    receiver_waits: bool = False
-
-
-class _Simulation:
-    """The state of a simulation: a clock and a position per stage, the channels, the events."""
-
-    def __init__(
-        self,
-        streams: Sequence[Sequence[Instruction]],
-        times: Sequence[StageTimes],
-        transfer_s: Mapping[tuple[int, int], float],
-    ) -> None:
-        self.streams = streams
-        self.times = times
-        self.transfer_s = transfer_s
-        self.clock_s = [0.0] * len(streams)
-        self.position = [0] * len(streams)
-        self.ready = deque(range(len(streams)))
-        self.channels: dict[tuple[int, int, str], _Channel] = {}
-        self.events: list[Event] = []
-        self.busy_s = [0.0] * len(streams)
-        self.pipeline_s = 0.0
-
-    def run(self) -> None:
-        while self.ready:
-            self._advance(self.ready.popleft())
-        self._check_finished()
-
-    def _advance(self, stage: int) -> None:
-        """Run one stage until its stream ends or waits for a message that has not been sent."""
-        stream = self.streams[stage]
-        while self.position[stage] < len(stream):
-            instruction = stream[self.position[stage]]
-            action = instruction.action
-            if action is Action.FORWARD or action is Action.BACKWARD:
-                self._compute(stage, instruction)
-            elif action is Action.SEND_ACTIVATION or action is Action.SEND_GRADIENT:
-                self._send(stage, instruction)
-            elif action is Action.REDUCE_GRADIENTS:
-                self._reduce(stage)
-            elif not self._receive(stage, instruction):
-                return
-            self.position[stage] += 1
-
-    def _compute(self, stage: int, instruction: Instruction) -> None:
-        times = self.times[stage]
-        forward = instruction.action is Action.FORWARD
-        seconds = times.forward_s if forward else times.backward_s
-        self._occupy(stage, "compute", str(instruction), seconds, instruction.microbatch)
-        self.busy_s[stage] += seconds
-        self.pipeline_s = max(self.pipeline_s, self.clock_s[stage])
-
-    def _reduce(self, stage: int) -> None:
-        self._occupy(stage, "reduce", "reduce", self.times[stage].reduce_s, None)
-        self._occupy(stage, "compute", "optimizer", self.times[stage].optimizer_s, None)
-
-    def _occupy(
-        self, stage: int, track: str, name: str, seconds: float, microbatch: int | None
-    ) -> None:
-        start_s = self.clock_s[stage]
-        self.clock_s[stage] = start_s + seconds
-        self._record(stage, track, name, start_s, start_s + seconds, microbatch)
-
-    def _send(self, stage: int, instruction: Instruction) -> None:
-        peer = instruction.peer
-        assert peer is not None
-        if instruction.action is Action.SEND_ACTIVATION:
-            direction, edge = "F", (stage, peer)
-        else:
-            direction, edge = "B", (peer, stage)
-        if edge not in self.transfer_s:
-            raise ValueError(
-                f"transfer_s has no entry {edge}, which {instruction} of stage {stage} needs; it "
-                f"has {sorted(self.transfer_s)}"
-            )
-        channel = self._channel(stage, peer, direction)
-        start_s = max(self.clock_s[stage], channel.free_at_s)
-        end_s = channel.free_at_s = start_s + self.transfer_s[edge]
-        channel.inbox.append((instruction.microbatch, end_s))
-        track = f"send{direction}->{peer}"
-        self._record(stage, track, str(instruction), start_s, end_s, instruction.microbatch)
-        if channel.receiver_waits:
-            channel.receiver_waits = False
-            self.ready.append(peer)
-
-    def _receive(self, stage: int, instruction: Instruction) -> bool:
-        """Take the next message of the channel if it has been sent, else say that we wait."""
-        peer = instruction.peer
-        assert peer is not None
-        direction = "F" if instruction.action is Action.RECV_ACTIVATION else "B"
-        channel = self._channel(peer, stage, direction)
-        if not channel.inbox:
-            channel.receiver_waits = True
-            return False
-        microbatch, arrival_s = channel.inbox.popleft()
-        if microbatch != instruction.microbatch:
-            raise ValueError(
-                f"stage {stage} expects {instruction}, but the next message stage {peer} sends it "
-                f"there is of micro-batch {microbatch}; both ends must list the same order"
-            )
-        self.clock_s[stage] = max(self.clock_s[stage], arrival_s)
-        return True
-
-    def _channel(self, source: int, destination: int, direction: str) -> _Channel:
-        key = (source, destination, direction)
-        if key not in self.channels:
-            self.channels[key] = _Channel()
-        return self.channels[key]
-
-    def _record(
-        self,
-        stage: int,
-        track: str,
-        name: str,
-        start_s: float,
-        end_s: float,
-        microbatch: int | None,
-    ) -> None:
-        self.events.append(
-            Event(
-                stage=stage,
-                track=track,
-                name=name,
-                start_s=start_s,
-                end_s=end_s,
-                microbatch=microbatch,
-            )
+def _seconds(
+    program: Program, times: Sequence[StageTimes], transfer_s: Mapping[tuple[int, int], float]
+) -> list[float]:
+    """The seconds that the steps of the program index."""
+    if len(times) != program.num_stages:
+        raise ValueError(
+            f"times has {len(times)} entries for {program.num_stages} stages; give one each"
         )
-
-    def _check_finished(self) -> None:
-        waiting = [
-            f"stage {stage} in {stream[position]}"
-            for stage, (stream, position) in enumerate(
-                zip(self.streams, self.position, strict=True)
-            )
-            if position < len(stream)
-        ]
-        if waiting:
+    for (source, destination), value in transfer_s.items():
+        _check_seconds(value, what=f"transfer_s[{source}, {destination}]")
+    seconds = []
+    for stage in times:
+        of_stage = {
+            Cost.FORWARD: stage.forward_s,
+            Cost.OVERLAPPED_FORWARD: stage.forward_s - stage.overlap_s,
+            Cost.BACKWARD: stage.backward_s,
+            Cost.BACKWARD_INPUT: stage.backward_s - stage.weight_s,
+            Cost.BACKWARD_WEIGHT: stage.weight_s,
+            Cost.REDUCE: stage.reduce_s,
+            Cost.OPTIMIZER: stage.optimizer_s,
+        }
+        seconds += [of_stage[cost] for cost in Cost]
+    for edge, instruction in program.edges.items():
+        if edge not in transfer_s:
             raise ValueError(
-                f"the streams deadlock, waiting are {', '.join(waiting)}; every message must be "
-                f"sent, and sent before its sender waits for anything that depends on it"
+                f"transfer_s has no entry {edge}, which {instruction} of stage {instruction.stage} "
+                f"needs; it has {sorted(transfer_s)}"
             )
-        for (source, destination, direction), channel in self.channels.items():
-            if channel.inbox:
-                raise ValueError(
-                    f"stage {destination} never receives send{direction}{channel.inbox[0][0]} of "
-                    f"stage {source}; add the receive to its stream"
-                )
+        seconds.append(transfer_s[edge])
+    return [*seconds, 0.0]
+
+
+def _play(program: Program, seconds: Sequence[float]) -> list[float]:
+    """When each node ends. This loop is what pricing a plan costs, hence no call in it."""
+    end_s = [0.0]
+    append = end_s.append
+    for first, second, index in program.steps:
+        a, b = end_s[first], end_s[second]
+        append((a if a > b else b) + seconds[index])
+    return end_s
+
+
+def _start_s(program: Program, end_s: Sequence[float], n: int) -> float:
+    if n == 0:
+        return 0.0
+    first, second, _ = program.steps[n - 1]
+    return max(end_s[first], end_s[second])
+
+
+def _event(instruction: Instruction, *, cost: Cost | None, start_s: float, end_s: float) -> Event:
+    name, track = str(instruction), "compute"
+    if cost is None:
+        direction = "F" if instruction.action is Action.SEND_ACTIVATION else "B"
+        track = f"send{direction}->{instruction.peer}"
+    elif cost is Cost.REDUCE:
+        track = "reduce"
+    elif cost is Cost.OPTIMIZER:
+        name = "optimizer"
+    once = instruction.action is Action.REDUCE_GRADIENTS
+    return Event(
+        stage=instruction.stage,
+        track=track,
+        name=name,
+        start_s=start_s,
+        end_s=end_s,
+        microbatch=None if once else instruction.microbatch,
+    )
 
 
 def _trace_label(kind: str, name: str, *, pid: int, tid: int) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from costmodel.pricing import BUCKET_BYTES
 from costmodel.strategies import Placement
+from costmodel.target import BUCKET_BYTES
 from executor.meshes import Place
 from executor.parameters import StageParameter, wrap
 from executor.reshard import Axis, all_gather, local_part, reduce_scatter_flat, split_parts

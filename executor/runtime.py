@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.schedule import build_schedule
+from costmodel.schedule import EXECUTABLE, build_schedule
 from executor.build import BuiltStage, build_stage
 from executor.gradients import collect, deliver, exchange_tied, reduce_gradients
 from executor.launch import device_here, world_size
@@ -43,6 +43,11 @@ class Runtime:
         if plan.precision == "fp16":
             raise PlanError(
                 "plan: precision='fp16' is planned but not run: it needs loss scaling; use bf16"
+            )
+        if plan.schedule not in EXECUTABLE:
+            raise PlanError(
+                f"plan: schedule={plan.schedule!r} is priced but not run: use one of "
+                f"{', '.join(EXECUTABLE)}"
             )
         self.plan, self.graph = plan, graph
         self.place = _place(plan)

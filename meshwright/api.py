@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import nn
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph
 from costmodel.memory import optimizer_bytes
+from costmodel.target import Target, target_named
 from executor import launch
 from executor.runtime import Runtime
 from meshwright.model import ParallelModel
 from planner.blocks import cut_blocks
-from planner.check import check_plan
+from planner.check import check_plan, check_runs
 from planner.evaluate import Prediction, evaluate
 from planner.explain import explain_plan, explain_search
 from planner.overrides import Overrides, check_overrides
@@ -25,6 +27,7 @@ from planner.report import Report
 from planner.search import InfeasibleError, Search, SearchResult
 from planner.trace import batch_rows, trace
 from profiles.cluster import Cluster
+from profiles.profile import Profile, load_profile
 
 Decision = tuple[Plan, Report, Prediction]
 
@@ -40,6 +43,8 @@ def auto_parallelize(
     precision: str = "bf16",
     overrides: Overrides | None = None,
     plan: Plan | str | Path | None = None,
+    target: str = "eager",
+    profile: bool = True,
 ) -> ParallelModel:
     """Decide how to train `model` on `cluster`, say why, and (under torchrun) get ready to do it.
 
@@ -47,7 +52,9 @@ def auto_parallelize(
     batch dim first, any batch size, real or meta. The model returns a loss (`.loss`, or a scalar),
     or `loss_fn(output, targets)` does, the targets being the dict's `targets` or the tuple's last
     element. The model may be on meta. `plan` (a Plan or a path) skips the search: it is checked
-    and run.
+    and run. `target` ("eager", "compiled", "megatron") says what software the prices are for; only
+    "eager" is what `train_step` runs. `profile` uses what `meshwright profile` measured on this
+    kind of device, where it did.
 
     Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
     the legal values, the way out.
@@ -57,11 +64,14 @@ def auto_parallelize(
     launch.start(cluster.backend)
     _check_world(cluster, launch.world_size() if launch.running() else None)
     traced = _Traced(model, example_inputs, loss_fn, precision)
+    prices = _Prices(target_named(target), load_profile(cluster) if profile else None)
     chosen, report, prediction = launch.agree_on(
         lambda: (
-            _searched(traced, cluster, global_batch_size, optimizer, overrides or Overrides())
+            _searched(
+                traced, cluster, global_batch_size, optimizer, overrides or Overrides(), prices
+            )
             if plan is None
-            else _given(traced, cluster, plan, global_batch_size, optimizer)
+            else _given(traced, cluster, plan, global_batch_size, optimizer, prices)
         )
     )
     result = ParallelModel(
@@ -70,6 +80,14 @@ def auto_parallelize(
     if launch.running():
         assert result.runtime is not None  # groups are made now, by all ranks together
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """What prices rest on beside the cluster."""
+
+    target: Target
+    profile: Profile | None
 
 
 class _Traced:
@@ -97,14 +115,16 @@ class _Traced:
         return cut_blocks(graph, table), table
 
     def lower(self, plan: Plan) -> Runtime:
+        check_runs(plan)
         same = plan.microbatch_rows == self.graph.batch_size
         graph, table = (self.graph, self.table) if same else self.at(plan.microbatch_rows)
         return Runtime(plan, graph, table, check_plan(plan, graph, table), self.model)
 
 
 def _searched(
-    traced: _Traced, cluster: Cluster, batch: int, optimizer: str, overrides: Overrides
-) -> Decision:
+    traced: _Traced, cluster: Cluster, batch: int, optimizer: str, overrides: Overrides,
+    prices: _Prices,
+) -> Decision:  # fmt: skip
     check_overrides(
         overrides, num_devices=cluster.num_devices, global_batch_size=batch,
         num_blocks=len(traced.graph.blocks),
@@ -112,8 +132,9 @@ def _searched(
 
     def search(restrictions: Overrides) -> SearchResult:
         return Search(
-            traced.graph, traced.table, cluster, batch, traced.precision, optimizer, restrictions
-        ).run()
+            traced.graph, traced.table, cluster, batch, traced.precision, optimizer, restrictions,
+            target=prices.target, profile=prices.profile,
+        ).run()  # fmt: skip
 
     result = search(overrides)
     free = None
@@ -129,8 +150,9 @@ def _searched(
 
 
 def _given(
-    traced: _Traced, cluster: Cluster, given: Plan | str | Path, batch: int, optimizer: str
-) -> Decision:
+    traced: _Traced, cluster: Cluster, given: Plan | str | Path, batch: int, optimizer: str,
+    prices: _Prices,
+) -> Decision:  # fmt: skip
     plan = given if isinstance(given, Plan) else Plan.load(given)
     for name, ours, theirs in (
         ("global_batch_size", batch, plan.global_batch_size),
@@ -148,7 +170,10 @@ def _given(
             "again"
         )
     assignments = check_plan(plan, traced.graph, traced.table)
-    priced = evaluate(plan, traced.graph, traced.table, cluster, assignments, optimizer=optimizer)
+    priced = evaluate(
+        plan, traced.graph, traced.table, cluster, assignments, optimizer=optimizer,
+        target=prices.target, profile=prices.profile,
+    )  # fmt: skip
     _check_memory(priced.prediction, cluster)
     report = explain_plan(priced, traced.graph, traced.table, cluster, traced.phases_s)
     return plan, report, priced.prediction

@@ -1,4 +1,4 @@
-"""`meshwright plan | show | run`: the API from the shell.
+"""`meshwright plan | show | run | profile`: the API from the shell.
 
 stdout carries the result, stderr the progress. Exit 0: done, 1: error, 2: no plan fits.
 """
@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from costmodel.target import TARGETS
 from executor import launch
+from meshwright import profile_command
 from meshwright.api import auto_parallelize
 from meshwright.model import ParallelModel
 from planner.overrides import Overrides
@@ -59,10 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
-    commands = parser.add_subparsers(required=True, metavar="plan | show | run")
+    commands = parser.add_subparsers(required=True, metavar="plan | show | run | profile")
     _add_plan(commands, common)
     _add_show(commands, common)
     _add_run(commands, common)
+    _add_profile(commands, common)
     return parser
 
 
@@ -108,6 +111,15 @@ def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run.set_defaults(command=_run)
 
 
+def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
+    profile = commands.add_parser(
+        "profile", parents=[common], help="measure this machine for the plans of a model"
+    )
+    _model_arguments(profile)
+    profile_command.add_arguments(profile)
+    profile.set_defaults(command=_profile)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; legal: an integer from 1")
@@ -129,6 +141,12 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
+    parser.add_argument(
+        "--software", default="eager", help=f"what the prices are for: {', '.join(TARGETS)}"
+    )
+    parser.add_argument(
+        "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
+    )
 
 
 def _cluster(text: str) -> Cluster:
@@ -182,7 +200,7 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
     result = auto_parallelize(
         model, _cluster(args.cluster), example_inputs=example, global_batch_size=args.batch,
         loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer,
-        **more,
+        target=args.software, profile=not args.no_profile, **more,
     )  # fmt: skip
     return result, example
 
@@ -249,6 +267,24 @@ def _run(args: argparse.Namespace) -> int:
         if launch.rank() == 0:
             text = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
             _print(json.dumps({"losses": losses}) if args.json else text)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    cluster = _cluster(args.cluster)
+    if args.imported:
+        count = profile_command.import_profile(cluster, args.imported)
+        _say(f"{count} measurements taken in from {args.imported}")
+    model, example, *rest = _target(args.target)
+    summary = profile_command.profile_model(
+        model, example, rest[0] if rest else None, cluster, batch=args.batch,
+        precision=args.precision, budget_s=args.budget, collectives=args.collectives,
+        again=args.again,
+    )  # fmt: skip
+    if args.export:
+        count = profile_command.export_profile(cluster, args.export)
+        _say(f"{count} measurements written to {args.export}")
+    _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))
     return 0
 
 

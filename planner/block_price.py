@@ -7,27 +7,44 @@ is the sum of its operators and re-shards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from costmodel.pricing import Cost, Pricer
-from costmodel.strategies import RP, P, Placement, R
+from costmodel.cost import Cost
+from costmodel.graph import Block, Op
+from costmodel.pricing import Pricer
+from costmodel.strategies import RP, Placement, R, Strategy
 from planner.layouts import Assignment, BlockLayouts, default_state
+from planner.saved import BlockMemory, block_memory
+from planner.selective import POLICIES, repeated_ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """What a recompute policy runs again, on the device and for the host, and no longer keeps."""
+
+    seconds: float
+    host_s: float
+    freed_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrice:
     """What a block costs on one rank under an assignment, recomputed from the assignment alone.
 
-    `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters,
-    `frozen_bytes` of the rest; `saved_bytes` kept for the backward per micro-batch without its
-    inputs; `input_bytes` its inputs.
+    `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters, of which
+    `shard_parameters` where ZeRO divides them; `frozen_bytes` of the rest; `saved_bytes` kept for
+    the backward per micro-batch without its inputs; `input_bytes` its inputs; `transient_bytes` the
+    most that one operator's backward holds besides; `repeats` by recompute policy.
     """
 
     cost: Cost
     parameters: float
+    shard_parameters: float
     frozen_bytes: float
     saved_bytes: float
     input_bytes: float
+    transient_bytes: float = 0.0
+    repeats: Mapping[str, Repeats] = field(default_factory=dict)
 
 
 def price_block(
@@ -52,7 +69,8 @@ def price_block(
     for value in block.inputs:
         targets = layouts.targets(value, assignment.strategies)
         cost = cost + _read(pricer, value, inputs.get(value, R), targets, hub=True)
-    parameters = frozen = 0.0
+    memory = block_memory(pricer, layouts, assignment, inputs)
+    parameters = shard = frozen = 0.0
     for value in block.parameters:
         state = assignment.states[value]
         targets = layouts.targets(value, assignment.strategies)
@@ -63,14 +81,52 @@ def price_block(
             cost = cost + _legal(price(value, state, target), value)
         if graph.values[value].requires_grad:
             parameters += pricer.numel(value, state)
+            shard += pricer.numel(value, state) / pricer.replicas(value, state).size
         else:
             frozen += pricer.nbytes(value, state)
     return BlockPrice(
         cost=cost,
         parameters=parameters,
+        shard_parameters=shard,
         frozen_bytes=frozen,
-        saved_bytes=_saved_bytes(pricer, layouts, assignment),
+        saved_bytes=memory.saved_bytes,
         input_bytes=sum(pricer.nbytes(v, inputs.get(v, R)) for v in block.inputs),
+        transient_bytes=max(
+            (_gradient_bytes(pricer, op, assignment.strategies[op.name]) for op in block.ops),
+            default=0.0,
+        ),
+        repeats={name: _repeats(name, pricer, block, assignment, memory) for name in POLICIES},
+    )
+
+
+def _repeats(
+    policy: str, pricer: Pricer, block: Block, assignment: Assignment, memory: BlockMemory
+) -> Repeats:
+    again = repeated_ops(
+        policy, block, pricer.graph, pricer.table, device=pricer.setting.cluster.device.kind,
+        counter_dropout=pricer.setting.target.counter_dropout,
+    )  # fmt: skip
+    costs = [
+        pricer.op_cost(op, assignment.strategies[op.name]) for op in block.ops if op.name in again
+    ]
+    return Repeats(
+        seconds=sum(cost.forward_s for cost in costs),
+        host_s=sum(cost.forward_host_s for cost in costs),
+        freed_bytes=memory.saved_bytes - memory.saved_bytes_repeating(again),
+    )
+
+
+def _gradient_bytes(pricer: Pricer, op: Op, strategy: Strategy) -> float:
+    """Gradients that one operator's backward reads and writes, of activations."""
+    graph = pricer.graph
+    placed = [
+        *zip(op.results, strategy.results, strict=True),
+        *zip(op.operands, strategy.operands, strict=True),
+    ]
+    return sum(
+        pricer.nbytes(value, placement)
+        for value, placement in placed
+        if graph.values[value].requires_grad and value not in graph.parameters
     )
 
 
@@ -101,29 +157,3 @@ def _read(
     for target in targets:
         cost = cost + _legal(pricer.reshard(value, state, target), value)
     return cost
-
-
-def _saved_bytes(pricer: Pricer, layouts: BlockLayouts, assignment: Assignment) -> float:
-    """What autograd keeps: per saved tensor once, views counted with what they view, block inputs
-    and parameters left out (they are held anyway)."""
-    graph, block, table = layouts.graph, layouts.block, layouts.table
-    root: dict[str, str] = {}
-    kept: dict[tuple[str, Placement], float] = {}
-    for op in block.ops:
-        made = table.ops[op.name]
-        chosen = assignment.strategies[op.name]
-        if made.view and op.operands and op.short not in ("cat", "stack"):
-            for value in op.results:
-                root[value] = root.get(op.operands[0], op.operands[0])
-        if not any(graph.values[r].requires_grad for r in op.results):
-            continue
-        for i in made.saves:
-            value = op.operands[i] if i >= 0 else op.results[-1 - i]
-            placement = chosen.operands[i] if i >= 0 else chosen.results[-1 - i]
-            base = root.get(value, value)
-            if base in block.inputs or value in graph.parameters or layouts.fixed(value):
-                continue
-            kind = placement if placement.sharded else (P if placement == P else R)
-            key = (base, Placement("S") if kind.sharded else kind)
-            kept[key] = pricer.nbytes(value, placement)
-    return sum(kept.values())

@@ -35,6 +35,32 @@ def cut_blocks(graph: Graph, table: FactorTable) -> Graph:
     return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of a step: forward once, backward twice; recompute is no work (MFU convention)."""
+
+    per_row: float
+    fixed: float
+
+    def of(self, rows: float) -> float:
+        """FLOPs of a step over `rows` rows."""
+        return self.per_row * rows + self.fixed
+
+
+def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
+    """What a model's products cost, by row of the batch and once."""
+    per_row = fixed = 0.0
+    for op in graph.ops:
+        made = table.ops[op.name]
+        if made.flops:
+            atoms = table.letters[op.name]
+            if any(table.batch in atoms.get(f, ()) for f in made.flop_factors):
+                per_row += 3 * op_flops(table, op) / graph.batch_size
+            else:
+                fixed += 3 * op_flops(table, op)
+    return ModelFlops(per_row=per_row, fixed=fixed)
+
+
 def op_flops(table: FactorTable, op: Op) -> float:
     """Forward FLOPs of an operator at the traced sizes."""
     made = table.ops[op.name]

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from costmodel.graph import Block
 from costmodel.strategies import Placement
-from planner.check import express_shardings, fingerprint
+from planner.check import fingerprint
 from planner.evaluate import Evaluation, evaluate
 from planner.layouts import Assignment, BlockLayouts, Entry
 from planner.plan import Plan, StagePlan
+from planner.shardings import express_shardings
 from planner.stage_costs import ChainCosts, StageCoster
 from profiles.cluster import Cluster
 

@@ -1,27 +1,25 @@
-"""A plan against its model: the fingerprint, globs to operators and back, the check of every plan.
-
-`check_plan` is the one guard for solved, loaded and hand-written plans. `express_shardings` writes
-decisions about operators as globs, `resolve_shardings` reads them: the second undoes the first.
-"""
+"""A plan against its model: the fingerprint, and the one guard of solved, loaded and hand-written
+plans."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
 from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph
-from costmodel.schedule import SCHEDULES
+from costmodel.graph import Graph
+from costmodel.schedule import EXECUTABLE, SCHEDULES, stages_of_devices
 from costmodel.strategies import Placement, R, transition
-from planner.layouts import FOLLOW, Assignment, BlockLayouts, Entry, default_state
+from planner.experts import check_experts
+from planner.layouts import Assignment, BlockLayouts, default_state
 from planner.plan import (
     PRECISIONS,
     RECOMPUTE,
+    RUNS,
     ZERO,
     Plan,
     PlanError,
@@ -29,14 +27,9 @@ from planner.plan import (
     compress_names,
     compress_ranks,
 )
+from planner.shardings import check_matched, resolve_block
 
-# --- shardings: globs <-> operators --------------------------------------------------------------
-
-# what `colwise` and the like mean for a module with several operators
-MAIN_OPS = frozenset(
-    ("linear", "addmm", "mm", "bmm", "matmul", "embedding", "conv1d", "conv2d", "conv3d")
-)
-
+Known = dict[Any, Any]
 
 def fingerprint(graph: Graph) -> str:
     """Hash of a model's parameters and program: the same for any batch size and precision."""
@@ -48,145 +41,46 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def glob(pattern: str) -> re.Pattern[str]:
-    """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots."""
-    parts = [
-        {"**": ".*", "*": "[^.:]*", "?": "[^.:]"}.get(part, re.escape(part))
-        for part in re.split(r"(\*\*|\*|\?)", pattern)
-    ]
-    return re.compile("".join(parts) + r"\Z")
-
-
-def resolve_shardings(
-    graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str], place: str = "plan"
-) -> dict[str, Entry]:
-    """Globs to entries by operator name or parameter value name; the longest pattern wins.
-
-    `*` stays within one component of a name, `**` crosses dots. A pattern without `:` names a
-    module (its matrix products and embeddings) or a parameter, a tied one by any of its full names.
-    Raises `PlanError` with the nearest names where a pattern matches nothing, and for a decision
-    that can't be read.
-    """
-    entries: dict[str, Entry] = {}
-    unmatched = dict.fromkeys(shardings)
-    order = sorted(shardings, key=lambda p: (len(p.replace("*", "")), p))
-    compiled = [(p, glob(p), ":" in p) for p in order]
-    for block in blocks:
-        for op in block.ops:
-            for pattern, regex, exact in compiled:
-                named = op.key if exact else op.module if op.short in MAIN_OPS else ""
-                if named and regex.match(named):
-                    entries[op.name] = _entry(shardings[pattern], pattern, place)
-                    unmatched.pop(pattern, None)
-        for value in block.parameters:
-            fqn = graph.parameters[value]
-            for pattern, regex, exact in compiled:
-                if pattern not in unmatched and not _is_state(shardings[pattern]):
-                    continue  # a strategy for the operators that the pattern named
-                if not exact and (regex.match(fqn) or graph.aliases.get(pattern) == fqn):
-                    entries[value] = _parameter_entry(shardings[pattern], pattern, place)
-                    unmatched.pop(pattern, None)
-    for pattern in unmatched:
-        raise PlanError(f"{place}: sharding {pattern!r} {_no_match(graph, blocks, pattern)}")
-    return entries
-
-
-def _no_match(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
-    """Why a pattern matches nothing: a module without matrix product, or no such name."""
-    ops = [op for block in blocks for op in block.ops]
-    inside = [op.key for op in ops if glob(pattern).match(op.module)]
-    if inside:
-        return (
-            "names a module without matrix product or embedding; name its operator instead, one "
-            f"of {', '.join(dict.fromkeys(inside[:8]))}"
-        )
-    names = {op.key for op in ops} if ":" in pattern else {op.module for op in ops}
-    names |= {graph.parameters[value] for block in blocks for value in block.parameters}
-    if "*" in pattern:
-        names = {re.sub(r"(?<=\.)\d+(?=[.:]|$)", "*", name) for name in names}
-    near = difflib.get_close_matches(pattern, sorted(names - {""}), n=3, cutoff=0.3)
-    return f"matches no module, operator or parameter; nearest: {', '.join(near) or 'none'}"
-
-
-def _entry(text: str, pattern: str, place: str) -> Entry:
-    wanted = re.sub(r"\s*->\s*", "->", text.replace("@tp", "").strip())
-    if not wanted:
-        raise PlanError(
-            f"{place}: sharding {pattern!r} is empty; legal: a strategy (colwise), a state "
-            f"(-> S(1)), both (colwise -> S(1)), or {FOLLOW}"
-        )
-    try:
-        return Entry.parse(wanted)
-    except ValueError as error:
-        raise PlanError(f"{place}: sharding {pattern!r}: {error}") from None
-
-
-def _is_state(text: str) -> bool:
-    """Whether a decision is about how something is stored, not about a strategy."""
-    return bool(re.fullmatch(r"\s*(->)?\s*(R|P|S\(.*\))(@tp)?\s*", text))
-
-
-def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
-    """A parameter has no strategy: its text is the state it is stored in."""
-    is_state = text.strip() not in ("", FOLLOW) and "->" not in text
-    return _entry(f"-> {text.strip()}" if is_state else text, pattern, place)
-
-
-def express_shardings(
-    graph: Graph, blocks: Sequence[Block], entries: Mapping[str, Entry]
-) -> dict[str, str]:
-    """Entries as globs: a decision taken alike in most repeats of a block is written once with `*`,
-    what differs after it under its own name (the longest pattern wins)."""
-    texts: dict[str, str | None] = {}
-    groups: dict[str, list[str]] = {}
-    for block in blocks:
-        stem = re.fullmatch(r"(.*\.)\d+", block.name)
-        keyed = {op.name: op.key for op in block.ops} | {
-            v: graph.parameters[v] for v in block.parameters
-        }
-        for name, key in keyed.items():
-            entry = entries.get(name)
-            text = None if entry is None else _written(entry, name in graph.parameters)
-            texts[key] = text
-            if stem and key.startswith(block.name):
-                groups.setdefault(f"{stem[1]}*{key.removeprefix(block.name)}", []).append(key)
-    out: dict[str, str] = {}
-    done: set[str] = set()
-    for pattern, keys in groups.items():
-        regex = glob(pattern)
-        if len(keys) < 2 or {key for key in texts if regex.match(key)} != set(keys):
-            continue
-        common, count = Counter(texts[key] for key in keys).most_common(1)[0]
-        if common is None or count < 2:
-            continue
-        out[pattern] = common
-        exceptions = {key: texts[key] or FOLLOW for key in keys if texts[key] != common}
-        out |= exceptions
-        done |= set(keys)
-    out |= {key: text for key, text in texts.items() if text is not None and key not in done}
-    return out
-
-
-def _written(entry: Entry, parameter: bool) -> str:
-    return f"{entry.state}@tp" if parameter else str(entry)
-
-
 # --- the check -----------------------------------------------------------------------------------
 
 
-def check_plan(plan: Plan, graph: Graph, table: FactorTable) -> list[dict[str, Assignment]]:
+def check_plan(
+    plan: Plan, graph: Graph, table: FactorTable, known: Known | None = None
+) -> list[dict[str, Assignment]]:
     """Guard a solved, loaded or hand-written plan; returns per stage the assignments by block name.
 
-    `graph` may be traced at any batch size. Raises `PlanError` naming value, place, legal values.
+    `graph` may be traced at any batch size. `known`, a dict that belongs to this graph, remembers
+    blocks that were checked, for the next plan. Raises `PlanError` naming value, place, legal
+    values.
     """
-    _check_model(plan, graph)
+    _check_model(plan, graph, known)
     _check_step(plan)
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
     _check_ranks(plan)
     _check_parameters(plan, graph)
-    return [stage_assignments(plan, k, graph, table) for k in range(len(plan.stages))]
+    found = [stage_assignments(plan, k, graph, table, known) for k in range(len(plan.stages))]
+    for k, stage in enumerate(plan.stages):
+        check_experts(stage, graph, table, found[k], f"plan: stage {k}")
+    return found
+
+
+def check_runs(plan: Plan) -> None:
+    """Refuse a legal plan that can be priced but not run yet."""
+    for k, stage in enumerate(plan.stages):
+        for name, value, legal in (
+            ("schedule", plan.schedule, EXECUTABLE),
+            ("zero", stage.zero, RUNS["zero"]),
+            ("recompute", stage.recompute, RUNS["recompute"]),
+            ("cp", stage.cp, (1,)),
+            ("ep", stage.ep, (1,)),
+        ):
+            if value not in legal:
+                raise PlanError(
+                    f"plan: stage {k}: {name}={value!r} can be priced, but not run yet; the "
+                    f"executor runs {', '.join(map(str, legal))}"
+                )
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:
@@ -201,8 +95,10 @@ def _check_parameters(plan: Plan, graph: Graph) -> None:
             )
 
 
-def _check_model(plan: Plan, graph: Graph) -> None:
-    found = fingerprint(graph)
+def _check_model(plan: Plan, graph: Graph, known: Known | None) -> None:
+    known = {} if known is None else known
+    found = known.setdefault("fingerprint", None) or fingerprint(graph)
+    known["fingerprint"] = found
     if plan.model != found:
         raise PlanError(
             f"plan: made for model {plan.model}, but this model is {found} (other layers, sizes or "
@@ -236,7 +132,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
     ):
         if isinstance(value, bool) or value not in legal:
             raise PlanError(f"{place}: {name}={value!r}; legal: {', '.join(map(str, legal))}")
-    for axis in ("dp", "tp"):
+    for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
@@ -277,13 +173,14 @@ def _check_blocks(plan: Plan, graph: Graph) -> None:
 
 def _check_ranks(plan: Plan) -> None:
     for k, stage in enumerate(plan.stages):
-        if len(stage.ranks) != stage.dp * stage.tp:
+        needed = stage.dp * stage.cp * stage.tp
+        if len(stage.ranks) != needed:
             raise PlanError(
                 f"plan: stage {k}: ranks {compress_ranks(stage.ranks) or 'none'} are "
-                f"{len(stage.ranks)}, its mesh dp={stage.dp} × tp={stage.tp} "
-                f"needs {stage.dp * stage.tp}"
+                f"{len(stage.ranks)}, its mesh dp={stage.dp} × "
+                f"{f'cp={stage.cp} × ' * (stage.cp > 1)}tp={stage.tp} needs {needed}"
             )
-    counts = Counter(rank for stage in plan.stages for rank in stage.ranks)
+    counts = Counter(rank for ranks in plan.devices for rank in ranks)
     twice = sorted(rank for rank, count in counts.items() if count > 1)
     missing = sorted(set(range(plan.num_ranks)) - set(counts))
     if twice or missing:
@@ -292,28 +189,53 @@ def _check_ranks(plan: Plan) -> None:
             f"used twice: {compress_ranks(twice) or 'none'}; "
             f"missing: {compress_ranks(missing) or 'none'}"
         )
+    try:
+        placed = stages_of_devices(
+            plan.schedule, num_stages=len(plan.stages), num_devices=len(plan.devices)
+        )
+    except ValueError as error:
+        raise PlanError(f"plan: {error}") from None
+    for device, stages in enumerate(placed):
+        for k in stages:
+            if plan.stages[k].ranks != plan.devices[device]:
+                raise PlanError(
+                    f"plan: stage {k}: ranks {compress_ranks(plan.stages[k].ranks)}; "
+                    f"schedule={plan.schedule!r} runs stages {stages} on one group of ranks, here "
+                    f"{compress_ranks(plan.devices[device])}"
+                )
 
 
 def stage_assignments(
-    plan: Plan, k: int, graph: Graph, table: FactorTable
+    plan: Plan, k: int, graph: Graph, table: FactorTable, known: Known | None = None
 ) -> dict[str, Assignment]:
-    """Every choice on the tensor axis of stage `k`, by block name."""
+    """Every choice on the tensor axis of stage `k`, by block name; `known` as for `check_plan`."""
     stage = plan.stages[k]
-    blocks = [block for block in graph.blocks if block.name in set(stage.blocks)]
     place = f"plan: stage {k}"
-    entries = resolve_shardings(graph, blocks, stage.shardings, place)
-    later = {n for b in graph.blocks if b.name not in set(stage.blocks) for n in b.inputs}
+    known = {} if known is None else known
+    own = set(stage.blocks)
+    blocks = [block for block in graph.blocks if block.name in own]
+    later = {n for b in graph.blocks if b.name not in own for n in b.inputs}
+    decisions = frozenset(stage.shardings.items())
     found: dict[str, Assignment] = {}
+    matched: set[str] = set()
     states: dict[str, Placement] = {}
     for block in blocks:
-        layouts = BlockLayouts(graph, table, block, stage.tp)
         inputs = {name: states[name] for name in block.inputs if name in states}
-        try:
-            found[block.name] = layouts.complete(entries, inputs, later)
-        except ValueError as error:
-            raise PlanError(f"{place}: {error}") from None
-        _check_states(layouts, found[block.name], inputs, place)
+        leaving = frozenset(later.intersection(block.outputs))
+        key = (block.name, stage.tp, decisions, tuple(inputs.items()), leaving)
+        if key not in known:
+            entries, patterns = resolve_block(graph, block, stage.shardings, place)
+            layouts = BlockLayouts(graph, table, block, stage.tp)
+            try:
+                assignment = layouts.complete(entries, inputs, leaving)
+            except ValueError as error:
+                raise PlanError(f"{place}: {error}") from None
+            _check_states(layouts, assignment, inputs, place)
+            known[key] = assignment, patterns
+        found[block.name], patterns = known[key]
+        matched |= patterns
         states |= {name: found[block.name].states[name] for name in block.outputs}
+    check_matched(graph, blocks, stage.shardings, matched, place)
     return found
 
 

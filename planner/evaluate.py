@@ -9,25 +9,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodel.collectives import p2p_time
+from costmodel.collectives import collective_time, group_for, p2p_time
+from costmodel.cost import OpProfile
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.schedule import build_schedule, in_flight
+from costmodel.schedule import build_schedule, in_flight, peak_activation, stages_of_devices
 from costmodel.simulate import StageTimes, Timeline, simulate
 from costmodel.strategies import Placement, R
-from planner.block_price import price_block
-from planner.blocks import op_flops
-from planner.layouts import Assignment, BlockLayouts
+from costmodel.target import EAGER, Target
+from planner.layouts import Assignment
 from planner.plan import Plan
-from planner.stage_costs import StageCoster, translate
-from planner.stage_sums import FIELDS, StageCosts, components, joined, parameter_sums, stage_costs
+from planner.stage_costs import StageCoster
+from planner.stage_sums import FIELDS, StageCosts, joined, parameter_sums, stage_costs
 from profiles.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to do: seconds per step, peak bytes per device and stage, share of
-    the pipeline's time that stages wait, model FLOPs utilisation of the whole cluster."""
+    """What a plan is expected to do: seconds per step, peak bytes of a device of each stage (of
+    each device group, where a schedule runs several stages on one), share of the pipeline's time
+    that devices wait, model FLOPs utilisation of the whole cluster."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -49,20 +50,24 @@ class Evaluation:
     stages: tuple[StageCosts, ...]
     in_flight: tuple[int, ...]
     timeline: Timeline
+    target: Target
 
-
-def model_flops(graph: Graph, table: FactorTable, rows: float) -> float:
-    """FLOPs of one step over `rows` rows: forward once, backward twice; recompute is no work (MFU
-    convention)."""
-    total = 0.0
-    for op in graph.ops:
-        made = table.ops[op.name]
-        if made.flops:
-            atoms = table.letters[op.name]
-            batched = any(table.batch in atoms.get(f, ()) for f in made.flop_factors)
-            scale = rows / graph.batch_size if batched else 1.0
-            total += 3 * op_flops(table, op) * scale
-    return total
+    def rests_on(self) -> dict[str, float]:
+        """Fractions of the operators' seconds that were measured on the device, interpolated
+        between measurements, and modelled from the catalog's curves."""
+        total = sum(
+            float(s.forward_s + s.backward_s - s.forward_comm_s - s.backward_comm_s)
+            for s in self.stages
+        )
+        measured, interpolated = (
+            min(1.0, sum(float(getattr(s, name)) for s in self.stages) / total) if total else 0.0
+            for name in ("measured_s", "interpolated_s")
+        )
+        return {
+            "measured": measured,
+            "interpolated": interpolated,
+            "modelled": max(0.0, 1.0 - measured - interpolated),
+        }
 
 
 def evaluate(
@@ -73,33 +78,55 @@ def evaluate(
     assignments: Sequence[Mapping[str, Assignment]],
     *,
     optimizer: str,
+    target: Target = EAGER,
+    profile: OpProfile | None = None,
     coster: StageCoster | None = None,
 ) -> Evaluation:
-    """Price a checked plan. `assignments` are what `check_plan` returns; `graph` may have any batch
-    size."""
-    coster = coster or StageCoster(graph, table, cluster, plan.precision, optimizer)
+    """Price a checked plan as `target` runs it. `assignments` are what `check_plan` returns;
+    `graph` may have any batch size."""
+    coster = coster or StageCoster(
+        graph, table, cluster, plan.precision, optimizer, target=target, profile=profile
+    )
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
-    p, m = len(plan.stages), plan.num_microbatches
+    p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     held = tuple(
-        in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m) for k in range(p)
+        in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
+        for k in range(p)
     )
     timeline = _simulate(plan, graph, coster, stages)
-    reserved = cluster.device.reserved_bytes
-    memory = [
-        math.ceil(s.static_bytes + n * s.activation_bytes + reserved)
-        for s, n in zip(stages, held, strict=True)
-    ]
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
-    flops = model_flops(graph, table, plan.global_batch_size)
+    flops = coster.model_flops.of(plan.global_batch_size)
     prediction = Prediction(
         step_time_s=timeline.step_time_s,
-        peak_memory_bytes=memory,
+        peak_memory_bytes=_peak_bytes(plan, stages, cluster),
         bubble_fraction=timeline.bubble_fraction,
         mfu=flops / (timeline.step_time_s * peak),
     )
     return Evaluation(
-        plan=plan, prediction=prediction, stages=stages, in_flight=held, timeline=timeline
+        plan=plan, prediction=prediction, stages=stages, in_flight=held, timeline=timeline,
+        target=coster.target,
+    )  # fmt: skip
+
+
+def _peak_bytes(plan: Plan, stages: Sequence[StageCosts], cluster: Cluster) -> list[int]:
+    """Per device group: the states of all its stages, the most that is in flight, and the most that
+    one backward of one stage holds besides."""
+    count = len(plan.devices)
+    active = peak_activation(
+        plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        bytes_per_stage=[float(s.activation_bytes) for s in stages],
+        num_devices=count,
     )
+    found = []
+    for device, placed in enumerate(
+        stages_of_devices(plan.schedule, num_stages=len(stages), num_devices=count)
+    ):
+        own = [stages[k] for k in placed]
+        states = sum(float(s.static_bytes - s.passing_bytes) for s in own)
+        passing = max(float(s.passing_bytes) for s in own)
+        found.append(math.ceil(states + passing + active[device] + cluster.device.reserved_bytes))
+    return found
 
 
 def _stage(
@@ -108,35 +135,24 @@ def _stage(
     """Components of stage k; blocks of one class with equal decisions are priced once, and of a
     parameter that several blocks read alike one copy is held."""
     stage = plan.stages[k]
-    graph = coster.graph
     setting = coster.setting(
         dp=stage.dp,
         tp=stage.tp,
         rows=plan.microbatch_rows / stage.dp,
         microbatches=plan.num_microbatches,
         zero=stage.zero,
+        cp=stage.cp,
+        ep=stage.ep,
     )
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
     sums = np.zeros(len(FIELDS))
     stored: set[tuple[str, Placement]] = set()
-    states: dict[str, object] = {}
-    known: dict[str, list[tuple[object, Assignment, object, np.ndarray]]] = {}
-    for block in graph.blocks:
-        if block.name not in assignments:
-            continue
-        assignment = assignments[block.name]
-        inputs = {name: states.get(name, R) for name in block.inputs}
-        key = tuple(inputs.values())
-        parts = None
-        for seen, first, seen_key, found in known.get(block.class_id, []):
-            if seen_key == key and translate(first, seen, block) == assignment:  # type: ignore[arg-type]
-                parts = found
-                break
-        if parts is None:
-            layouts = BlockLayouts(graph, coster.table, block, stage.tp)
-            parts = components(price_block(pricer, layouts, assignment, inputs), block)  # type: ignore[arg-type]
-            known.setdefault(block.class_id, []).append((block, assignment, key, parts))
-        sums = joined(sums, parts)
+    states: dict[str, Placement] = {}
+    for name in stage.blocks:
+        block = coster.blocks[name]
+        assignment = assignments[name]
+        inputs = {value: states.get(value, R) for value in block.inputs}
+        sums = joined(sums, coster.components(pricer, block, assignment, inputs))
         held = [(value, assignment.states[value]) for value in block.parameters]
         for value, state in stored.intersection(held):
             sums -= parameter_sums(pricer, value, state)
@@ -167,20 +183,28 @@ def _simulate(
 ) -> Timeline:
     edges = crossings(plan, graph)
     transfer = {edge: transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()}
+    blocked = [0.0] * len(stages), [0.0] * len(stages)
+    if not coster.target.overlap_sends:
+        for (source, destination), seconds in transfer.items():
+            blocked[0][source] += seconds
+            blocked[1][destination] += seconds
+        transfer = dict.fromkeys(transfer, 0.0)
     times = [
         StageTimes(
-            forward_s=float(s.forward_s),
-            backward_s=float(s.backward_s),
+            forward_s=float(s.forward_s) + sending,
+            backward_s=float(s.backward_s) + returning,
+            weight_s=float(s.weight_s),
             reduce_s=float(s.reduce_s),
             optimizer_s=float(s.optimizer_s),
         )
-        for s in stages
+        for s, sending, returning in zip(stages, *blocked, strict=True)
     ]
     streams = build_schedule(
         plan.schedule,
         num_stages=len(stages),
         num_microbatches=plan.num_microbatches,
         edges=frozenset(edges),
+        num_devices=len(plan.devices),
     )
     return simulate(streams, times, transfer)
 
@@ -193,9 +217,13 @@ def transfer_seconds(
     cluster = coster.cluster
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows / min(stage.dp for stage in ends)
-    setting = coster.setting(dp=1, tp=1, rows=rows, microbatches=plan.num_microbatches)
+    cp = min(stage.cp for stage in ends)
+    setting = coster.setting(dp=1, tp=1, rows=rows, microbatches=plan.num_microbatches, cp=cp)
     nbytes = sum(coster.pricer(setting).nbytes(v) for v in values)
     nodes = [{r // cluster.devices_per_node for r in stage.ranks} for stage in ends]
     crosses = bool(nodes[0] ^ nodes[1])
     concurrent = min(max(len(stage.ranks) for stage in ends), cluster.devices_per_node)
-    return float(p2p_time(nbytes, cluster, crosses_node=crosses, concurrent=concurrent))
+    tp = min(stage.tp for stage in ends) if coster.target.scatter_sends else 1
+    seconds = p2p_time(nbytes / tp, cluster, crosses_node=crosses, concurrent=concurrent)
+    gathering = group_for(cluster, size=tp, stride=1)
+    return float(seconds + collective_time("all_gather", nbytes, gathering, cluster))

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.pricing import Cost, Pricer
+from costmodel.cost import Cost
+from costmodel.pricing import Pricer
 from costmodel.strategies import RP, Placement, R, Strategy
 from planner.elimination import PairwiseProblem, eliminate
 from planner.layouts import Assignment, BlockLayouts, default_state

@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES
-from planner.plan import RECOMPUTE, ZERO, compress_names, expand_names
+from costmodel.schedule import EXECUTABLE
+from planner.plan import RUNS, compress_names, expand_names
 
 _WAY_OUT = "change or drop one of them, or what they must fit"
 DEGREES = ("tp", "dp", "pp", "microbatch_size", "num_microbatches")
-FORBIDDABLE = ("tp", "dp", "pp", "zero", "recompute", *SCHEDULES)
+FORBIDDABLE = ("tp", "dp", "pp", "zero", "recompute", *EXECUTABLE)
 
 
 class OverrideError(ValueError):
@@ -53,9 +53,9 @@ class Overrides:
                     f"override {name}={value!r}: legal: an integer from 1, or None to leave it free"
                 )
         for name, legal in (
-            ("schedule", tuple(SCHEDULES)),
-            ("zero", ZERO),
-            ("recompute", RECOMPUTE),
+            ("schedule", tuple(EXECUTABLE)),
+            ("zero", RUNS["zero"]),
+            ("recompute", RUNS["recompute"]),
         ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or value not in legal):
@@ -141,11 +141,11 @@ class Overrides:
 
     def schedules(self) -> list[str]:
         """Schedules left to search."""
-        wanted = [self.schedule] if self.schedule else list(SCHEDULES)
+        wanted = [self.schedule] if self.schedule else list(EXECUTABLE)
         left = [s for s in wanted if s not in self.forbid]
         if not left:
             raise OverrideError(
-                f"forbid={sorted(self.forbid)} leaves no schedule; legal: {', '.join(SCHEDULES)}"
+                f"forbid={sorted(self.forbid)} leaves no schedule; legal: {', '.join(EXECUTABLE)}"
             )
         return left
 

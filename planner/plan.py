@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
-RECOMPUTE = ("none", "full")
-ZERO = (0, 1)
+RECOMPUTE = ("none", "selective", "alternate", "full")
+ZERO = (0, 1, 2, 3)
+# what the search chooses from and the executor runs so far; the rest can be priced
+RUNS = {"zero": (0, 1), "recompute": ("none", "full")}
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -27,7 +29,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One pipeline stage. `ranks` are global, laid out (dp, tp) with tp innermost.
+    """One pipeline stage. `ranks` are global, laid out (dp, cp, tp) with tp innermost; cp splits
+    the sequence of every activation, and `ep` neighbours share the experts out. Schedules with
+    several stages per device list the device's ranks in each of them.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -37,6 +41,8 @@ class StagePlan:
     ranks: tuple[int, ...]
     dp: int
     tp: int
+    cp: int = 1
+    ep: int = 1
     zero: int = 0
     recompute: str = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
@@ -58,7 +64,13 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return sum(len(stage.ranks) for stage in self.stages)
+        return sum(len(ranks) for ranks in self.devices)
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The device groups of the pipeline: distinct ranks of the stages, in order. Schedules with
+        virtual stages run several stages on each."""
+        return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property
     def microbatch_rows(self) -> int:
@@ -88,7 +100,9 @@ class Plan:
             {
                 "blocks": compress_names(stage.blocks),
                 "ranks": compress_ranks(stage.ranks),
-                "mesh": {"dp": stage.dp, "tp": stage.tp},
+                "mesh": {"dp": stage.dp, "tp": stage.tp}
+                | ({"cp": stage.cp} if stage.cp > 1 else {})
+                | ({"ep": stage.ep} if stage.ep > 1 else {}),
                 "zero": stage.zero,
                 "recompute": stage.recompute,
                 "shardings": dict(sorted(stage.shardings.items())),
@@ -106,7 +120,11 @@ class Plan:
         }
         text = json.dumps(top, indent=2)
         return (
-            re.sub(r"\{\s+\"dp\": (\d+),\s+\"tp\": (\d+)\s+\}", r'{"dp": \1, "tp": \2}', text)
+            re.sub(
+                r'\{\s+("dp": \d+),\s+("tp": \d+)(?:,\s+("cp": \d+))?(?:,\s+("ep": \d+))?\s+\}',
+                lambda found: "{" + ", ".join(filter(None, found.groups())) + "}",
+                text,
+            )
             + "\n"
         )
 
@@ -153,8 +171,11 @@ def _stage(data: Any, place: str) -> StagePlan:
         raise PlanError(
             f'{place}: blocks={_shown(blocks)}; legal: a list of names, e.g. ["embed", "h.0-11"]'
         )
-    if not isinstance(mesh, dict) or set(mesh) != {"dp", "tp"}:
-        raise PlanError(f'{place}: mesh={_shown(mesh)}; legal: {{"dp": n, "tp": n}}')
+    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep"} != {"dp", "tp"}:
+        raise PlanError(
+            f'{place}: mesh={_shown(mesh)}; legal: {{"dp": n, "tp": n}}, and "cp": n where the '
+            'sequence is split, "ep": n where experts are'
+        )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
             f"{place}: shardings={_shown(shardings)}; legal: an object of glob: decision, e.g. "
@@ -165,6 +186,8 @@ def _stage(data: Any, place: str) -> StagePlan:
         ranks=expand_ranks(data["ranks"], place),
         dp=_whole(mesh["dp"], f"{place}: dp"),
         tp=_whole(mesh["tp"], f"{place}: tp"),
+        cp=_whole(mesh.get("cp", 1), f"{place}: cp"),
+        ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
         recompute=_text(data["recompute"], f"{place}: recompute"),
         shardings=shardings,

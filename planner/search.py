@@ -16,14 +16,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from costmodel.cost import OpProfile
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.schedule import in_flight
+from costmodel.target import EAGER, Target
 from planner.candidates import Candidate, Variant, distinct, make_candidate
-from planner.check import check_plan, resolve_shardings
+from planner.check import check_plan
 from planner.inter_op import InterOpSolution, StageTable, minimal_shortfall, solve_inter_op
 from planner.overrides import OverrideError, Overrides, stage_cuts
 from planner.report import describe
+from planner.shardings import resolve_shardings
 from planner.solvers import Certificate
 from planner.stage_costs import MODES, StageCoster, boundary_index
 from planner.stage_sums import stage_costs
@@ -79,6 +82,8 @@ class Search:
     precision: str
     optimizer: str
     overrides: Overrides
+    target: Target = EAGER
+    profile: OpProfile | None = None
     phases: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
@@ -94,8 +99,9 @@ class Search:
                 self.graph, self.graph.blocks, self.overrides.shardings, "override shardings"
             )
         self.coster = StageCoster(
-            self.graph, self.table, self.cluster, self.precision, self.optimizer, entries
-        )
+            self.graph, self.table, self.cluster, self.precision, self.optimizer, entries,
+            target=self.target, profile=self.profile,
+        )  # fmt: skip
 
     # --- the loop ---
 
@@ -380,8 +386,9 @@ class Search:
 
     def _feasible(self, overrides: Overrides, cluster: Cluster, batch: int) -> bool:
         trial = Search(
-            self.graph, self.table, cluster, batch, self.precision, self.optimizer, overrides
-        )
+            self.graph, self.table, cluster, batch, self.precision, self.optimizer, overrides,
+            target=self.target, profile=self.profile,
+        )  # fmt: skip
         counts = trial.microbatch_counts()
         for m in reversed(counts):
             variants = trial._variants(m)

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from costmodel.collectives import p2p_time
+from costmodel.cost import OpProfile, Setting
 from costmodel.factors import FactorTable
+from costmodel.fusion import Fusion, fuse
 from costmodel.graph import Block, Graph
-from costmodel.pricing import Pricer, Setting
+from costmodel.pricing import Pricer
 from costmodel.strategies import Placement, R, Strategy
+from costmodel.target import EAGER, Target
 from planner.block_price import BlockPrice, price_block
-from planner.blocks import crossing, op_flops
+from planner.blocks import ModelFlops, crossing, model_flops, op_flops
 from planner.intra_op import BlockProgram, BlockTable
 from planner.layouts import Assignment, BlockLayouts, Entry
 from planner.stage_sums import FIELDS, components, joined, parameter_sums
@@ -48,7 +51,8 @@ class ChainCosts:
 class StageCoster:
     """Prices stages of one graph on one cluster; owns the caches that make repeats free.
 
-    `entries` are sharding decisions forced by the user, by operator or parameter value name.
+    `target` is the software that will run the plan, `profile` what was measured of it; `entries`
+    are sharding decisions forced by the user, by operator or parameter value name.
     """
 
     graph: Graph
@@ -57,12 +61,20 @@ class StageCoster:
     precision: str
     optimizer: str
     entries: Mapping[str, Entry] = field(default_factory=dict)
+    target: Target = EAGER
+    profile: OpProfile | None = None
     _programs: dict[Any, BlockProgram] = field(default_factory=dict)
-    _pricers: dict[tuple[int, float], Pricer] = field(default_factory=dict)
+    _pricers: dict[tuple[int, int, int, float], Pricer] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
     _shared: frozenset[str] = frozenset()
     _crossing: list[tuple[str, ...]] = field(default_factory=list)
     _order: list[int] = field(default_factory=list)
+    _fusion: Fusion = field(init=False)
+    _components: dict[Any, np.ndarray] = field(default_factory=dict)
+    _decisions: dict[Any, int] = field(default_factory=dict)
+    _numbers: dict[int, tuple[int, Assignment]] = field(default_factory=dict)
+    blocks: dict[str, Block] = field(init=False)
+    model_flops: ModelFlops = field(init=False)
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -70,24 +82,60 @@ class StageCoster:
         for block in self.graph.blocks:
             shared |= seen & set(block.parameters)
             seen |= set(block.parameters)
+        self.model_flops = model_flops(self.graph, self.table)
+        self.blocks = {block.name: block for block in self.graph.blocks}
         self._shared = frozenset(shared)
+        self._fusion = fuse(self.graph, self.table, self.target.fusion)
         self._crossing = [*crossing(self.graph), ()]
         work = [sum(op_flops(self.table, op) for op in block.ops) for block in self.graph.blocks]
         self._order = sorted(range(len(work)), key=lambda k: -work[k])
 
     def setting(
-        self, *, dp: int, tp: int, rows: float, microbatches: int, zero: int = 0
+        self, *, dp: int, tp: int, rows: float, microbatches: int, zero: int = 0, cp: int = 1,
+        ep: int = 1,
     ) -> Setting:
         return Setting(
             cluster=self.cluster, dp=dp, tp=tp, rows=rows, num_microbatches=microbatches,
-            precision=self.precision, optimizer=self.optimizer, zero=zero,
+            precision=self.precision, optimizer=self.optimizer, zero=zero, cp=cp, ep=ep,
+            target=self.target, profile=self.profile,
         )  # fmt: skip
 
     def pricer(self, setting: Setting) -> Pricer:
-        key = (setting.tp, setting.rows)
+        key = (setting.tp, setting.cp, setting.ep, setting.rows)
         if key not in self._pricers:
-            self._pricers[key] = Pricer(graph=self.graph, table=self.table, setting=setting)
+            self._pricers[key] = Pricer(
+                graph=self.graph, table=self.table, setting=setting, fusion=self._fusion
+            )
         return self._pricers[key].once(setting)
+
+    def components(
+        self, pricer: Pricer, block: Block, assignment: Assignment,
+        inputs: Mapping[str, Placement],
+    ) -> np.ndarray:  # fmt: skip
+        """What a block adds to the sums of its stage; blocks of one class with equal decisions are
+        priced once per setting."""
+        setting = pricer.setting
+        where = (setting.dp, setting.tp, setting.cp, setting.ep, setting.rows)
+        several = setting.num_microbatches > 1
+        decided = self._decided(block, assignment)
+        key = (block.class_id, where, several, decided, tuple(inputs.values()))
+        if key not in self._components:
+            layouts = BlockLayouts(self.graph, self.table, block, pricer.setting.tp)
+            self._components[key] = components(
+                price_block(pricer, layouts, assignment, inputs), block
+            )
+        return self._components[key]
+
+    def _decided(self, block: Block, assignment: Assignment) -> int:
+        """A number that equal decisions about blocks of one class share."""
+        known = self._numbers.get(id(assignment))
+        if known is None:
+            chosen = tuple(assignment.strategies[op.name].name for op in block.ops)
+            names = (*(r for op in block.ops for r in op.results), *block.parameters)
+            states = tuple(assignment.states[name] for name in names)
+            number = self._decisions.setdefault((chosen, states), len(self._decisions))
+            known = self._numbers[id(assignment)] = (number, assignment)  # kept: ids are reused
+        return known[0]
 
     # --- boundary states ---
 

@@ -1,4 +1,16 @@
-"""Components of a stage on one rank, and the sums over its blocks that they come from."""
+"""Components of a stage on one rank, and the sums over its blocks that they come from.
+
+A pass takes the longer of what the device does and what the host needs to issue it. Communication
+that runs beside compute c seconds long costs
+
+    beside(compute, c) = max(compute + slowdown · min(compute, c), c)
+
+in all: it takes part of the compute units and of the memory bandwidth while it lasts. Hidden so, as
+far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes, gradient
+reduction behind the backward (the last one of a step, where gradients are reduced once), and
+ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
+and the first one of a forward have nothing to hide behind.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +19,36 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.cost import COST_FIELDS, DTYPE_BYTES, Setting
 from costmodel.graph import Block
-from costmodel.memory import model_state_bytes
-from costmodel.pricing import Pricer, Setting
+from costmodel.memory import model_state_bytes, working_bytes
+from costmodel.pricing import Pricer
 from costmodel.strategies import Placement
+from costmodel.target import Target
 from planner.block_price import BlockPrice
+from planner.selective import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
     """Components of a stage on one rank; floats, or arrays over (first block, last block + 1).
 
-    Seconds per micro-batch (`*_s`), once per step (`reduce_s`, `optimizer_s`); bytes in all
-    (`static_bytes`) and per micro-batch in flight (`activation_bytes`).
+    Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
+    what is not hidden of it; `optimizer_s`); bytes in all (`static_bytes`, of which
+    `passing_bytes` only during a backward) and per micro-batch in flight (`activation_bytes`).
     """
 
     forward_s: Any
     backward_s: Any
+    weight_s: Any
     forward_comm_s: Any
     backward_comm_s: Any
+    measured_s: Any
+    interpolated_s: Any
     reduce_s: Any
     optimizer_s: Any
     static_bytes: Any
+    passing_bytes: Any
     activation_bytes: Any
     parameters: Any
 
@@ -38,31 +58,48 @@ class StageCosts:
         return self.forward_s + self.backward_s + once
 
 
-# sums carried along a chain, in this order; the last one is a maximum
-FIELDS = (
-    "forward_s", "backward_s", "forward_comm_s", "backward_comm_s", "reduce_s", "optimizer_s",
-    "parameters", "frozen_bytes", "saved_bytes", "input_bytes", "again_s", "again_comm_s",
-    "again_bytes", "largest_bytes",
+# carried along a chain, in this order: sums, then maxima
+SUMS = (
+    *COST_FIELDS, "parameters", "shard_parameters", "frozen_bytes", "saved_bytes", "input_bytes",
+    "full_s", "full_comm_s", "full_host_s", "full_bytes",
+    *(f"{policy}_{what}" for policy in POLICIES for what in ("s", "host_s", "bytes")),
 )  # fmt: skip
+WAYS = ("forward", "backward")
+MAXIMA = ("largest_bytes", "largest_parameters", "transient_bytes")
+FIELDS = (*SUMS, *MAXIMA)
 
 
 def components(price: BlockPrice, block: Block) -> np.ndarray:
-    """One block's contribution to the sums. `again_*` is what full recompute repeats, or no longer
-    keeps."""
+    """One block's contribution to the sums. `full_*` and those of the other policies are
+    what recompute repeats, or no longer keeps."""
     c = price.cost
     again = recomputable(block)
-    return np.array([
-        c.forward_s, c.backward_s, c.forward_comm_s, c.backward_comm_s, c.reduce_s, c.optimizer_s,
-        price.parameters, price.frozen_bytes, price.saved_bytes, price.input_bytes,
-        c.forward_s * again, c.forward_comm_s * again, price.saved_bytes * again,
-        price.saved_bytes * again,
-    ])  # fmt: skip
+    own = {name: getattr(c, name) for name in COST_FIELDS} | {
+        "parameters": price.parameters,
+        "shard_parameters": price.shard_parameters,
+        "frozen_bytes": price.frozen_bytes,
+        "saved_bytes": price.saved_bytes,
+        "input_bytes": price.input_bytes,
+        "full_s": c.forward_s * again,
+        "full_comm_s": c.forward_comm_s * again,
+        "full_host_s": c.forward_host_s * again,
+        "full_bytes": price.saved_bytes * again,
+        "largest_bytes": price.saved_bytes * again,
+        "largest_parameters": price.parameters,
+        "transient_bytes": price.transient_bytes,
+    }
+    for policy, repeats in price.repeats.items():
+        own[f"{policy}_s"] = repeats.seconds * again
+        own[f"{policy}_host_s"] = repeats.host_s * again
+        own[f"{policy}_bytes"] = repeats.freed_bytes * again
+    return np.array([own[name] for name in FIELDS])
 
 
 def joined(before: np.ndarray, added: np.ndarray) -> np.ndarray:
     """Sums of two runs of blocks, one after the other."""
     together = before + added
-    together[..., -1] = np.maximum(before[..., -1], added[..., -1])
+    last = len(MAXIMA)
+    together[..., -last:] = np.maximum(before[..., -last:], added[..., -last:])
     return together
 
 
@@ -70,13 +107,19 @@ def parameter_sums(pricer: Pricer, value: str, state: Placement) -> np.ndarray:
     """What one parameter contributes to the sums of each block that reads it."""
     cost = pricer.parameter_cost(value, state)
     trained = pricer.graph.values[value].requires_grad
-    own = {
-        "reduce_s": cost.reduce_s,
-        "optimizer_s": cost.optimizer_s,
+    own = {name: getattr(cost, name) for name in COST_FIELDS} | {
         "parameters": pricer.numel(value, state) * trained,
+        "shard_parameters": pricer.numel(value, state)
+        / pricer.replicas(value, state).size
+        * trained,
         "frozen_bytes": pricer.nbytes(value, state) * (not trained),
     }
     return np.array([own.get(name, 0.0) for name in FIELDS])
+
+
+def _hidden(whole: Any, exchange: Any, target: Target) -> Any:
+    """Seconds of the exchange between experts that pass behind another micro-batch's compute."""
+    return np.minimum(target.overlap_experts * exchange, whole - exchange)
 
 
 def recomputable(block: Block) -> bool:
@@ -87,21 +130,69 @@ def recomputable(block: Block) -> bool:
 def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCosts:
     """Components of a stage from the sums of its blocks (last axis: `FIELDS`)."""
     get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
-    again = recompute == "full"
+    target, shards = setting.target, setting.dp * setting.cp
+    again = {"none": (0.0, 0.0, 0.0, 0.0)}.get(recompute) or tuple(
+        get.get(f"{recompute}_{name}", 0.0) for name in ("s", "comm_s", "host_s", "bytes")
+    )
+    hidden = [_hidden(get[f"{way}_s"], get[f"{way}_exchange_s"], target) for way in WAYS]
+    forward = np.maximum(get["forward_s"] - hidden[0], get["forward_host_s"])
+    backward = np.maximum(
+        get["backward_s"] - hidden[1] + again[0], get["backward_host_s"] + again[2]
+    )
+    slowdown = setting.cluster.device.overlap_slowdown
+    # the part of a communication that no compute can hide: its first or last block
+    edge = get["largest_parameters"] / np.maximum(get["parameters"], 1.0)
+
+    def beside(compute: Any, comm: Any, overlapped: bool) -> Any:
+        """Seconds of both together."""
+        if not overlapped:
+            return compute + comm
+        body = comm * (1 - edge)
+        return np.maximum(compute + slowdown * np.minimum(compute, body), body) + comm * edge
+
+    gather, scatter = get["gather_s"], get["scatter_s"]
+    forward_comm, backward_comm = get["forward_comm_s"], get["backward_comm_s"] + again[1]
+    reduce: Any = 0.0
+    if setting.zero == 3:
+        plain = forward, backward
+        forward = beside(forward, gather, target.overlap_parameters)
+        backward = beside(backward, gather + scatter, target.overlap_parameters)
+        forward_comm = forward_comm + forward - plain[0]
+        backward_comm = backward_comm + backward - plain[1]
+    elif setting.zero == 2:
+        plain = forward, backward
+        backward = beside(backward, scatter, target.overlap_gradients)
+        backward_comm = backward_comm + backward - plain[1]
+        reduce = beside(forward, gather, target.overlap_parameters) - forward
+    else:
+        once = scatter if setting.zero else get["reduce_s"]
+        reduce = beside(backward, once, target.overlap_gradients) - backward
+        if setting.zero:
+            reduce = reduce + beside(forward, gather, target.overlap_parameters) - forward
+    # ranks that hold a parameter, on average: experts are held by fewer than the rest
+    holders = get["parameters"] / np.maximum(get["shard_parameters"], 1e-9)
     states = model_state_bytes(
-        get["parameters"], precision=setting.precision, zero=setting.zero, dp=setting.dp,
-        optimizer=setting.optimizer,
+        get["parameters"], precision=setting.precision, zero=setting.zero,
+        dp=np.maximum(holders, 1.0), optimizer=setting.optimizer, target=target,
     )  # fmt: skip
-    owned = setting.dp if setting.zero else 1
-    kept = get["saved_bytes"] + get["input_bytes"]
+    work = working_bytes(
+        get["parameters"], get["largest_parameters"], weight_bytes=DTYPE_BYTES[setting.precision],
+        zero=setting.zero, dp=shards, target=target,
+    )  # fmt: skip
+    # what one backward holds besides: a block computed again, one operator's gradients
+    passing = get["transient_bytes"] + (get["largest_bytes"] if recompute == "full" else 0.0)
     return StageCosts(
-        forward_s=get["forward_s"],
-        backward_s=get["backward_s"] + again * get["again_s"],
-        forward_comm_s=get["forward_comm_s"],
-        backward_comm_s=get["backward_comm_s"] + again * get["again_comm_s"],
-        reduce_s=get["reduce_s"],
-        optimizer_s=get["optimizer_s"] / owned,
-        static_bytes=states + get["frozen_bytes"] + again * get["largest_bytes"],
-        activation_bytes=kept - again * get["again_bytes"],
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=np.minimum(get["weight_s"], backward),
+        forward_comm_s=forward_comm,
+        backward_comm_s=backward_comm,
+        measured_s=get["measured_s"],
+        interpolated_s=get["interpolated_s"],
+        reduce_s=reduce,
+        optimizer_s=get["shard_s" if setting.zero else "optimizer_s"],
+        static_bytes=states + work + get["frozen_bytes"] + passing,
+        passing_bytes=passing,
+        activation_bytes=get["saved_bytes"] + get["input_bytes"] - again[3],
         parameters=get["parameters"],
     )

@@ -1,9 +1,10 @@
 """Reads the shipped hardware catalog: one JSON file per device and per node, checked key by key.
 
-Every number in a file is an object `{"value", "unit", "source", "kind", "date"}`. The reader
-converts it to SI (bytes, seconds, FLOP/s, bytes/s) once, here, and keeps where it came from, so
-that whatever is computed later can say which of its inputs were only assumed. `date` is the month
-in which the source was consulted or the measurement made.
+Every number in a file is an object `{"value", "unit", "source", "kind", "date"}`. One that depends
+on a size may be a curve, `{"points": [[x, y], ...], "x_unit", "unit", "source", "kind", "date"}`.
+The reader converts both to SI (bytes, seconds, FLOP/s, bytes/s) once, here, and keeps where they
+came from, so that whatever is computed later can say which of its inputs were only assumed. `date`
+is the month in which the source was consulted or the measurement made.
 """
 
 from __future__ import annotations
@@ -19,24 +20,38 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from profiles.curve import FULL, Curve
+
 CATALOG_DIR = Path(__file__).parent / "catalog"
 SOURCE_KINDS = ("datasheet", "published", "measured", "assumed")
 
 # unit -> (dimension, factor to the SI unit of that dimension)
 _UNITS: Mapping[str, tuple[str, float]] = MappingProxyType(
     {
+        "B": ("bytes", 1.0),
+        "KiB": ("bytes", 2.0**10),
         "MiB": ("bytes", 2.0**20),
         "GiB": ("bytes", 2.0**30),
+        "GB": ("bytes", 1e9),
         "s": ("seconds", 1.0),
         "us": ("seconds", 1e-6),
+        "MFLOP": ("FLOP", 1e6),
+        "GFLOP": ("FLOP", 1e9),
+        "TFLOP": ("FLOP", 1e12),
         "TFLOP/s": ("FLOP/s", 1e12),
         "GFLOP/s": ("FLOP/s", 1e9),
         "GB/s": ("bytes/s", 1e9),
         "fraction": ("fraction", 1.0),
+        "fraction of compute time": ("slowdown", 1.0),
         "count": ("count", 1.0),
+        "tokens": ("tokens", 1.0),
+        "ranks": ("ranks", 1.0),
+        "rows, columns": ("tiles", 1.0),
     }
 )
-# entry -> key -> dimension; a key ending in "?" may be absent
+_UP_TO_ONE = ("fraction", "slowdown")
+_MAY_BE_ZERO = ("seconds", "slowdown")
+# entry -> key -> dimension; a key ending in "?" may be absent; "y over x" may be a curve
 _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "device": {
@@ -46,16 +61,29 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "peak_flops.bf16?": "FLOP/s",
             "peak_flops.fp16?": "FLOP/s",
             "memory_bandwidth": "bytes/s",
-            "matmul_efficiency": "fraction",
-            "memory_efficiency": "fraction",
+            "matmul_efficiency": "fraction over FLOP",
+            "attention_efficiency": "fraction over tokens",
+            "memory_efficiency": "fraction over bytes",
+            "compute_units": "count",
+            "tiles?": "tiles",
             "launch_overhead": "seconds",
+            "host_overhead": "seconds",
+            "overlap_slowdown": "slowdown",
         },
         "node": {
             "devices_per_node": "count",
+            "host_overhead?": "seconds",
             "intra_link.latency": "seconds",
             "intra_link.bandwidth": "bytes/s",
+            "intra_link.efficiency?": "fraction over bytes",
+            "intra_link.direct_efficiency?": "fraction",
+            "intra_link.group_efficiency?": "fraction over ranks",
+            "intra_link.switch_bandwidth?": "bytes/s",
+            "intra_link.switch_latency?": "seconds",
             "inter_link.latency": "seconds",
             "inter_link.bandwidth": "bytes/s",
+            "inter_link.efficiency?": "fraction over bytes",
+            "inter_link.direct_efficiency?": "fraction",
             "inter_link.per_rank_bandwidth?": "bytes/s",
         },
     }
@@ -71,11 +99,17 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+Tiles = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """One number of the catalog: `value` in SI units, `text` as written, and its provenance."""
+    """One number, curve or list of tiles of the catalog, in SI units, and its provenance.
 
-    value: float
+    `text` is the value as written, for people.
+    """
+
+    value: float | Curve | Tiles
     text: str
     source: str
     kind: str
@@ -101,13 +135,26 @@ class Entry:
         return self.texts["entry"] == "node"
 
     def value(self, key: str) -> float:
-        """The SI value of a quantity the schema requires."""
-        return self.quantities[key].value
+        """The SI value of a number the schema requires."""
+        value = self.quantities[key].value
+        assert isinstance(value, float)
+        return value
 
     def optional(self, key: str) -> float | None:
-        """The SI value of a quantity, None where the file leaves it out."""
-        quantity = self.quantities.get(key)
-        return None if quantity is None else quantity.value
+        """The SI value of a number, None where the file leaves it out."""
+        return self.value(key) if key in self.quantities else None
+
+    def curve(self, key: str) -> Curve:
+        """A curve, in SI units on both axes; constantly 1 where the file leaves it out."""
+        value = self.quantities[key].value if key in self.quantities else FULL
+        assert isinstance(value, Curve)
+        return value
+
+    def tiles(self) -> Tiles:
+        """The output tiles of a device's matrix products, none where the file leaves them out."""
+        value = self.quantities["tiles"].value if "tiles" in self.quantities else ()
+        assert isinstance(value, tuple)
+        return value
 
     def assumptions(self) -> tuple[str, ...]:
         """One sentence per number of this file that is assumed, not sourced."""
@@ -150,8 +197,10 @@ def device_of_driver(driver_name: str) -> str | None:
 
 def read_file(path: Path) -> Entry:
     """Parse and check one catalog file; every error names the file, the key and the legal range."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    driver_names = tuple(data.pop("driver_names", ()))
+    data = _read_json(path)
+    driver_names = data.pop("driver_names", [])
+    if not isinstance(driver_names, list) or not all(isinstance(n, str) for n in driver_names):
+        raise ValueError(f"{path.name}: driver_names is {driver_names!r}; legal: a list of texts")
     leaves = dict(_leaves(data))
     entry = str(leaves.get("entry"))
     if entry not in _QUANTITIES:
@@ -178,32 +227,48 @@ def read_file(path: Path) -> Entry:
     return Entry(
         texts=MappingProxyType(texts),
         quantities=MappingProxyType(quantities),
-        driver_names=driver_names,
+        driver_names=tuple(driver_names),
     )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path.name}: a {type(data).__name__}; legal: an object of keys")
+    return data
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if isinstance(value, dict) and "value" not in value:
+        if isinstance(value, dict) and not {"value", "points", "unit"} & set(value):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
 def _quantity(data: Any, place: str, dimension: str) -> Quantity:
-    fields = {"value", "unit", "source", "kind", "date"}
+    y_dimension, _, x_dimension = dimension.partition(" over ")
+    is_curve = isinstance(data, dict) and "points" in data and bool(x_dimension)
+    fields = {"unit", "source", "kind", "date"} | ({"points", "x_unit"} if is_curve else {"value"})
     if not isinstance(data, dict) or set(data) != fields:
-        raise ValueError(f"{place} is {data!r}; a number is an object with {sorted(fields)}")
-    value, unit = data["value"], data["unit"]
-    units = sorted(name for name, (of, _) in _UNITS.items() if of == dimension)
-    if unit not in units:
-        raise ValueError(f"{place}: unit is {unit!r}; legal for {dimension}: {', '.join(units)}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{place}: value is {value!r}; it must be a finite number")
-    if value <= 0 or (dimension == "fraction" and value > 1):
-        raise ValueError(
-            f"{place}: value is {value!r}; legal: above 0{', up to 1' * (dimension == 'fraction')}"
-        )
+        what = "a curve" if is_curve else "a number"
+        raise ValueError(f"{place} is {data!r}; {what} is an object with {sorted(fields)}")
+    factor = _factor(data["unit"], f"{place}: unit", y_dimension)
+    value: float | Curve | Tiles
+    if is_curve:
+        x_factor = _factor(data["x_unit"], f"{place}: x_unit", x_dimension)
+        value = _curve(data["points"], place, y_dimension, x_factor, factor)
+        text = f"{_plain(data['points'])} ({data['unit']} over {data['x_unit']})"
+    elif y_dimension == "tiles":
+        value = _tiles(data["value"], place)
+        text = f"{_plain(data['value'])} {data['unit']}"
+    else:
+        value = _number(data["value"], f"{place}: value", y_dimension) * factor
+        text = f"{data['value']:g} {data['unit']}"
+        value = Curve.constant(value) if x_dimension else value
     if data["kind"] not in SOURCE_KINDS:
         raise ValueError(f"{place}: kind is {data['kind']!r}; legal: {', '.join(SOURCE_KINDS)}")
     if not isinstance(data["source"], str) or not data["source"].strip():
@@ -211,9 +276,52 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
     if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", str(data["date"])):
         raise ValueError(f"{place}: date is {data['date']!r}; legal: YYYY-MM")
     return Quantity(
-        value=value * _UNITS[unit][1],
-        text=f"{value:g} {unit}",
-        source=data["source"],
-        kind=data["kind"],
-        date=data["date"],
+        value=value, text=text, source=data["source"], kind=data["kind"], date=data["date"]
     )
+
+
+def _factor(unit: object, place: str, dimension: str) -> float:
+    """What one `unit` is in the SI unit of `dimension`."""
+    units = sorted(name for name, (of, _) in _UNITS.items() if of == dimension)
+    if unit not in units:
+        raise ValueError(f"{place} is {unit!r}; legal for {dimension}: {', '.join(units)}")
+    return _UNITS[str(unit)][1]
+
+
+def _number(value: object, place: str, dimension: str) -> float:
+    """`value` as a float inside the range of its dimension."""
+    legal = "0 or more" if dimension in _MAY_BE_ZERO else "above 0"
+    legal += ", up to 1" if dimension in _UP_TO_ONE else ""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{place} is {value!r}; it must be a finite number, {legal}")
+    too_small = value < 0 or (value == 0 and dimension not in _MAY_BE_ZERO)
+    if too_small or (dimension in _UP_TO_ONE and value > 1):
+        raise ValueError(f"{place} is {value!r}; legal: {legal}")
+    return float(value)
+
+
+def _curve(points: object, place: str, dimension: str, x_factor: float, y_factor: float) -> Curve:
+    """The SI curve through `points` as written."""
+    if not isinstance(points, list) or not points:
+        raise ValueError(f"{place}: points is {points!r}; legal: [[x, y], ...], x increasing")
+    scaled: list[tuple[float, float]] = []
+    for number, point in enumerate(points):
+        where = f"{place}: points[{number}]"
+        if not isinstance(point, list) or len(point) != 2:
+            raise ValueError(f"{where} is {point!r}; legal: a pair [x, y]")
+        x = _number(point[0], f"{where} x", "count") * x_factor
+        if scaled and x <= scaled[-1][0]:
+            raise ValueError(f"{where} x is {point[0]!r}; legal: above {points[number - 1][0]!r}")
+        scaled.append((x, _number(point[1], f"{where} y", dimension) * y_factor))
+    return Curve(points=tuple(scaled))
+
+
+def _tiles(value: object, place: str) -> Tiles:
+    """`value` as pairs; their range is the device's to check."""
+    if not isinstance(value, list) or not all(isinstance(tile, list) for tile in value):
+        raise ValueError(f"{place}: value is {value!r}; legal: [[rows, columns], ...]")
+    return tuple(tuple(tile) for tile in value)
+
+
+def _plain(pairs: list[list[float]]) -> str:
+    return ", ".join(":".join(f"{number:g}" for number in pair) for pair in pairs)

@@ -3,7 +3,8 @@
 A cluster is `num_nodes` equal nodes of `devices_per_node` equal devices; rank r sits on node
 `r // devices_per_node`. Two links describe it: `intra_link`, what one rank can send to another of
 its node, and `inter_link`, what all NICs of a node can send together. Both carry *achieved*
-figures where any are published, so no efficiency is applied to them later.
+figures where any are published: bandwidths that long messages reach, and the fractions of them
+that shorter ones do.
 
 Values are SI (bytes, seconds, FLOP/s, bytes/s). Clusters are frozen, hashable and equal by value.
 What is not sourced but assumed is listed in `Cluster.assumptions`, for the report.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ from profiles.catalog_reader import (
     read_entry,
     unknown_name,
 )
+from profiles.curve import FULL, Curve
 from profiles.device import DTYPES, Device, Link, Rates, check_whole
 from profiles.measure_cpu import measure_cpu, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
 
 LOCAL_NODE = "local-host"
+_TABLES = ("device", "intra_link", "inter_link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ class Cluster:
             )
         return cls(
             name=name,
-            device=_device(device),
+            device=_device(device, host_s=node.optional("host_overhead")),
             num_nodes=num_nodes,
             devices_per_node=count,
             intra_link=_link(node, "intra_link"),
@@ -123,12 +127,12 @@ class Cluster:
         """A cluster from a TOML file: `base` (a catalog name) and whatever differs from it.
 
         Keys: base, name, num_nodes, devices_per_node; tables [device] (peak_flops is a sub-table),
-        [intra_link], [inter_link] with the field names of Device and Link, in SI units.
+        [intra_link], [inter_link] with the field names of Device and Link, in SI units. A curve is
+        a number or an array of [x, y] pairs.
         """
         place = Path(path)
         data = _read_toml(place)
-        tables = ("device", "intra_link", "inter_link")
-        legal = ("base", "name", "num_nodes", "devices_per_node", *tables)
+        legal = ("base", "name", "num_nodes", "devices_per_node", *_TABLES)
         for key in data:
             if key not in legal:
                 raise unknown_name(f"{place} key", key, legal)
@@ -136,14 +140,14 @@ class Cluster:
             raise unknown_name(f"{place} base", str(data.get("base", "")), catalog_names())
         cluster = cls.from_catalog(data["base"])
         changes = {key: data[key] for key in legal[1:4] if key in data}
-        for table in tables:
+        for table in _TABLES:
             if table in data:
                 where = f"{place} [{table}]"
                 values = _table(data[table], where)
                 changes[table] = _override(getattr(cluster, table), values, where)
         assumptions = cluster.assumptions + tuple(
             f"{place.name}: {key} = {value} replaces the catalog's"
-            for table in tables
+            for table in _TABLES
             for key, value in _flat(data.get(table, {}), table)
         )
         try:
@@ -169,12 +173,9 @@ class Cluster:
         return dataclasses.replace(base, num_nodes=world // per_node, devices_per_node=per_node)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, field by field."""
-        device = dataclasses.asdict(self.device) | {"peak_flops": dict(self.device.peak_flops)}
-        return dataclasses.asdict(self) | {
-            "device": device,
-            "assumptions": list(self.assumptions),
-        }
+        """Plain JSON types, field by field; a curve is a number or a list of [x, y]."""
+        fields: dict[str, Any] = _plain(self)
+        return fields
 
     def describe(self) -> str:
         """One line for people."""
@@ -187,32 +188,55 @@ class Cluster:
         )
 
 
-def _device(entry: Entry) -> Device:
+def _device(entry: Entry, host_s: float | None) -> Device:
+    """`host_s`: what its node says of its own host, where it does."""
     prefix = "peak_flops."
-    return Device(
-        name=entry.name,
-        kind=entry.texts["device_kind"],
-        memory_bytes=round(entry.value("memory")),
-        peak_flops={
-            key.removeprefix(prefix): quantity.value
-            for key, quantity in entry.quantities.items()
-            if key.startswith(prefix)
-        },
-        memory_bandwidth=entry.value("memory_bandwidth"),
-        matmul_efficiency=entry.value("matmul_efficiency"),
-        memory_efficiency=entry.value("memory_efficiency"),
-        launch_overhead_s=entry.value("launch_overhead"),
-        reserved_bytes=round(entry.value("reserved")),
-    )
+    with _naming(entry):
+        return Device(
+            name=entry.name,
+            kind=entry.texts["device_kind"],
+            memory_bytes=round(entry.value("memory")),
+            peak_flops={
+                key.removeprefix(prefix): entry.value(key)
+                for key in entry.quantities
+                if key.startswith(prefix)
+            },
+            memory_bandwidth=entry.value("memory_bandwidth"),
+            matmul_efficiency=entry.curve("matmul_efficiency"),
+            attention_efficiency=entry.curve("attention_efficiency"),
+            memory_efficiency=entry.curve("memory_efficiency"),
+            compute_units=round(entry.value("compute_units")),
+            tiles=entry.tiles(),
+            launch_overhead_s=entry.value("launch_overhead"),
+            host_overhead_s=entry.value("host_overhead") if host_s is None else host_s,
+            overlap_slowdown=entry.value("overlap_slowdown"),
+            reserved_bytes=round(entry.value("reserved")),
+        )
 
 
 def _link(entry: Entry, key: str) -> Link:
-    return Link(
-        name=entry.texts[f"{key}.name"],
-        latency_s=entry.value(f"{key}.latency"),
-        bandwidth=entry.value(f"{key}.bandwidth"),
-        per_rank_bandwidth=entry.optional(f"{key}.per_rank_bandwidth"),
-    )
+    direct = entry.optional(f"{key}.direct_efficiency")
+    with _naming(entry):
+        return Link(
+            name=entry.texts[f"{key}.name"],
+            latency_s=entry.value(f"{key}.latency"),
+            bandwidth=entry.value(f"{key}.bandwidth"),
+            efficiency=entry.curve(f"{key}.efficiency"),
+            group_efficiency=entry.curve(f"{key}.group_efficiency"),
+            per_rank_bandwidth=entry.optional(f"{key}.per_rank_bandwidth"),
+            switch_bandwidth=entry.optional(f"{key}.switch_bandwidth"),
+            switch_latency_s=entry.optional(f"{key}.switch_latency") or 0.0,
+            direct_efficiency=1.0 if direct is None else direct,
+        )
+
+
+@contextmanager
+def _naming(entry: Entry) -> Iterator[None]:
+    """Put the catalog file's name before whatever a Device or Link refuses."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{entry.name}.json: {error}") from error
 
 
 def _profiled(cluster: Cluster, n: int) -> Cluster:
@@ -224,8 +248,8 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         memory_bytes=total_memory_bytes() // n,
         peak_flops={"fp32": rates.fp32_flops * share, "bf16": rates.bf16_flops * share},
         memory_bandwidth=rates.copy_bandwidth * share,
-        matmul_efficiency=1.0,
-        memory_efficiency=1.0,
+        matmul_efficiency=FULL,
+        memory_efficiency=FULL,
         launch_overhead_s=rates.launch_overhead_s / share,
     )
     notes = [f"local: each of {n} ranks has 1/{n} of this machine's memory"]
@@ -284,6 +308,21 @@ def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
         return dataclasses.replace(base, **changes)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """`value` in plain JSON types, dataclasses by field."""
+    if isinstance(value, Curve):
+        return value.to_plain()
+    if isinstance(value, Rates):
+        return dict(value)
+    if isinstance(value, tuple):
+        return [_plain(inner) for inner in value]
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    return value
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -2,15 +2,20 @@
 
 Values are SI (bytes, seconds, FLOP/s, bytes/s). Both are frozen, hashable and equal by value, and
 refuse a number out of its range when they are made, whoever makes them.
+
+What depends on size is a Curve: the fraction of a peak that work of that size reaches. A field that
+takes a curve takes a number, too, which is then the fraction at every size. No curve may rise so
+steeply that more work would take less time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from profiles.catalog_reader import unknown_name
+from profiles.curve import FULL, Curve, as_curve
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -43,10 +48,17 @@ class Rates(Mapping[str, float]):
 class Device:
     """One accelerator or CPU process.
 
-    `peak_flops` is by dtype ("fp32", "bf16", "fp16"; fp32 always present). The efficiencies are the
-    fractions of `peak_flops` and `memory_bandwidth` that large operators achieve;
-    `launch_overhead_s` is paid per operator; `reserved_bytes` is never available to tensors
+    `peak_flops` is by dtype ("fp32", "bf16", "fp16"; fp32 always present). Fractions of it:
+    `matmul_efficiency`, over the FLOPs of one matrix product and before its output is cut into
+    `tiles` (largest first) that `compute_units` share in waves; `attention_efficiency`, over the
+    sequence length, for fused attention. `memory_efficiency` is the fraction of `memory_bandwidth`,
+    over the bytes moved. Each kernel costs the device `launch_overhead_s`, and the host
+    `host_overhead_s` to issue where operators run eagerly. While a collective runs, compute is
+    slower by the fraction `overlap_slowdown`. `reserved_bytes` is never available to tensors
     (driver context, communication buffers).
+
+    The defaults describe a device without the effect: one compute unit and no tiles, so that no
+    product is rounded up; a host that is never waited for; no slowdown.
     """
 
     name: str
@@ -54,10 +66,15 @@ class Device:
     memory_bytes: int
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
-    matmul_efficiency: float
-    memory_efficiency: float
+    matmul_efficiency: Curve
+    memory_efficiency: Curve
     launch_overhead_s: float
     reserved_bytes: int
+    attention_efficiency: Curve = FULL
+    compute_units: int = 1
+    tiles: tuple[tuple[int, int], ...] = ()
+    host_overhead_s: float = 0.0
+    overlap_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         what = f"device {self.name!r}"
@@ -72,9 +89,13 @@ class Device:
             check_number(f"{what}: peak_flops.{dtype}", rate)
         check_whole(f"{what}: memory_bytes", self.memory_bytes)
         check_number(f"{what}: memory_bandwidth", self.memory_bandwidth)
-        check_number(f"{what}: matmul_efficiency", self.matmul_efficiency, most=1.0)
-        check_number(f"{what}: memory_efficiency", self.memory_efficiency, most=1.0)
+        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
+            object.__setattr__(self, name, efficiency_curve(f"{what}: {name}", getattr(self, name)))
         check_number(f"{what}: launch_overhead_s", self.launch_overhead_s, zero=True)
+        check_number(f"{what}: host_overhead_s", self.host_overhead_s, zero=True)
+        check_number(f"{what}: overlap_slowdown", self.overlap_slowdown, zero=True, most=1.0)
+        check_whole(f"{what}: compute_units", self.compute_units)
+        object.__setattr__(self, "tiles", checked_tiles(f"{what}: tiles", self.tiles))
         check_whole(f"{what}: reserved_bytes", self.reserved_bytes, least=0)
         if self.reserved_bytes >= self.memory_bytes:
             raise ValueError(
@@ -99,21 +120,40 @@ class Device:
 class Link:
     """Seconds per message and bytes/s per direction.
 
-    `per_rank_bandwidth` is for a node's NICs together: what a single rank can drive of them (its
-    own NIC), None where one rank can fill them all.
+    `bandwidth` is what the longest messages approach, `efficiency` the fraction of it over the
+    bytes that one rank sends; `direct_efficiency` is the fraction that is left where every rank
+    sends to every other at once, as in an all-to-all.
+
+    Inside a node, `group_efficiency` is the fraction over the number of ranks in a ring (a mesh of
+    wires has fewer of them between fewer ranks). `switch_bandwidth` is what each rank sends to
+    switches that add up and multicast, None where they can't, and `switch_latency_s` the time to
+    them or back. For a node's NICs together, `per_rank_bandwidth` is what a single rank can drive
+    of them (its own NIC), None where one rank can fill them all.
     """
 
     name: str
     latency_s: float
     bandwidth: float
+    efficiency: Curve = FULL
+    group_efficiency: Curve = FULL
     per_rank_bandwidth: float | None = None
+    switch_bandwidth: float | None = None
+    switch_latency_s: float = 0.0
+    direct_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         what = f"link {self.name!r}"
         check_number(f"{what}: latency_s", self.latency_s, zero=True)
+        check_number(f"{what}: switch_latency_s", self.switch_latency_s, zero=True)
         check_number(f"{what}: bandwidth", self.bandwidth)
-        if self.per_rank_bandwidth is not None:
-            check_number(f"{what}: per_rank_bandwidth", self.per_rank_bandwidth)
+        efficiency = efficiency_curve(f"{what}: efficiency", self.efficiency)
+        object.__setattr__(self, "efficiency", efficiency)
+        group = efficiency_curve(f"{what}: group_efficiency", self.group_efficiency, work=False)
+        object.__setattr__(self, "group_efficiency", group)
+        check_number(f"{what}: direct_efficiency", self.direct_efficiency, most=1.0)
+        for name in ("per_rank_bandwidth", "switch_bandwidth"):
+            if getattr(self, name) is not None:
+                check_number(f"{what}: {name}", getattr(self, name))
 
 
 def check_number(what: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:
@@ -124,6 +164,40 @@ def check_number(what: str, value: object, *, most: float = math.inf, zero: bool
         raise ValueError(f"{what} is {value!r}; legal: a finite number, {legal}")
     if value < 0 or (value == 0 and not zero) or value > most:  # type: ignore[operator]
         raise ValueError(f"{what} is {value!r}; legal: {legal}")
+
+
+def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
+    """`value` as a Curve of fractions which, if over an amount of `work`, never outruns it."""
+    if isinstance(value, int | float):
+        check_number(what, value, most=1.0)
+    try:
+        curve = as_curve(value)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if curve.largest > 1.0:
+        raise ValueError(f"{what}: y reaches {curve.largest!r}; legal: above 0, up to 1")
+    if work and curve.steepest() > 1.0:
+        raise ValueError(
+            f"{what}: y rises by a factor of up to x ** {curve.steepest():.3g}, so that more work "
+            f"takes less time; legal: up to x ** 1. Take the points further apart"
+        )
+    return curve
+
+
+def checked_tiles(what: str, value: object) -> tuple[tuple[int, int], ...]:
+    """`value` as a tuple of (rows, columns), the largest area first."""
+    legal = "legal: pairs of whole numbers (rows, columns), the largest area first"
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}; {legal}")
+    for tile in value:
+        if not isinstance(tile, Sequence) or isinstance(tile, str) or len(tile) != 2:
+            raise ValueError(f"{what}: a tile is {tile!r}; {legal}")
+        for side in tile:
+            check_whole(f"{what}: a side", side)
+    areas = [rows * columns for rows, columns in value]
+    if areas != sorted(areas, reverse=True):
+        raise ValueError(f"{what} is {value!r}; {legal}")
+    return tuple((rows, columns) for rows, columns in value)
 
 
 def check_whole(what: str, value: object, *, least: int = 1) -> None:

@@ -22,8 +22,9 @@ from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Block, Graph
 from executor.runtime import Runtime
 from planner.blocks import cut_blocks
-from planner.check import check_plan, fingerprint, resolve_shardings
+from planner.check import check_plan, fingerprint
 from planner.plan import Plan, PlanError, StagePlan
+from planner.shardings import resolve_shardings
 from planner.trace import trace
 
 transformers.logging.set_verbosity_error()

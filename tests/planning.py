@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from costmodel.factors import analyse
-from costmodel.pricing import Cost, Pricer
+from costmodel.cost import Cost
+from costmodel.pricing import Pricer
 from costmodel.strategies import Placement, transition
 from planner.block_price import price_block
 from planner.blocks import cut_blocks
@@ -52,11 +53,13 @@ def cluster(
     bandwidth: float = 1e10, latency_s: float = 0.0, launch_s: float = 0.0,
     memory_bytes: float = 2.0**40, node_bandwidth: float = 1e10,
 ) -> Cluster:  # fmt: skip
-    """`nodes` nodes of `devices` devices that reach what they promise and reserve nothing."""
+    """`nodes` nodes of `devices` devices that reach what they promise, whatever the shape, reserve
+    nothing and wait for no host."""
     base = Cluster.from_catalog("h100-sxm")
     device = dataclasses.replace(
         base.device, peak_flops={"fp32": flops, "bf16": flops}, memory_bandwidth=memory_bandwidth,
-        matmul_efficiency=1.0, memory_efficiency=1.0, launch_overhead_s=launch_s, reserved_bytes=0,
+        matmul_efficiency=1.0, attention_efficiency=1.0, memory_efficiency=1.0, tiles=(),
+        launch_overhead_s=launch_s, host_overhead_s=0.0, overlap_slowdown=0.0, reserved_bytes=0,
         memory_bytes=int(memory_bytes),
     )  # fmt: skip
     return dataclasses.replace(

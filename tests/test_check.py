@@ -13,9 +13,10 @@ from tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from planner.check import check_plan, express_shardings, fingerprint, glob, resolve_shardings
+from planner.check import check_plan, check_runs, fingerprint
 from planner.layouts import Entry
 from planner.plan import Plan, PlanError
+from planner.shardings import express_shardings, glob, resolve_shardings
 
 few = settings(deadline=None, max_examples=40)
 
@@ -191,9 +192,12 @@ BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("m zero", {"num_microbatches": 0}, {}, "num_microbatches=0; legal: an integer from 1"),
     ("batch", {"global_batch_size": True}, {}, "global_batch_size=True; legal"),
     ("no stages", {"stages": ()}, {}, "no stages"),
-    ("zero", {}, {"zero": 2}, "stage 0: zero=2; legal: 0, 1"),
-    ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1"),
-    ("recompute", {}, {"recompute": "some"}, "stage 0: recompute='some'; legal: none, full"),
+    ("zero", {}, {"zero": 4}, "stage 0: zero=4; legal: 0, 1, 2, 3"),
+    ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1, 2, 3"),
+    ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, selective, .*full"),
+    ("cp", {}, {"cp": 0}, "stage 0: cp=0; legal: an integer from 1"),
+    ("ep", {}, {"ep": 0}, "stage 0: ep=0; legal: an integer from 1"),
+    ("cp ranks", {}, {"cp": 2}, "its mesh dp=2 × cp=2 × tp=2 needs 8"),
     ("dp", {}, {"dp": 0}, "stage 0: dp=0; legal"),
     ("tp", {}, {"tp": "2"}, "stage 0: tp='2'; legal"),
     (
@@ -257,6 +261,54 @@ def test_a_degree_must_divide_what_it_splits() -> None:
             else:
                 with pytest.raises(PlanError, match=rf"{pattern}.*not possible with tp={tp}"):
                     check_plan(plan, graph, table)
+
+
+# --- what can be priced but not run --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan_changes", "stage_changes", "says"),
+    [
+        ({}, {"zero": 2}, "zero=2 can be priced, but not run yet; the executor runs 0, 1"),
+        ({}, {"zero": 3}, "zero=3 can be priced"),
+        ({}, {"recompute": "selective"}, "recompute='selective' .*the executor runs none, full"),
+        ({}, {"cp": 2, "tp": 1}, "cp=2 can be priced, .*the executor runs 1"),
+        ({}, {"ep": 2}, "ep=2 can be priced"),
+        ({"schedule": "zb_h1"}, {}, "schedule='zb_h1' can be priced, .*runs .*1f1b"),
+    ],
+    ids=str,
+)
+def test_a_legal_plan_that_cannot_run_yet_is_refused_in_time(
+    plan_changes: dict[str, Any], stage_changes: dict[str, Any], says: str
+) -> None:
+    graph, table = model()
+    good = plan_for(graph)
+    check_runs(good)
+    plan = with_stage(dataclasses.replace(good, **plan_changes), **stage_changes)
+    check_plan(plan, graph, table)
+    with pytest.raises(PlanError, match=f"stage 0: {says}"):
+        check_runs(plan)
+
+
+def test_virtual_stages_share_the_ranks_of_their_device() -> None:
+    """Stage k of p · v runs on device k mod p; `devices` are the distinct groups of ranks."""
+    graph, table = model()
+    names = [block.name for block in graph.blocks]
+    groups = ((0, 1), (2, 3))
+    base = plan_for(graph, dp=2, tp=1)
+    stages = tuple(
+        dataclasses.replace(base.stages[0], blocks=blocks, ranks=groups[k % 2])
+        for k, blocks in enumerate([names[:2], names[2:3], names[3:4], names[4:]])
+    )
+    stages = tuple(dataclasses.replace(s, blocks=tuple(s.blocks)) for s in stages)
+    plan = dataclasses.replace(base, schedule="interleaved_1f1b", stages=stages)
+    assert (plan.devices, plan.num_ranks) == (groups, 4)
+    check_plan(plan, graph, table)
+    swapped = with_stage(with_stage(plan, 2, ranks=groups[1]), 3, ranks=groups[0])
+    with pytest.raises(PlanError, match=r"stage 2: ranks 2-3; schedule='interleaved_1f1b' runs"):
+        check_plan(swapped, graph, table)
+    with pytest.raises(PlanError, match="plan: .*1f1b"):
+        check_plan(dataclasses.replace(plan, schedule="1f1b"), graph, table)
 
 
 def test_a_checked_plan_survives_its_file() -> None:

@@ -1,12 +1,10 @@
-"""The catalog is complete and sourced; clusters are built, overridden and checked as promised."""
+"""Clusters are built, overridden and checked as promised."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,9 @@ import torch
 
 from profiles import cluster as cluster_module
 from profiles import measure_cpu as measure_cpu_module
-from profiles.catalog_reader import CATALOG_DIR, catalog_names, read_file
 from profiles.cluster import Cluster, Device, Link
+from profiles.curve import Curve
 from profiles.measure_cpu import CpuRates, measure_cpu
-
-FILES = sorted(CATALOG_DIR.glob("*.json"))
-PROMISED = (
-    *("h100-sxm", "h200-sxm", "b200", "a100-80gb", "a100-40gb", "v100-32gb", "v100-16gb"),
-    *("mi300x", "l4", "a10g", "rtx-4090", "l40s", "local-cpu"),
-    *("dgx-h100", "dgx-a100", "p3.16xlarge", "p4d.24xlarge", "p5.48xlarge"),
-)
-
-
-def _numbers(value: Any, inside: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The innermost object around every number of a JSON document."""
-    if isinstance(value, dict):
-        for nested in value.values():
-            yield from _numbers(nested, value)
-    elif isinstance(value, list):
-        for nested in value:
-            yield from _numbers(nested, inside)
-    elif isinstance(value, int | float):
-        yield inside
 
 
 def _device(**changes: Any) -> Device:
@@ -54,105 +33,6 @@ def _device(**changes: Any) -> Device:
     return Device(**{**fields, **changes})
 
 
-class TestCatalog:
-    @pytest.mark.parametrize("name", PROMISED)
-    def test_promised_names_load(self, name: str) -> None:
-        cluster = Cluster.from_catalog(name, num_nodes=2)
-        assert cluster.num_devices == 2 * cluster.devices_per_node
-        assert cluster.device.usable_bytes > 0
-
-    @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-    def test_every_number_has_its_source(self, path: Path) -> None:
-        numbers = list(_numbers(json.loads(path.read_text()), {}))
-        assert len(numbers) >= 5
-        for number in numbers:
-            assert set(number) == {"value", "unit", "source", "kind", "date"}
-            assert number["kind"] in ("datasheet", "published", "measured", "assumed")
-            assert len(number["source"]) >= 10
-            assert re.fullmatch(r"20\d\d-\d\d", number["date"])
-
-    @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-    def test_references_resolve(self, path: Path) -> None:
-        data = json.loads(path.read_text())
-        other = data["device"] if data["entry"] == "node" else data["usual_node"]
-        referenced = json.loads((CATALOG_DIR / f"{other}.json").read_text())
-        assert referenced["entry"] != data["entry"]
-        if data["entry"] == "device":
-            assert referenced["device"] == data["name"]
-
-    def test_driver_names_are_unambiguous(self) -> None:
-        names = [name for path in FILES for name in read_file(path).driver_names]
-        assert len(names) == len(set(names)) > 0
-
-    def test_device_and_its_usual_node_agree(self) -> None:
-        device, node = Cluster.from_catalog("h100-sxm"), Cluster.from_catalog("dgx-h100")
-        assert dataclasses.replace(device, name=node.name) == node
-
-    def test_units_are_converted(self) -> None:
-        cluster = Cluster.from_catalog("p3.16xlarge")
-        assert cluster.device.flops("fp16") == 125e12
-        assert cluster.device.memory_bytes == 16160 * 2**20
-        assert cluster.device.memory_bandwidth == 900e9
-        assert cluster.inter_link.bandwidth < 25e9 / 8
-        assert 1e-6 < cluster.intra_link.latency_s < 1e-3
-
-    def test_assumed_numbers_are_listed(self) -> None:
-        data = json.loads((CATALOG_DIR / "a10g.json").read_text())
-        assert data["matmul_efficiency"]["kind"] == "assumed"
-        notes = Cluster.from_catalog("a10g").assumptions
-        assert any(
-            note.startswith("a10g: matmul_efficiency =")
-            and data["matmul_efficiency"]["source"] in note
-            for note in notes
-        )
-        assert not any("a10g: memory_bandwidth" in note for note in notes)
-
-    def test_unknown_name_lists_nearest_and_all(self) -> None:
-        with pytest.raises(ValueError, match="did you mean 'h100-sxm'") as caught:
-            Cluster.from_catalog("H100-smx")
-        assert all(name in str(caught.value) for name in catalog_names())
-
-    def test_more_devices_than_the_node_has(self) -> None:
-        with pytest.raises(ValueError, match=r"devices_per_node is 9; .*1 to 8.*base = 'b200'"):
-            Cluster.from_catalog("b200", devices_per_node=9)
-
-    @pytest.mark.parametrize(
-        ("key", "change", "message"),
-        [
-            ("memory", {"unit": "GB/s"}, "memory: unit is 'GB/s'; legal for bytes: GiB, MiB"),
-            ("memory", {"value": -1}, "memory: value is -1; legal: above 0"),
-            ("memory", {"value": "80"}, "memory: value is '80'"),
-            ("matmul_efficiency", {"value": 1.2}, "efficiency: value is 1.2; legal: .*up to 1"),
-            ("memory_bandwidth", {"kind": "guess"}, "kind is 'guess'; legal: datasheet"),
-            ("memory_bandwidth", {"source": " "}, "memory_bandwidth: source is ' '"),
-            ("launch_overhead", {"date": "2026"}, "launch_overhead: date is '2026'; legal: YYYY"),
-        ],
-    )
-    def test_bad_numbers_are_refused(
-        self, tmp_path: Path, key: str, change: dict[str, Any], message: str
-    ) -> None:
-        data = json.loads((CATALOG_DIR / "l4.json").read_text())
-        data[key] |= change
-        path = tmp_path / "l4.json"
-        path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=rf"^l4\.json: .*{message}"):
-            read_file(path)
-
-    def test_unknown_and_missing_keys_are_refused(self, tmp_path: Path) -> None:
-        data = json.loads((CATALOG_DIR / "l4.json").read_text())
-        path = tmp_path / "l4.json"
-        path.write_text(json.dumps({**data, "memory_bandwith": data["memory_bandwidth"]}))
-        with pytest.raises(ValueError, match="did you mean 'memory_bandwidth'"):
-            read_file(path)
-        del data["memory"]
-        path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=r"l4\.json: missing memory"):
-            read_file(path)
-        path.write_text(json.dumps({**data, "entry": "switch"}))
-        with pytest.raises(ValueError, match="entry is 'switch'; legal: device, node"):
-            read_file(path)
-
-
 class TestValues:
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -168,6 +48,15 @@ class TestValues:
             ({"peak_flops": {"bf16": 1.0}}, "peak_flops has no fp32"),
             ({"peak_flops": {"fp32": 1.0, "bf61": 1.0}}, "did you mean 'bf16'"),
             ({"peak_flops": {"fp32": 0}}, "peak_flops.fp32 is 0"),
+            ({"memory_efficiency": [[1, 0.5], [9, 2]]}, "memory_efficiency: y reaches 2.0; legal"),
+            ({"memory_efficiency": [[1, 0.1], [1.1, 1]]}, "memory_efficiency: y rises .*more work"),
+            ({"attention_efficiency": "fast"}, "attention_efficiency: curve: y is 'fast'"),
+            ({"compute_units": 0}, "compute_units is 0; legal: a whole number, 1 or more"),
+            ({"tiles": [[64, 64], [128, 64]]}, "tiles is .*the largest area first"),
+            ({"tiles": [[64]]}, r"tiles: a tile is \[64\]; legal: pairs"),
+            ({"tiles": [[64, 0]]}, "tiles: a side is 0; legal: a whole number"),
+            ({"host_overhead_s": -1.0}, "host_overhead_s is -1.0; legal: 0 or more"),
+            ({"overlap_slowdown": 1.1}, "overlap_slowdown is 1.1; legal: 0 or more, up to 1"),
         ],
     )
     def test_impossible_devices_are_refused(self, change: dict[str, Any], message: str) -> None:
@@ -175,8 +64,16 @@ class TestValues:
             _device(**change)
 
     def test_impossible_links_and_clusters_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="link 'wire': bandwidth is 0; legal: above 0"):
-            Link(name="wire", latency_s=0, bandwidth=0)
+        for change, message in (
+            ({"bandwidth": 0}, "bandwidth is 0; legal: above 0"),
+            ({"direct_efficiency": 1.1}, "direct_efficiency is 1.1; legal: above 0, up to 1"),
+            ({"switch_bandwidth": -1}, "switch_bandwidth is -1; legal: above 0"),
+            ({"efficiency": [[1, 0.1], [1.1, 1]]}, "efficiency: y rises"),
+            ({"group_efficiency": [[2, 1.5]]}, "group_efficiency: y reaches 1.5"),
+        ):
+            with pytest.raises(ValueError, match=f"link 'wire': {message}"):
+                Link(**{"name": "wire", "latency_s": 0, "bandwidth": 1} | change)
+        assert Link(name="mesh", latency_s=0, bandwidth=1, group_efficiency=[[2, 0.1], [3, 1]])
         base = Cluster.from_catalog("l4")
         with pytest.raises(ValueError, match="num_nodes is 0; legal: a whole number, 1 or more"):
             dataclasses.replace(base, num_nodes=0)
@@ -238,6 +135,7 @@ class TestLoad:
             bf16 = 250e12
             [inter_link]
             bandwidth = 12.5e9
+            efficiency = [[1e6, 0.5], [1e9, 1]]
             """,
         )
         base = Cluster.from_catalog("a100-80gb")
@@ -245,10 +143,13 @@ class TestLoad:
         assert dict(cluster.device.peak_flops) == {**base.device.peak_flops, "bf16": 250e12}
         assert cluster.device.memory_bytes == 40_000_000_000
         assert cluster.device.memory_bandwidth == base.device.memory_bandwidth
-        assert cluster.inter_link == dataclasses.replace(base.inter_link, bandwidth=12.5e9)
+        curve = Curve(points=((1e6, 0.5), (1e9, 1.0)))
+        assert cluster.inter_link == dataclasses.replace(
+            base.inter_link, bandwidth=12.5e9, efficiency=curve
+        )
         assert cluster.intra_link == base.intra_link
         replaced = [note for note in cluster.assumptions if note.startswith("mine.toml: ")]
-        assert len(replaced) == 3
+        assert len(replaced) == 4
 
     def test_base_alone_is_the_catalog(self, tmp_path: Path) -> None:
         assert self._load(tmp_path, 'base = "l4"') == Cluster.from_catalog("l4")
@@ -263,6 +164,12 @@ class TestLoad:
             ('base = "l4"\n[intra_link]\nbandwidth = -1', r"\[intra_link\]: .*bandwidth is -1"),
             ('base = "l4"\n[device.peak_flops]\nfp23 = 1', "did you mean 'fp32'"),
             ('base = "l4"\n[device]\npeak_flops = 1', "peak_flops is 1; it must be a table"),
+            ('base = "l4"\n[device]\ntiles = 1', "tiles is 1; legal: pairs of whole numbers"),
+            (
+                'base = "l4"\n[device]\nmemory_efficiency = [[2, 1], [1, 1]]',
+                r"device 'l4': memory_efficiency: curve: x is 1; legal: finite, above 2",
+            ),
+            ('base = "l4"\n[intra_link]\neficiency = 1', "did you mean 'efficiency'"),
             ('base = "l4"\ndevice = 1', r"\[device\] is 1; it must be a table"),
             ('base = "l4"\nnum_nodes = 0', "num_nodes is 0"),
             ('base = "l5"', "did you mean 'l4'"),
@@ -314,7 +221,7 @@ class TestLocal:
         assert device.memory_bytes == 64 * 2**30 // n
         assert dict(device.peak_flops) == {"fp32": 8e10 * share, "bf16": 4e10 * share}
         assert device.memory_bandwidth == 1e10 * share
-        assert device.matmul_efficiency == device.memory_efficiency == 1.0
+        assert device.matmul_efficiency == device.memory_efficiency == Curve.constant(1.0)
         assert any("share 4 cores" in note for note in cluster.assumptions) == (share < 1)
 
     def test_measuring_gives_plausible_rates(self, monkeypatch: pytest.MonkeyPatch) -> None:

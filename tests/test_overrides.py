@@ -11,7 +11,7 @@ from tiny import cut, net, slow_host
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES
+from costmodel.schedule import EXECUTABLE
 from planner.overrides import OverrideError, Overrides, check_overrides, stage_cuts
 from planner.search import Search, SearchResult
 
@@ -114,12 +114,12 @@ def test_forbidding_leaves_the_value_that_does_without() -> None:
     found = Overrides(forbid=["tp", "zero", "recompute"], dp=2).effective()
     assert (found.tp, found.dp, found.pp, found.zero, found.recompute) == (1, 2, None, 0, "none")
     assert Overrides(tp=1, forbid=["tp"]).effective().tp == 1
-    assert Overrides(forbid=["gpipe"]).schedules() == [s for s in SCHEDULES if s != "gpipe"]
+    assert Overrides(forbid=["gpipe"]).schedules() == [s for s in EXECUTABLE if s != "gpipe"]
 
 
 def test_some_schedule_must_be_left() -> None:
     with pytest.raises(OverrideError, match=r"leaves no schedule; legal: .*1f1b"):
-        Overrides(forbid=list(SCHEDULES)).effective()
+        Overrides(forbid=list(EXECUTABLE)).effective()
 
 
 def equal_stages_exist(tp: int | None, dp: int | None, pp: int | None, devices: int) -> bool:

@@ -1,66 +1,34 @@
-"""Schedules and their simulation, against closed forms and a demand-driven longest path.
+"""Schedules: every stream against what any legal schedule must be, and published bounds."""
 
-All times are whole numbers of seconds, so sums are exact and times are compared with ==.
-"""
-
-import json
+import operator
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import cache
-from itertools import combinations, pairwise
-from time import process_time
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import Shape, chain, counts, edges_of, shapes
 
-from costmodel.schedule import SCHEDULES, Action, Instruction, build_schedule, in_flight
-from costmodel.simulate import Event, StageTimes, Timeline, simulate
+from costmodel.schedule import (
+    EXECUTABLE,
+    SCHEDULES,
+    Action,
+    Instruction,
+    build_schedule,
+    in_flight,
+    peak_activation,
+    stages_of_devices,
+)
 
 F, B = Action.FORWARD, Action.BACKWARD
-Edges = list[tuple[int, int]]
-Pipeline = tuple[list[tuple[int, int]], dict[tuple[int, int], int]]  # (F, B) times, transfers
-
-names = st.sampled_from(sorted(SCHEDULES))
-counts = st.integers(1, 7)
-seconds = st.integers(0, 9)
+I, W = Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT
+COMPUTES = (F, B, I, W)
+ONE_STAGE = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_device == 1]
 
 
-def chain(num_stages: int) -> Edges:
-    return list(pairwise(range(num_stages)))
-
-
-def stage_times(forward: int, backward: int, reduce: int = 0, optimizer: int = 0) -> StageTimes:
-    return StageTimes(
-        forward_s=forward, backward_s=backward, reduce_s=reduce, optimizer_s=optimizer
-    )
-
-
-def run(
-    name: str,
-    times: Sequence[tuple[int, ...]],
-    num_microbatches: int,
-    transfers: dict[tuple[int, int], int] | None = None,
-) -> Timeline:
-    if transfers is None:
-        transfers = dict.fromkeys(chain(len(times)), 0)
-    streams = build_schedule(
-        name, num_stages=len(times), num_microbatches=num_microbatches, edges=list(transfers)
-    )
-    return simulate(streams, [stage_times(*each) for each in times], transfers)
-
-
-@st.composite
-def stage_graphs(draw: st.DrawFn) -> tuple[int, Edges]:
-    """A number of stages and any set of forward edges between them, the chain included or not."""
-    num_stages = draw(counts)
-    possible = list(combinations(range(num_stages), 2))
-    edges = draw(st.lists(st.sampled_from(possible), unique=True)) if possible else []
-    return num_stages, edges
-
-
-uneven = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)
+def computes(stream: tuple[Instruction, ...]) -> list[Instruction]:
+    return [each for each in stream if each.action in COMPUTES]
 
 
 # --- streams ---------------------------------------------------------------------------------
@@ -74,54 +42,162 @@ def test_the_streams_of_a_small_1f1b_read_as_drawn() -> None:
     ]
 
 
-@given(name=names, graph=stage_graphs(), m=counts)
-def test_each_stage_computes_every_microbatch_once_forward_then_backward(
-    name: str, graph: tuple[int, Edges], m: int
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # Figure 3 of the zero bubble paper, top and bottom, four stages
+        (
+            Shape(name="zb_h1", p=4, v=1, m=5),
+            [
+                "F0 F1 F2 F3 I0 W0 F4 I1 W1 I2 W2 I3 W3 I4 W4",
+                "F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 I3 W2 I4 W3 W4",
+                "F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4",
+                "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4",
+            ],
+        ),
+        (
+            Shape(name="zb_h2", p=2, v=1, m=4),
+            ["F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3", "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"],
+        ),
+        (
+            Shape(name="eager_1f1b", p=2, v=1, m=4),
+            ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Shape) else "",
+)
+def test_small_schedules_compute_as_drawn(shape: Shape, expected: list[str]) -> None:
+    assert [" ".join(map(str, computes(stream))) for stream in shape.streams()] == expected
+
+
+def test_an_interleaved_device_takes_rounds_of_p_microbatches_through_its_stages() -> None:
+    first, second = (computes(s) for s in Shape(name="interleaved_1f1b", p=2, v=2, m=4).streams())
+    forwards = [(each.stage, each.microbatch) for each in first if each.action is F]
+    assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+    backwards = [(each.stage, each.microbatch) for each in second if each.action is B]
+    assert backwards == [(3, 0), (3, 1), (1, 0), (1, 1), (3, 2), (3, 3), (1, 2), (1, 3)]
+    assert [str(each)[0] for each in first] == [*"FFFFF", *"BFBFBF", *"BBBBB"]
+    assert [str(each)[0] for each in second] == [*"FFF", *"BFBFBFBFBF", *"BBB"]
+
+
+def test_a_small_dualpipe_v_computes_as_drawn() -> None:
+    """Stage after the colon, F&B in brackets; the turn of the V starts with an F and a B apart."""
+
+    def drawn(stream: tuple[Instruction, ...]) -> str:
+        words = [f"{each}:{each.stage}" for each in computes(stream)]
+        marks = [each.overlapped for each in computes(stream)]
+        for at in (n for n, overlapped in enumerate(marks) if overlapped):
+            words[at], words[at + 1] = f"[{words[at]}", f"{words[at + 1]}]"
+        return " ".join(words)
+
+    first, second = map(drawn, Shape(name="dualpipe_v", p=2, v=2, m=4).streams())
+    assert first == (
+        "F0:0 F1:0 F2:0 F0:3 I0:3 W0:3 F1:3 [F3:0 B1:3] [F2:3 B0:0] B2:3 [F3:3 B1:0] "
+        "B3:3 I2:0 W2:0 I3:0 W3:0"
+    )
+    assert second == (
+        "F0:1 F0:2 F1:1 F1:2 F2:1 B0:2 [F2:2 B0:1] [F3:1 B1:2] [F3:2 B1:1] "
+        "B2:2 B2:1 I3:2 I3:1 W3:2 W3:1"
+    )
+
+
+@given(shape=shapes(names=("dualpipe_v",), m=st.integers(1, 12)))
+def test_overlapped_are_a_forward_of_one_stage_and_an_older_backward_of_the_other(
+    shape: Shape,
 ) -> None:
-    p, edges = graph
-    for stage, stream in enumerate(
-        build_schedule(name, num_stages=p, num_microbatches=m, edges=edges)
-    ):
-        assert all(each.stage == stage for each in stream)
-        order = [(each.action, each.microbatch) for each in stream if each.action in (F, B)]
-        assert sorted(order) == sorted((action, k) for action in (F, B) for k in range(m))
-        assert all(order.index((F, k)) < order.index((B, k)) for k in range(m))
-        reduces = [at for at, each in enumerate(stream) if each.action is Action.REDUCE_GRADIENTS]
-        assert reduces == [len(stream) - 1]
+    for stream in shape.streams():
+        for each, following in pairwise(computes(stream)):
+            if each.overlapped:
+                assert (each.action, following.action) == (F, B)
+                assert each.stage != following.stage
+                assert each.microbatch > following.microbatch
 
 
-@given(name=names, graph=stage_graphs(), m=counts)
+@given(data=st.data(), shape=shapes())
+def test_each_stage_computes_every_microbatch_once_and_in_turn(
+    data: st.DataObject, shape: Shape
+) -> None:
+    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
+    for stages, stream in zip(placed, shape.streams(data.draw(edges_of(shape))), strict=True):
+        assert {each.stage for each in stream} == set(stages)
+        for stage in stages:
+            order = [(c.action, c.microbatch) for c in computes(stream) if c.stage == stage]
+            ks = list(range(shape.m))
+            assert [k for action, k in order if action is F] == ks
+            assert [k for action, k in order if action in (B, I)] == ks
+            assert [k for action, k in order if action in (B, W)] == ks
+            for k in ks:
+                split = (I, k) in order
+                assert split <= SCHEDULES[shape.name].splits_backward
+                at = [order.index((action, k)) for action in ((F, I, W) if split else (F, B))]
+                assert at == sorted(at)
+        ends = {each.stage: at for at, each in enumerate(computes(stream))}
+        assert [(e.action, e.stage) for e in stream[-len(stages) :]] == [
+            (Action.REDUCE_GRADIENTS, stage) for stage in sorted(ends, key=ends.__getitem__)
+        ]
+
+
+@given(shape=shapes())
+def test_the_orders_of_all_devices_are_part_of_one_legal_sequence(shape: Shape) -> None:
+    """F after the F of the stage before, backwards after that of the stage after: no deadlock."""
+    orders = [computes(stream) for stream in shape.streams(edges=[])]
+    done: set[tuple[bool, int, int]] = set()
+    position = [0] * shape.p
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(orders):
+            while position[device] < len(order):
+                each = order[position[device]]
+                if each.action is not W:
+                    forward = each.action is F
+                    before = each.stage - 1 if forward else each.stage + 1
+                    needed = (forward, before, each.microbatch)
+                    if 0 <= before < shape.num_stages and needed not in done:
+                        break
+                    done.add((forward, each.stage, each.microbatch))
+                position[device] += 1
+                moved = True
+    assert position == [len(order) for order in orders]
+
+
+@given(data=st.data(), shape=shapes())
 def test_inputs_arrive_just_before_and_results_leave_just_after_their_compute(
-    name: str, graph: tuple[int, Edges], m: int
+    data: st.DataObject, shape: Shape
 ) -> None:
-    p, edges = graph
-    for stage, stream in enumerate(
-        build_schedule(name, num_stages=p, num_microbatches=m, edges=edges)
-    ):
-        sources = [i for i, j in sorted(edges) if j == stage]
-        destinations = [j for i, j in sorted(edges) if i == stage]
-        expected: list[tuple[Action, int, int | None]] = []
-        for each in stream:
-            k = each.microbatch
+    edges = sorted(data.draw(edges_of(shape)))
+    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
+    for stages, stream in zip(placed, shape.streams(edges), strict=True):
+        sources = {s: [i for i, j in edges if j == s and i not in stages] for s in stages}
+        destinations = {s: [j for i, j in edges if i == s and j not in stages] for s in stages}
+        expected: list[tuple[Action, int, int, int | None]] = []
+        receives: list[tuple[Action, int, int, int | None]] = []
+        middle: list[tuple[Action, int, int, int | None]] = []
+        sends: list[tuple[Action, int, int, int | None]] = []
+        for each in computes(stream):
+            s, k = each.stage, each.microbatch
+            middle += [(each.action, s, k, None)]
             if each.action is F:
-                expected += [(Action.RECV_ACTIVATION, k, i) for i in sources]
-                expected += [(F, k, None)]
-                expected += [(Action.SEND_ACTIVATION, k, j) for j in destinations]
-            elif each.action is B:
-                expected += [(Action.RECV_GRADIENT, k, j) for j in destinations]
-                expected += [(B, k, None)]
-                expected += [(Action.SEND_GRADIENT, k, i) for i in sources]
-        assert [(each.action, each.microbatch, each.peer) for each in stream[:-1]] == expected
+                receives += [(Action.RECV_ACTIVATION, s, k, i) for i in sources[s]]
+                sends += [(Action.SEND_ACTIVATION, s, k, j) for j in destinations[s]]
+            elif each.action in (B, I):
+                receives += [(Action.RECV_GRADIENT, s, k, j) for j in destinations[s]]
+                sends += [(Action.SEND_GRADIENT, s, k, i) for i in sources[s]]
+            if not each.overlapped:
+                expected += [*receives, *middle, *sends]
+                receives, middle, sends = [], [], []
+        found = [(each.action, each.stage, each.microbatch, each.peer) for each in stream]
+        assert found[: -len(stages)] == expected
 
 
-@given(name=names, graph=stage_graphs(), m=counts)
+@given(data=st.data(), shape=shapes())
 def test_both_ends_of_a_channel_list_the_same_microbatches_in_the_same_order(
-    name: str, graph: tuple[int, Edges], m: int
+    data: st.DataObject, shape: Shape
 ) -> None:
-    p, edges = graph
+    edges = data.draw(edges_of(shape))
     sent: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     received: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for stream in build_schedule(name, num_stages=p, num_microbatches=m, edges=edges):
+    for stream in shape.streams(edges):
         for each in stream:
             match each.action:
                 case Action.SEND_ACTIVATION | Action.SEND_GRADIENT:
@@ -131,18 +207,10 @@ def test_both_ends_of_a_channel_list_the_same_microbatches_in_the_same_order(
                     forward = each.action is Action.RECV_ACTIVATION
                     received[each.peer, each.stage, forward].append(each.microbatch)
     assert sent == received
-    assert set(sent) == {(i, j, True) for i, j in edges} | {(j, i, False) for i, j in edges}
-    assert all(sorted(order) == list(range(m)) for order in sent.values())
-
-
-@given(name=names, p=counts, m=counts)
-def test_in_flight_is_the_peak_of_walking_the_stream(name: str, p: int, m: int) -> None:
-    for stage, stream in enumerate(build_schedule(name, num_stages=p, num_microbatches=m)):
-        held = peak = 0
-        for each in stream:
-            held += (each.action is F) - (each.action is B)
-            peak = max(peak, held)
-        assert in_flight(name, stage=stage, num_stages=p, num_microbatches=m) == peak
+    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
+    crossing = [(i, j) for i, j in edges if not any({i, j} <= set(stages) for stages in placed)]
+    assert set(sent) == {(i, j, True) for i, j in crossing} | {(j, i, False) for i, j in crossing}
+    assert all(order == list(range(shape.m)) for order in sent.values())
 
 
 def test_a_single_stage_only_computes_and_reduces() -> None:
@@ -150,12 +218,42 @@ def test_a_single_stage_only_computes_and_reduces() -> None:
     assert " ".join(map(str, stream)) == "F0 B0 F1 B1 reduce"
 
 
+def test_streams_of_equal_arguments_are_built_once() -> None:
+    first = build_schedule("zb_v", num_stages=4, num_microbatches=3, edges=chain(4))
+    assert build_schedule("zb_v", num_stages=4, num_microbatches=3, edges=chain(4)[::-1]) is first
+    assert build_schedule("zb_v", num_stages=4, num_microbatches=3, edges=[]) is not first
+
+
+# --- placement -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_devices", "expected"),
+    [
+        ("1f1b", 3, None, ((0,), (1,), (2,))),
+        ("interleaved_1f1b", 6, 2, ((0, 2, 4), (1, 3, 5))),
+        ("zb_v", 6, None, ((0, 5), (1, 4), (2, 3))),
+        ("dualpipe_v", 4, 2, ((0, 3), (1, 2))),
+    ],
+)
+def test_stages_are_placed(
+    name: str, num_stages: int, num_devices: int | None, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert stages_of_devices(name, num_stages=num_stages, num_devices=num_devices) == expected
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "zigzag"}, "'zigzag'.*1f1b, gpipe"),
+        ({"name": "zigzag"}, "'zigzag'.*gpipe, 1f1b"),
         ({"num_stages": 0}, "num_stages=0"),
+        ({"num_devices": 0}, "num_devices=0"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"num_devices": 1}, "1 stages on each.*num_stages=2 on num_devices=1"),
+        ({"name": "interleaved_1f1b"}, "needs num_devices"),
+        ({"name": "interleaved_1f1b", "num_devices": 3}, "num_stages=2 on num_devices=3"),
+        ({"name": "zb_v", "num_stages": 3}, "2 stages on each.*num_stages=3 on num_devices=1"),
+        ({"name": "zb_v", "num_stages": 1}, "2 stages on each"),
         ({"edges": [(1, 0)]}, r"edge \(1, 0\)"),
         ({"edges": [(0, 0)]}, r"edge \(0, 0\)"),
         ({"edges": [(0, 2)]}, r"edge \(0, 2\).*< 2"),
@@ -167,13 +265,6 @@ def test_a_schedule_that_cannot_be_says_why(change: dict[str, Any], message: str
         build_schedule(**(arguments | change))
 
 
-def test_in_flight_rejects_unknown_names_and_stages() -> None:
-    with pytest.raises(ValueError, match="known schedules are 1f1b, gpipe"):
-        in_flight("zigzag", stage=0, num_stages=2, num_microbatches=2)
-    with pytest.raises(ValueError, match="stage=2"):
-        in_flight("1f1b", stage=2, num_stages=2, num_microbatches=2)
-
-
 def test_only_sends_and_receives_have_a_peer() -> None:
     with pytest.raises(ValueError, match="peer=None"):
         Instruction(action=Action.SEND_GRADIENT, stage=1, microbatch=0)
@@ -181,220 +272,91 @@ def test_only_sends_and_receives_have_a_peer() -> None:
         Instruction(action=F, stage=0, microbatch=0, peer=1)
 
 
-# --- closed forms ----------------------------------------------------------------------------
+def test_only_forwards_are_marked_as_overlapped() -> None:
+    with pytest.raises(ValueError, match="backward on stage 1 has overlapped=True"):
+        Instruction(action=B, stage=1, microbatch=0, overlapped=True)
 
 
-@given(name=names, p=counts, m=counts, forward=st.integers(1, 9), backward=st.integers(1, 9))
-def test_equal_stages_take_the_textbook_time(
-    name: str, p: int, m: int, forward: int, backward: int
-) -> None:
-    timeline = run(name, [(forward, backward)] * p, m)
-    assert timeline.step_time_s == timeline.pipeline_s == (m + p - 1) * (forward + backward)
-    assert timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
-    assert timeline.busy_s == (m * (forward + backward),) * p
-    assert all(timeline.idle_s(s) == (p - 1) * (forward + backward) for s in range(p))
+# --- memory ----------------------------------------------------------------------------------
 
 
-@given(times=uneven, m=counts)
-def test_gpipe_of_uneven_stages_fills_and_then_waits_for_the_slowest(
-    times: list[tuple[int, int]], m: int
-) -> None:
-    """Σ t + (m-1)(max F + max B): Alpa's formula only if one stage has both maxima."""
-    slowest = max(f for f, _ in times) + max(b for _, b in times)
-    assert run("gpipe", times, m).step_time_s == sum(map(sum, times)) + (m - 1) * slowest
+def walked(shape: Shape, stage: int) -> int:
+    """Peak of what `stage` holds, from its stream alone."""
+    changes = [
+        (each.action is F) - (each.action in (B, W))
+        for stream in shape.streams()
+        for each in stream
+        if each.stage == stage
+    ]
+    return max(accumulate(changes))
 
 
-@given(times=uneven, m=counts)
-def test_1f1b_of_uneven_stages_is_between_its_busiest_stage_and_gpipe(
-    times: list[tuple[int, int]], m: int
-) -> None:
-    step_time_s = run("1f1b", times, m).step_time_s
-    assert step_time_s <= run("gpipe", times, m).step_time_s
-    latency = [f + b for f, b in times]
-    assert step_time_s >= max(sum(latency[:k]) + m * latency[k] for k in range(len(times)))
-
-
-@given(forwards=st.lists(seconds, min_size=1, max_size=6), m=counts)
-def test_alpas_formula_bounds_1f1b_of_proportional_stages(forwards: list[int], m: int) -> None:
-    """With B = 2F everywhere, it is too high by at most the stages after the slowest."""
-    times = [(f, 2 * f) for f in forwards]
-    latency = [3 * f for f in forwards]
-    alpa_s = sum(latency) + (m - 1) * max(latency)
-    after_slowest_s = sum(latency[latency.index(max(latency)) + 1 :])
-    assert run("gpipe", times, m).step_time_s == alpa_s
-    assert alpa_s - after_slowest_s <= run("1f1b", times, m).step_time_s <= alpa_s
-
-
-def test_alpas_formula_can_be_wrong_both_ways_for_1f1b() -> None:
-    # Too high: the first stage never waits for the quick second one.
-    assert run("1f1b", [(4, 4), (1, 1)], 8).step_time_s == 64 < (8 + 2) + 7 * 8
-    # Too low: one stage is slow forward and another backward.
-    assert run("1f1b", [(10, 0), (0, 10), (0, 0)], 2).step_time_s == 40 > 20 + 10
-
-
-@st.composite
-def chains_with_transfers(draw: st.DrawFn) -> Pipeline:
-    times = draw(uneven)
-    return times, {edge: draw(seconds) for edge in chain(len(times))}
-
-
-@given(case=chains_with_transfers(), m=counts)
-def test_gpipe_hides_transfers_behind_computes_once_filled(case: Pipeline, m: int) -> None:
-    times, transfers = case
-    slowest_forward = max([f for f, _ in times] + list(transfers.values()))
-    slowest_backward = max([b for _, b in times] + list(transfers.values()))
-    fill_s = sum(map(sum, times)) + 2 * sum(transfers.values())
-    expected_s = fill_s + (m - 1) * (slowest_forward + slowest_backward)
-    assert run("gpipe", times, m, transfers).step_time_s == expected_s
-
-
-@given(case=chains_with_transfers(), rounds=st.integers(1, 3))
-def test_1f1b_pays_a_round_trip_per_p_microbatches(case: Pipeline, rounds: int) -> None:
-    times, transfers = case
-    round_trip_s = sum(map(sum, times)) + 2 * sum(transfers.values())
-    step_time_s = run("1f1b", times, rounds * len(times), transfers).step_time_s
-    assert step_time_s >= rounds * round_trip_s
-
-
-# --- any schedule, any graph -----------------------------------------------------------------
-
-
-def longest_path_s(
-    name: str, times: list[tuple[int, int]], m: int, transfers: dict[tuple[int, int], int]
-) -> int:
-    """When the last compute ends, asked backwards from the end of each stage."""
-    orders = [SCHEDULES[name](stage, len(times), m) for stage in range(len(times))]
-    position = [{compute: at for at, compute in enumerate(order)} for order in orders]
-
-    @cache
-    def end_s(action: Action, stage: int, k: int) -> int:
-        at = position[stage][action, k]
-        after = [0]
-        if at > 0:
-            previous_action, previous_k = orders[stage][at - 1]
-            after.append(end_s(previous_action, stage, previous_k))
-        for i, j in transfers:
-            if (j if action is F else i) == stage:
-                after.append(arrival_s(action, i, j, k))
-        return max(after) + times[stage][0 if action is F else 1]
-
-    @cache
-    def arrival_s(action: Action, i: int, j: int, k: int) -> int:
-        """Of message k on the channel; all schedules here send in the order of k."""
-        sent_s = end_s(action, i if action is F else j, k)
-        free_s = arrival_s(action, i, j, k - 1) if k else 0
-        return max(sent_s, free_s) + transfers[i, j]
-
-    return max(end_s(action, s, k) for s, order in enumerate(orders) for action, k in order)
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
-    num_stages, edges = draw(stage_graphs())
-    times = [(draw(seconds), draw(seconds)) for _ in range(num_stages)]
-    return times, {edge: draw(seconds) for edge in edges}
-
-
-@given(name=names, case=pipelines(), m=counts)
-def test_any_stage_graph_finishes_when_its_longest_path_does(
-    name: str, case: Pipeline, m: int
-) -> None:
-    times, transfers = case
-    timeline = run(name, times, m, transfers)
-    assert timeline.pipeline_s == longest_path_s(name, times, m, transfers)
-    assert 0 <= timeline.bubble_fraction <= 1
-
-
-@given(name=names, case=pipelines(), m=counts)
-def test_a_track_does_one_thing_at_a_time(name: str, case: Pipeline, m: int) -> None:
-    times, transfers = case
-    tracks: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    for event in run(name, times, m, transfers).events:
-        tracks[event.stage, event.track].append(event)
-    for events in tracks.values():
-        spans = sorted((event.start_s, event.end_s) for event in events)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    for i, j in transfers:
-        assert [e.microbatch for e in tracks[i, f"sendF->{j}"]] == list(range(m))
-        assert [e.microbatch for e in tracks[j, f"sendB->{i}"]] == list(range(m))
-
-
-def test_the_step_ends_with_the_last_reduction_and_optimizer() -> None:
-    # Stage 1 ends its last backward at 7, two seconds before stage 0.
-    timeline = run("gpipe", [(1, 2, 1, 1), (1, 2, 2, 3)], 2)
-    assert timeline.pipeline_s == 9
-    ends = {(e.stage, e.name): e.end_s for e in timeline.events if e.microbatch is None}
-    assert ends == {(0, "reduce"): 10, (0, "optimizer"): 11, (1, "reduce"): 9, (1, "optimizer"): 12}
-    assert timeline.step_time_s == 12
-    assert timeline.busy_s == (6, 6)
-
-
-def test_a_large_pipeline_is_simulated_in_a_moment() -> None:
-    streams = build_schedule("1f1b", num_stages=16, num_microbatches=256)
-    start_s = process_time()
-    timeline = simulate(streams, [stage_times(1, 2)] * 16, dict.fromkeys(chain(16), 0))
-    assert process_time() - start_s < 1.0  # some 0.1 s; the room is for slow machines
-    assert timeline.step_time_s == (256 + 15) * 3
-
-
-# --- streams that are wrong ------------------------------------------------------------------
-
-
-def instruction(
-    action: Action, stage: int, microbatch: int, peer: int | None = None
-) -> Instruction:
-    return Instruction(action=action, stage=stage, microbatch=microbatch, peer=peer)
-
-
-def play(*streams: list[Instruction]) -> Timeline:
-    return simulate(streams, [stage_times(1, 1)] * len(streams), {(0, 1): 0})
-
-
-def test_a_deadlock_names_who_waits_for_what() -> None:
-    first = (Action.RECV_GRADIENT, Action.SEND_ACTIVATION)
-    second = (Action.RECV_ACTIVATION, Action.SEND_GRADIENT)
-    with pytest.raises(ValueError, match="stage 0 in recvB0<-1, stage 1 in recvF0<-0"):
-        play(
-            [instruction(action, 0, 0, 1) for action in first],
-            [instruction(action, 1, 0, 0) for action in second],
+@given(shape=shapes())
+def test_in_flight_is_the_peak_of_walking_the_stream(shape: Shape) -> None:
+    for stage in range(shape.num_stages):
+        assert walked(shape, stage) == in_flight(
+            shape.name,
+            stage=stage,
+            num_stages=shape.num_stages,
+            num_microbatches=shape.m,
+            num_devices=shape.p,
         )
 
 
-def test_channel_ends_that_disagree_are_refused() -> None:
-    sends = [instruction(Action.SEND_ACTIVATION, 0, k, 1) for k in (0, 1)]
-    receives = [instruction(Action.RECV_ACTIVATION, 1, k, 0) for k in (1, 0)]
-    with pytest.raises(ValueError, match=r"expects recvF1<-0.*micro-batch 0"):
-        play(sends, receives)
-    with pytest.raises(ValueError, match="never receives sendF1 of stage 0"):
-        play(sends, receives[1:])
+@given(data=st.data(), shape=shapes())
+def test_peak_activation_is_the_peak_of_all_stages_of_a_device_together(
+    data: st.DataObject, shape: Shape
+) -> None:
+    sizes = data.draw(
+        st.lists(st.integers(0, 9), min_size=shape.num_stages, max_size=shape.num_stages)
+    )
+    peaks = []
+    for stream in shape.streams():
+        held = (((e.action is F) - (e.action in (B, W))) * sizes[e.stage] for e in stream)
+        peaks.append(max(accumulate(held, operator.add)))
+    assert tuple(peaks) == peak_activation(
+        shape.name, num_microbatches=shape.m, bytes_per_stage=sizes, num_devices=shape.p
+    )
 
 
-def test_missing_and_impossible_times_are_refused() -> None:
-    streams = build_schedule("gpipe", num_stages=2, num_microbatches=1)
-    with pytest.raises(ValueError, match="1 entries for 2 streams"):
-        simulate(streams, [stage_times(1, 1)], {(0, 1): 0})
-    with pytest.raises(ValueError, match=r"no entry \(0, 1\).*sendF0->1"):
-        simulate(streams, [stage_times(1, 1)] * 2, {})
-    with pytest.raises(ValueError, match=r"transfer_s\[0, 1\]=nan"):
-        simulate(streams, [stage_times(1, 1)] * 2, {(0, 1): float("nan")})
-    with pytest.raises(ValueError, match="backward_s=-1"):
-        stage_times(1, -1)
+PUBLISHED = {  # (p, v, device) -> stages' micro-batches held once there are enough of them
+    "1f1b": lambda p, v, d: p - d,
+    "eager_1f1b": lambda p, v, d: 2 * (p - d) - 1,
+    "interleaved_1f1b": lambda p, v, d: p * v + p - 1 - 2 * d,
+    "zb_h1": lambda p, v, d: p,
+    "zb_h2": lambda p, v, d: 2 * p - 1,
+    "zb_v": lambda p, v, d: 2 * p,
+    "dualpipe_v": lambda p, v, d: 2 * p + 1,
+}
 
 
-# --- trace -----------------------------------------------------------------------------------
+@given(shape=shapes(names=tuple(PUBLISHED), m=st.integers(1, 24)))
+def test_memory_is_what_was_published_and_never_more(shape: Shape) -> None:
+    p, v, m = shape.p, shape.v, shape.m
+    bounds = tuple(PUBLISHED[shape.name](p, v, d) for d in range(p))
+    held = peak_activation(
+        shape.name, num_microbatches=m, bytes_per_stage=[1] * shape.num_stages, num_devices=p
+    )
+    assert all(n <= bound for n, bound in zip(held, bounds, strict=True))
+    if m > 2 * p:
+        assert held == bounds
 
 
-def test_the_chrome_trace_shows_every_event_on_a_named_track_of_its_stage() -> None:
-    timeline = run("1f1b", [(1, 2, 1, 1)] * 3, 4, {(0, 1): 1, (1, 2): 1, (0, 2): 1})
-    trace = json.loads(json.dumps(timeline.chrome_trace()))["traceEvents"]
-    labels = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
-    assert [labels["process_name", s, 0] for s in range(3)] == ["stage 0", "stage 1", "stage 2"]
-    spans = [e for e in trace if e["ph"] == "X"]
-    assert [
-        (e["pid"], labels["thread_name", e["pid"], e["tid"]], e["name"], e["ts"], e["dur"])
-        for e in spans
-    ] == [
-        (e.stage, e.track, e.name, e.start_s * 1e6, (e.end_s - e.start_s) * 1e6)
-        for e in timeline.events
-    ]
-    assert max(e["ts"] + e["dur"] for e in spans) == timeline.step_time_s * 1e6
+@given(name=st.sampled_from(ONE_STAGE), p=counts, m=counts)
+def test_gpipe_holds_everything_and_nobody_more(name: str, p: int, m: int) -> None:
+    sizes: dict[str, Any] = {"num_microbatches": m, "bytes_per_stage": [3.0] * p}
+    assert peak_activation("gpipe", **sizes) == (3.0 * m,) * p
+    assert max(peak_activation(name, **sizes)) <= 3.0 * m
+
+
+def test_in_flight_rejects_unknown_names_and_stages() -> None:
+    with pytest.raises(ValueError, match="known schedules are gpipe, 1f1b"):
+        in_flight("zigzag", stage=0, num_stages=2, num_microbatches=2)
+    with pytest.raises(ValueError, match="stage=2"):
+        in_flight("1f1b", stage=2, num_stages=2, num_microbatches=2)
+
+
+def test_what_is_executed_is_known_and_places_one_whole_stage_on_each_device() -> None:
+    for name in EXECUTABLE:
+        assert SCHEDULES[name].stages_per_device == 1
+        assert not SCHEDULES[name].splits_backward

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from planning import Traced, case, cluster, cut, linears, token_batch
 
 from costmodel.graph import Block
-from costmodel.schedule import SCHEDULES, in_flight
+from costmodel.schedule import EXECUTABLE, in_flight
 from planner.candidates import Candidate, Variant, make_candidate, place_stages
 from planner.overrides import OverrideError, Overrides
 from planner.plan import Plan
@@ -141,7 +141,7 @@ def every_plan(name: str) -> list[Priced]:
         priced(coster, stages, m, schedule)
         for m in (1, 2, 4)
         for stages in partitions(variants(coster, m), of.graph.blocks)
-        for schedule in SCHEDULES
+        for schedule in EXECUTABLE
     ]
 
 
@@ -157,7 +157,7 @@ def test_the_programs_optimum_is_that_of_all_plans(name: str) -> None:
     cheapest of all, but for the gap that the search grants itself."""
     for memory_bytes in limits(name):
         running = searching(limited(CLUSTERS[name], memory_bytes))
-        for m, schedule in itertools.product((1, 2, 4), SCHEDULES):
+        for m, schedule in itertools.product((1, 2, 4), EXECUTABLE):
             table = running._table(running._variants(m), m)
             found = running._solve(table, m, schedule)
             fitting = [

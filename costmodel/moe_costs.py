@@ -1,0 +1,41 @@
+"""Seconds to bring tokens to their experts, or back, over the ranks that share the experts out.
+
+A rank has T copies of tokens, k of each token, evenly spread over the experts of n ranks on N
+nodes, p = n / N on each. As an all-to-all, every copy travels by itself. Libraries made for it send
+a token once to every node that wants it, which spreads it there; of N - 1 other nodes
+
+    (N-1) · (1 - (1 - 1/N)^k)
+
+want a token, of whose k copies (p-1)/p are for others of their node. Both legs run at once.
+"""
+
+from __future__ import annotations
+
+from costmodel.collectives import Group, collective_time
+from profiles.cluster import Cluster
+
+
+def exchange_seconds(
+    nbytes: float,
+    copies: int,
+    group: Group,
+    cluster: Cluster,
+    *,
+    once_per_node: bool,
+    tokens: float = 0.0,
+    message_s: float = 0.0,
+) -> float:
+    """Seconds to exchange a rank's `nbytes` of copies, `copies` of each of its `tokens`; a token
+    sent to another node takes `message_s` at least."""
+    if not once_per_node or group.nodes == 1:
+        return float(collective_time("all_to_all", nbytes * group.size, group, cluster))
+    nodes, per_node = group.nodes, group.per_node
+    wanted = 1.0 - (1.0 - 1.0 / nodes) ** copies
+    between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
+    inside = Group(size=per_node, per_node=per_node)
+    # an all-to-all of M in full sends M/n² to each rank
+    return max(
+        float(collective_time("all_to_all", nodes**2 * wanted * nbytes / copies, between, cluster)),
+        float(collective_time("all_to_all", per_node * nbytes, inside, cluster)),
+        tokens * (nodes - 1) * wanted * message_s,
+    )

@@ -1,0 +1,87 @@
+"""Which operator call a rank really makes: shapes cut by strategy and rows, sizes localised.
+
+    local size of a dim = size, divided by tp where its placement splits it,
+                          times rows / traced rows where the batch atom is one of its factors
+
+Views cost nothing and have no signature, nor have calls that the executor replaces by another
+program (vocabulary-parallel loss, dropout by counter): timing the plain operator would say nothing
+about those. Operators are measured on contiguous operands; `contiguous` itself, whose time is all
+in the strides, has no signature either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph, Op, map_refs
+from costmodel.rules import argument
+from costmodel.strategies import Placement, Strategy
+from profiles.op_signature import Operand, OperandIndex, OpSignature
+
+COPIES = frozenset({"cat", "stack"})  # views by their rules, copies by what they do
+STRIDE_BOUND = frozenset({"contiguous", "clone", "detach", "alias"})
+REPLACED = frozenset({"cross_entropy", "batch_norm"})  # implementations that exchange data inside
+
+
+def signature(
+    graph: Graph, table: FactorTable, op: Op, strategy: Strategy, *, rows: float, tp: int
+) -> OpSignature | None:
+    """The call that one rank of a tensor axis of `tp` makes for `op` at `rows` batch rows.
+
+    None where there is nothing to time (see the module's docstring), or where `rows` gives no
+    whole sizes.
+    """
+    made = table.ops[op.name]
+    if (made.view and not made.matmul and op.short not in COPIES) or op.short in STRIDE_BOUND:
+        return None
+    if strategy.implementation in REPLACED or _draws(op):
+        return None
+    operands: list[Operand] = []
+    for value, placement in zip(op.operands, strategy.operands, strict=True):
+        meta = graph.values[value]
+        shape = local_shape(graph, table, value, placement, rows=rows, tp=tp)
+        if shape is None:
+            return None
+        grad = meta.requires_grad and meta.dtype.is_floating_point
+        operands.append((str(meta.dtype).removeprefix("torch."), shape, grad))
+    count = iter(range(len(operands)))
+    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: OperandIndex(next(count)))
+    args = _localized(graph, table, op, strategy, list(args), rows=rows, tp=tp)
+    return None if args is None else OpSignature.of_call(op.target, operands, args, kwargs)
+
+
+def local_shape(
+    graph: Graph, table: FactorTable, value: str, placement: Placement, *, rows: float, tp: int
+) -> tuple[int, ...] | None:
+    """What a rank holds of a value; None where `rows` gives no whole size."""
+    shape = []
+    for d, size in enumerate(graph.values[value].shape):
+        if table.batch is not None and table.batch in table.dims[value][d]:
+            scaled = size * rows / graph.batch_size
+            if scaled != int(scaled) or scaled < 1:
+                return None
+            size = int(scaled)
+        shape.append(size // tp if placement.sharded and placement.dim == d else size)
+    return tuple(shape)
+
+
+def _localized(
+    graph: Graph, table: FactorTable, op: Op, strategy: Strategy, args: list[Any],
+    *, rows: float, tp: int,
+) -> list[Any] | None:  # fmt: skip
+    """`args` with the one that holds the result's sizes (of a factory) made local."""
+    index = table.ops[op.name].shape_arg
+    if index is None or index >= len(args):
+        return args
+    shape = local_shape(graph, table, op.results[0], strategy.results[0], rows=rows, tp=tp)
+    if shape is None:
+        return None
+    return [*args[:index], list(shape), *args[index + 1 :]]
+
+
+def _draws(op: Op) -> bool:
+    """Whether the call draws random numbers: the executor's own dropout runs in its place."""
+    if op.short == "dropout":
+        return bool(argument(op, 2, "train", True)) and argument(op, 1, "p", 0.0) != 0.0
+    return op.short == "scaled_dot_product_attention" and bool(argument(op, 4, "dropout_p", 0.0))

@@ -1,0 +1,259 @@
+"""`meshwright profile`: measures what the plans of one model may run on this machine.
+
+Operators: every call that a strategy on some tensor axis makes, at the rows that micro-batches may
+have, each distinct one once, the most FLOPs first; what the cache knows already is not timed again.
+Collectives: on as many local ranks as the cluster has devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from costmodel.factors import FactorTable, analyse
+from costmodel.graph import Graph, Op
+from costmodel.signature import signature
+from costmodel.strategies import Strategy, strategies
+from planner.blocks import op_flops
+from planner.trace import batch_rows, trace
+from profiles.cluster import Cluster
+from profiles.measure_collectives import (
+    COLLECTIVES,
+    SIZES_BYTES,
+    CollectiveTiming,
+    launch_local,
+    shapes,
+)
+from profiles.measure_ops import Skipped, Timing, measure_all
+from profiles.op_signature import OpSignature
+from profiles.profile import device_name, is_device_of
+from profiles.store import DeviceId, Measurements, Store, export_json, import_json
+
+T = TypeVar("T")
+
+BUDGET_S = 120.0
+COLLECTIVES_SHARE = 1 / 3  # of the budget, at most
+MAX_ROWS = 6  # sizes of a micro-batch that are timed; others lie between two of them
+BAR_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run of `meshwright profile` did: distinct calls the plans may make, how many of them
+    were known, timed now, left out (by reason); collectives timed; seconds it took."""
+
+    device: DeviceId
+    cache: str
+    calls: int
+    known: int
+    timed: int
+    skipped: dict[str, int]
+    collectives: tuple[CollectiveTiming, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.device.name} (driver {self.device.driver}, torch {self.device.torch})",
+            f"operators: {self.calls} distinct calls, {self.known} known, {self.timed} timed now",
+            *(f"  {count} left to the roofline: {why}" for why, count in self.skipped.items()),
+            f"collectives: {len(self.collectives)} timed now",
+            *_curve_ends(self.collectives),
+            f"cache {self.cache}; {self.seconds:.1f} s",
+        ]
+        return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that are the command's own."""
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help=f"seconds, all in all ({BUDGET_S:g})"
+    )
+    parser.add_argument("--again", action="store_true", help="time what the cache knows, too")
+    parser.add_argument("--export", metavar="FILE", help="write what is known of the device")
+    parser.add_argument(
+        "--import", dest="imported", metavar="FILE", help="take in what --export wrote first"
+    )
+    parser.add_argument(
+        "--collectives", action=argparse.BooleanOptionalAction, default=True,
+        help="time collectives on local ranks",
+    )  # fmt: skip
+
+
+def profile_model(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    cluster: Cluster,
+    *,
+    batch: int,
+    precision: str,
+    budget_s: float = BUDGET_S,
+    collectives: bool = True,
+    again: bool = False,
+    store: Store | None = None,
+) -> Summary:
+    """Measure on this machine, which must have the cluster's device, and keep it in the cache.
+
+    Raises ValueError for a device that is not here and for a budget or batch that is no such thing.
+    """
+    started = time.monotonic()
+    if not budget_s > 0 or batch < 1:
+        raise ValueError(f"budget {budget_s!r} s, batch {batch!r}; legal: above 0, from 1")
+    device, here = _device_here(cluster)
+    store = store or Store()
+    rows = max(2, batch_rows(example))
+    graph = trace(model, example, loss_fn=loss_fn, batch_size=rows, precision=precision)
+    wanted = calls(graph, analyse(graph), cluster, batch)
+    known = store.read(here)
+    missing = [one for one in wanted if again or one.text not in known.operators]
+    curves: list[CollectiveTiming] = []
+    if collectives and _has_ranks_here(cluster) and (again or not _has_curves(cluster, known)):
+        curves = launch_local(
+            cluster.num_devices, cluster.backend, budget_s=budget_s * COLLECTIVES_SHARE
+        )
+    timed: dict[str, Timing] = {}
+    skipped: Counter[str] = Counter()
+    deadline_s = started + budget_s
+    for result in progress(measure_all(missing, device, deadline_s=deadline_s), len(missing)):
+        if isinstance(result, Skipped):
+            skipped[result.reason] += 1
+        else:
+            timed[result[0].text] = result[1]
+    store.add(Measurements(device=here, operators=timed, collectives=tuple(curves)))
+    return Summary(
+        device=here, cache=str(store.path), calls=len(wanted), known=len(wanted) - len(missing),
+        timed=len(timed), skipped=dict(skipped), collectives=tuple(curves),
+        seconds=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def export_profile(cluster: Cluster, path: str | Path, store: Store | None = None) -> int:
+    """Write what the cache knows of the cluster's device; how many measurements those are."""
+    store = store or Store()
+    devices = [d for d in store.devices() if is_device_of(cluster, d.name)]
+    if not devices:
+        raise ValueError(
+            f"nothing to export: the cache {store.path} has no measurement of "
+            f"{device_name(cluster)!r}; run `meshwright profile` there first"
+        )
+    found = store.read(max(devices, key=lambda d: (d.torch, d.driver)))
+    export_json(found, path)
+    return len(found.operators) + len(found.collectives)
+
+
+def import_profile(cluster: Cluster, path: str | Path, store: Store | None = None) -> int:
+    """Take a file of measurements into the cache, if they are of the cluster's device; how many."""
+    found = import_json(
+        path, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
+    )
+    (store or Store()).add(found)
+    return len(found.operators) + len(found.collectives)
+
+
+def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
+    """The device to measure on; ValueError where this machine has not what the cluster is of."""
+    kind = cluster.device.kind
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"cluster {cluster.name!r} has {cluster.device.name!r} devices and this machine has no "
+            "GPU that torch can use; profile on such a machine with --export FILE, then give "
+            "--import FILE here"
+        )
+    here = DeviceId.here(kind)
+    if not is_device_of(cluster, here.name):
+        raise ValueError(
+            f"cluster {cluster.name!r} is of device {cluster.device.name!r}, but this machine's is "
+            f"{here.name!r}; name a cluster of this device, or import a profile of the other"
+        )
+    return torch.device(kind), here
+
+
+def _has_ranks_here(cluster: Cluster) -> bool:
+    return cluster.num_nodes == 1 and cluster.num_devices > 1
+
+
+def _has_curves(cluster: Cluster, known: Measurements) -> bool:
+    """Whether all curves of the cluster's groups are there, to their ends."""
+    world = (cluster.num_devices, cluster.backend)
+    mine = [c for c in known.collectives if (c.ranks, c.backend) == world]
+    groups = shapes(cluster.num_devices, cluster.devices_per_node)
+    return len(mine) >= len(groups) * len(COLLECTIVES) * len(SIZES_BYTES)
+
+
+# --- what to measure ------------------------------------------------------------------------------
+
+
+def calls(graph: Graph, table: FactorTable, cluster: Cluster, batch: int) -> list[OpSignature]:
+    """Every distinct call that a plan of the cluster may make, the most FLOPs first."""
+    work: dict[OpSignature, tuple[float, int]] = {}
+    for tp in _divisors(cluster.num_devices):
+        chosen = [(op, one) for op in graph.ops for one in strategies(graph, table, op, tp)]
+        for rows in microbatch_rows(batch):
+            for op, one in chosen:
+                made = signature(graph, table, op, one, rows=rows, tp=tp)
+                if made is not None and made not in work:
+                    work[made] = (_flops(graph, table, op, one, rows, tp), made.nbytes)
+    return sorted(work, key=lambda one: (*(-x for x in work[one]), one.text))
+
+
+def microbatch_rows(batch: int) -> list[int]:
+    """Rows a rank may have of a micro-batch: divisors of the batch, spread evenly if many."""
+    divisors = _divisors(batch)
+    if len(divisors) <= MAX_ROWS:
+        return divisors
+    last = len(divisors) - 1
+    return [divisors[round(k * last / (MAX_ROWS - 1))] for k in range(MAX_ROWS)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _flops(
+    graph: Graph, table: FactorTable, op: Op, strategy: Strategy, rows: int, tp: int
+) -> float:
+    split = strategy.split_factor in table.ops[op.name].flop_factors
+    return op_flops(table, op) * rows / graph.batch_size / (tp if split else 1)
+
+
+# --- on the terminal ------------------------------------------------------------------------------
+
+
+def progress(items: Iterable[T], total: int) -> Iterator[T]:
+    """The items, with a bar on stderr where that is rank 0's terminal."""
+    shown = total > 0 and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    for done, item in enumerate(items, 1):
+        if shown:
+            bar = "#" * (BAR_WIDTH * done // total)
+            sys.stderr.write(f"\rprofile [{bar:<{BAR_WIDTH}}] {done}/{total}")
+            sys.stderr.flush()
+        yield item
+    if shown:
+        sys.stderr.write("\n")
+
+
+def _curve_ends(curves: Sequence[CollectiveTiming]) -> list[str]:
+    """Per collective and group the shortest time, and the bytes per second of the largest."""
+    keys = dict.fromkeys((c.kind, c.size, c.per_node) for c in curves)
+    lines = []
+    for kind, size, per_node in keys:
+        mine = [c for c in curves if (c.kind, c.size, c.per_node) == (kind, size, per_node)]
+        least, most = min(c.seconds for c in mine), max(mine, key=lambda c: c.nbytes)
+        lines.append(
+            f"  {kind} of {size} ranks ({per_node} on a node): from {least * 1e6:.0f} µs; "
+            f"{most.nbytes / most.seconds / 1e9:.2f} GB/s at {most.nbytes / 2**20:.3g} MiB"
+        )
+    return lines

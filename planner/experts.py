@@ -1,0 +1,55 @@
+"""Where a stage may share its experts out: over ranks that have tokens of their own.
+
+The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
+of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism), and
+the experts' matrices are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph
+from costmodel.moe_rules import DISPATCH, EXPERT_FACTOR, GROUPED
+from planner.layouts import Assignment
+from planner.plan import PlanError, StagePlan
+
+
+def check_experts(
+    stage: StagePlan,
+    graph: Graph,
+    table: FactorTable,
+    assignments: Mapping[str, Assignment],
+    place: str,
+) -> None:
+    """Raise `PlanError` unless ep divides the experts and the ranks that they are shared over."""
+    if stage.ep == 1:
+        return
+    ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
+    strategies = {
+        name: strategy
+        for assignment in assignments.values()
+        for name, strategy in assignment.strategies.items()
+    }
+    for op in ops:
+        if op.short == GROUPED:
+            count = table.ops[op.name].sizes[EXPERT_FACTOR]
+            if count % stage.ep:
+                raise PlanError(
+                    f"{place}: ep={stage.ep} does not divide the {count} experts of {op.module}"
+                )
+        if op.short == DISPATCH:
+            own = stage.tp if strategies[op.name].results[0].sharded else 1
+            ranks = stage.dp * stage.cp * own
+            if ranks % stage.ep:
+                raise PlanError(
+                    f"{place}: ep={stage.ep} does not divide the {ranks} ranks that have tokens of "
+                    f"their own at {op.key} (dp={stage.dp} × cp={stage.cp} × {own} of "
+                    f"tp={stage.tp}); legal: a divisor of it, or split the sequence over tp"
+                )
+    if (stage.dp * stage.cp * stage.tp) % stage.ep:
+        raise PlanError(
+            f"{place}: ep={stage.ep} does not divide its dp={stage.dp} × cp={stage.cp} × "
+            f"tp={stage.tp} ranks"
+        )

@@ -1,0 +1,159 @@
+"""Training frameworks whose published runs are priced: what each does beside the plan.
+
+A published row names its framework, hardly ever its kernels. What is taken for granted about each
+is written here, in the terms of `costmodel.target.Target` and of the reference models, and is
+reported with every prediction as an assumption.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from costmodel.target import Target
+
+# Mixtures of experts, fitted to Qwen3-30B-A3B and DeepSeek-V3 of the AWS awsome-distributed-ai
+# Megatron-Bridge runs: the host's work as in `Target`, exchange hidden by "EP overlap", and seconds
+# a message of libraries that send each token by itself, by name
+EXPERT_MODEL_HOST = 15.0
+EXPERT_HOST = 4.0
+GRAPHED_HOST = 0.3
+EXCHANGE_HIDDEN = 0.4
+MESSAGE_S = (
+    (r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6),
+    (r"DeepEP|HybridEP|Hybrid-EP", 0.0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """`attention` and `dropout` as the framework's recipes of that time have them;
+    `sequence_parallel` where tp > 1."""
+
+    target: Target
+    attention: str = "fused"
+    dropout: float = 0.0
+    sequence_parallel: bool = False
+    assumptions: tuple[str, ...] = ()
+
+
+_MEGATRON = Framework(
+    target=Target(
+        bucket_copies=0, name="Megatron-LM", fusion="pointwise", host_scale=7.2, gradient_bytes=2,
+        optimizer_passes=2.0, bucket_bytes=2**30, overlap_sends=False,
+        scatter_sends=True,
+    ),
+    attention="written",
+    dropout=0.1,
+    assumptions=(
+        "fused pointwise and softmax kernels, scores written to memory, dropout 0.1",
+        "16-bit gradients reduced after the last backward",
+    ),
+)  # fmt: skip
+_CORE = Framework(
+    target=Target(
+        bucket_copies=0, name="Megatron-Core", fusion="full", host_scale=0.5, gradient_bytes=4,
+        overlap_gradients=True, overlap_parameters=True, overlap_tensor=0.5,
+        bucket_bytes=160_000_000, bucket_bytes_per_rank=4_000_000,
+    ),
+    sequence_parallel=True,
+    assumptions=(
+        "fused attention and norms, no dropout, sequence parallelism where tp > 1",
+        "gradient reduction and parameter gathering overlapped, half of the tensor-parallel "
+        "communication overlapped",
+    ),
+)  # fmt: skip
+_FSDP = Framework(
+    target=Target(
+        bucket_copies=0, name="FSDP", unit="block", overlap_gradients=True, overlap_parameters=True,
+        gradient_bytes=2, host_scale=2.0, attention_scale=0.5,
+    ),
+    assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
+)  # fmt: skip
+_XLA = Framework(
+    target=Target(bucket_copies=0, name="XLA", fusion="full", host_scale=0.0, gradient_bytes=2),
+    attention="written",
+    assumptions=("compiled by XLA, scores written to memory, gradient reduction not overlapped",),
+)
+_NEMO_LAUNCHER = replace(
+    _MEGATRON,
+    sequence_parallel=True,
+    assumptions=(*_MEGATRON.assumptions, "sequence parallelism where tp > 1"),
+)
+_ZERO_3 = replace(
+    _MEGATRON,
+    target=replace(_MEGATRON.target, name="DeepSpeed ZeRO-3", unit="parameter", zero_bandwidth=0.2),
+    assumptions=(
+        *_MEGATRON.assumptions[:1],
+        "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the links' bandwidth",
+    ),
+)
+_HF = Framework(
+    target=Target(bucket_copies=0, name="eager PyTorch"),
+    attention="written",
+    dropout=0.1,
+    assumptions=("eager kernels, scores written to memory, dropout 0.1, nothing overlapped",),
+)
+_PADDLE = Framework(
+    target=Target(bucket_copies=0, name="PaddleNLP", gradient_bytes=2, optimizer_passes=2.0),
+    dropout=0.0,
+    assumptions=("eager kernels, fused attention, nothing overlapped",),
+)
+
+_TITAN = replace(
+    _FSDP,
+    target=replace(_FSDP.target, gradient_bytes=4, attention_scale=1.0),
+    assumptions=(*_FSDP.assumptions, "gradients reduced in fp32"),
+)
+
+# the first name that the row's framework contains
+_KNOWN = (
+    ("torchtitan", _TITAN),
+    ("FSDP", _FSDP),
+    ("Megatron-Core", _CORE),
+    ("Megatron-Bridge", _CORE),
+    ("NeMo Megatron launcher", _NEMO_LAUNCHER),
+    ("ZeRO-3", _ZERO_3),
+    ("Megatron-DeepSpeed", _MEGATRON),
+    ("Megatron", _MEGATRON),
+    ("Alpa", _XLA),
+    ("Paddle", _PADDLE),
+    ("HF", _HF),
+)
+
+
+def framework_of(name: str, notes: str = "") -> Framework:
+    """What is assumed about a framework by its published name; notes that say "torch.compile" or
+    "flash" count. Raises ValueError for one that is not known."""
+    framework = next((found for known, found in _KNOWN if known in name), None)
+    if framework is None:
+        raise ValueError(
+            f"framework {name!r} is not known; known: {', '.join(known for known, _ in _KNOWN)}"
+        )
+    if framework.target.name == "FSDP" and "torch.compile" in f"{name} {notes}":
+        target = replace(framework.target, name="FSDP, compiled", fusion="full", host_scale=0.3)
+        framework = replace(
+            framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
+        )
+    if "flash" in notes:
+        framework = replace(framework, attention="fused")
+    return framework
+
+
+def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Framework:
+    """The framework as it trains mixtures of experts, as far as a row's `text` says; what is taken
+    for granted is added to `assumptions`."""
+    target = framework.target
+    target = replace(target, host_scale=EXPERT_MODEL_HOST, expert_host=EXPERT_HOST)
+    for pattern, seconds in MESSAGE_S:
+        if re.search(pattern, text):
+            target = replace(target, dispatch="per_node", message_s=seconds)
+            assumptions.append("a token is sent once to each node that has experts for it")
+            break
+    if re.search(r"CUDA graphs?(?! off)|TE graphs|Megatron-Bridge/Megatron-Core", text):
+        target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
+        assumptions.append("part of each layer captured in CUDA graphs")
+    if re.search(r"(?<!no )\b(EP|a2a) overlap(?! off)", text):
+        target = replace(target, overlap_experts=EXCHANGE_HIDDEN)
+        assumptions.append(f"{EXCHANGE_HIDDEN:.0%} of the exchange between experts hidden")
+    return replace(framework, target=target)

@@ -1,0 +1,95 @@
+"""A deep stack from a shallow trace: one layer's block, copied.
+
+Tracing is the slowest part of planning a deep model, and every layer of a stack traces alike. Here
+the last but one of a graph's equal blocks is copied, with its own parameters, until there are as
+many as asked for. What follows the stack reads the last copy, under the names that a full trace
+would have given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from costmodel.graph import Block, Graph, Op, Ref, map_refs
+
+
+def deepen(graph: Graph, stack: str, count: int) -> Graph:
+    """`graph`, whose blocks `stack.0`, `stack.1`, ... are cut, with `count` of them.
+
+    Raises ValueError unless there are at least three, the middle ones are one class with one input
+    and one output, and `count` is no less than there are.
+    """
+    places = [
+        k for k, block in enumerate(graph.blocks) if re.fullmatch(rf"{stack}\.\d+", block.name)
+    ]
+    if len(places) < 3 or count < len(places):
+        raise ValueError(
+            f"stack {stack!r} has {len(places)} blocks; legal: three or more to copy from, and no "
+            f"more than the {count} wanted"
+        )
+    *_, source, last = (graph.blocks[k] for k in places)
+    before = graph.blocks[places[-3]]
+    same = before.class_id == source.class_id
+    if not same or len(source.inputs) != 1 or len(source.outputs) != 1:
+        raise ValueError(f"stack {stack!r}: block {source.name} is not one of a chain of equals")
+    values, parameters = dict(graph.values), dict(graph.parameters)
+    blocks = list(graph.blocks[: places[-1]])
+    previous = source.outputs[0]
+    for k in range(len(places) - 1, count - 1):
+        names = {source.inputs[0]: previous}
+        own = [r for op in source.ops for r in op.results]
+        names |= {name: f"{name}_copy{k}" for name in (*own, *source.parameters)}
+        values |= {names[v]: values[v] for v in (*own, *source.parameters)}
+        parameters |= {
+            names[v]: _renumbered(graph.parameters[v], source.name, f"{stack}.{k}")
+            for v in source.parameters
+        }
+        blocks.append(_copy(source, f"{stack}.{k}", names))
+        previous = names[source.outputs[0]]
+    names = {source.outputs[0]: previous}
+    blocks.append(_copy(last, f"{stack}.{count - 1}", names, keep_results=True))
+    for v in last.parameters:
+        parameters[v] = _renumbered(parameters[v], last.name, f"{stack}.{count - 1}")
+    blocks += graph.blocks[places[-1] + 1 :]
+    return replace(
+        graph,
+        values=values,
+        parameters=parameters,
+        blocks=tuple(blocks),
+        ops=tuple(op for block in blocks for op in block.ops),
+    )
+
+
+def _copy(
+    block: Block, name: str, names: Mapping[str, str], *, keep_results: bool = False
+) -> Block:
+    def at(value: str) -> str:
+        return names.get(value, value)
+
+    def copied(op: Op) -> Op:
+        return replace(
+            op,
+            name=op.name if keep_results else f"{op.name}_{name}",
+            args=map_refs(op.args, lambda value: Ref(at(value))),
+            kwargs=map_refs(op.kwargs, lambda value: Ref(at(value))),
+            results=tuple(map(at, op.results)),
+            key=_renumbered(op.key, block.name, name),
+            module=_renumbered(op.module, block.name, name),
+        )
+
+    return replace(
+        block,
+        name=name,
+        ops=tuple(map(copied, block.ops)),
+        inputs=tuple(map(at, block.inputs)),
+        outputs=tuple(map(at, block.outputs)),
+        parameters=tuple(map(at, block.parameters)),
+    )
+
+
+def _renumbered(text: str, old: str, new: str) -> str:
+    """A name inside module `old`, as it is inside module `new`."""
+    inside = text == old or text.startswith((f"{old}.", f"{old}:"))
+    return new + text[len(old) :] if inside else text

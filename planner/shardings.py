@@ -1,0 +1,168 @@
+"""Shardings as text: globs to decisions about operators, and back.
+
+`express_shardings` writes decisions as globs, `resolve_shardings` reads them: the second undoes the
+first.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+
+from costmodel.graph import Block, Graph
+from costmodel.moe_rules import GROUPED
+from planner.layouts import FOLLOW, Entry
+from planner.plan import PlanError
+
+# what `colwise` and the like mean for a module with several operators
+MAIN_OPS = frozenset(
+    ("linear", "addmm", "mm", "bmm", "matmul", "embedding", "conv1d", "conv2d", "conv3d")
+) | {GROUPED}
+
+
+@lru_cache(maxsize=1024)
+def glob(pattern: str) -> re.Pattern[str]:
+    """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots."""
+    parts = [
+        {"**": ".*", "*": "[^.:]*", "?": "[^.:]"}.get(part, re.escape(part))
+        for part in re.split(r"(\*\*|\*|\?)", pattern)
+    ]
+    return re.compile("".join(parts) + r"\Z")
+
+
+def resolve_shardings(
+    graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str], place: str = "plan"
+) -> dict[str, Entry]:
+    """Globs to entries by operator name or parameter value name; the longest pattern wins.
+
+    `*` stays within one component of a name, `**` crosses dots. A pattern without `:` names a
+    module (its matrix products and embeddings) or a parameter, a tied one by any of its full names.
+    Raises `PlanError` with the nearest names where a pattern matches nothing, and for a decision
+    that can't be read.
+    """
+    entries: dict[str, Entry] = {}
+    matched: set[str] = set()
+    for block in blocks:
+        found, patterns = resolve_block(graph, block, shardings, place)
+        entries |= found
+        matched |= patterns
+    check_matched(graph, blocks, shardings, matched, place)
+    return entries
+
+
+def check_matched(
+    graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str], matched: Collection[str],
+    place: str,
+) -> None:  # fmt: skip
+    for pattern in shardings:
+        if pattern not in matched:
+            raise PlanError(f"{place}: sharding {pattern!r} {_no_match(graph, blocks, pattern)}")
+
+
+def resolve_block(
+    graph: Graph, block: Block, shardings: Mapping[str, str], place: str
+) -> tuple[dict[str, Entry], frozenset[str]]:
+    """Entries of one block, and the patterns that match something in it."""
+    entries: dict[str, Entry] = {}
+    matched: set[str] = set()
+    order = sorted(shardings, key=lambda p: (len(p.replace("*", "")), p))
+    compiled = [(p, glob(p), ":" in p) for p in order]
+    for op in block.ops:
+        for pattern, regex, exact in compiled:
+            named = op.key if exact else op.module if op.short in MAIN_OPS else ""
+            if named and regex.match(named):
+                entries[op.name] = _entry(shardings[pattern], pattern, place)
+                matched.add(pattern)
+    named_ops = frozenset(matched)
+    for value in block.parameters:
+        fqn = graph.parameters[value]
+        for pattern, regex, exact in compiled:
+            if pattern in named_ops and not _is_state(shardings[pattern]):
+                continue  # a strategy for the operators that the pattern named
+            if not exact and (regex.match(fqn) or graph.aliases.get(pattern) == fqn):
+                entries[value] = _parameter_entry(shardings[pattern], pattern, place)
+                matched.add(pattern)
+    return entries, frozenset(matched)
+
+
+def _no_match(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
+    """Why a pattern matches nothing: a module without matrix product, or no such name."""
+    ops = [op for block in blocks for op in block.ops]
+    inside = [op.key for op in ops if glob(pattern).match(op.module)]
+    if inside:
+        return (
+            "names a module without matrix product or embedding; name its operator instead, one "
+            f"of {', '.join(dict.fromkeys(inside[:8]))}"
+        )
+    names = {op.key for op in ops} if ":" in pattern else {op.module for op in ops}
+    names |= {graph.parameters[value] for block in blocks for value in block.parameters}
+    if "*" in pattern:
+        names = {re.sub(r"(?<=\.)\d+(?=[.:]|$)", "*", name) for name in names}
+    near = difflib.get_close_matches(pattern, sorted(names - {""}), n=3, cutoff=0.3)
+    return f"matches no module, operator or parameter; nearest: {', '.join(near) or 'none'}"
+
+
+def _entry(text: str, pattern: str, place: str) -> Entry:
+    wanted = re.sub(r"\s*->\s*", "->", text.replace("@tp", "").strip())
+    if not wanted:
+        raise PlanError(
+            f"{place}: sharding {pattern!r} is empty; legal: a strategy (colwise), a state "
+            f"(-> S(1)), both (colwise -> S(1)), or {FOLLOW}"
+        )
+    try:
+        return Entry.parse(wanted)
+    except ValueError as error:
+        raise PlanError(f"{place}: sharding {pattern!r}: {error}") from None
+
+
+def _is_state(text: str) -> bool:
+    """Whether a decision is about how something is stored, not about a strategy."""
+    return bool(re.fullmatch(r"\s*(->)?\s*(R|P|S\(.*\))(@tp)?\s*", text))
+
+
+def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
+    """A parameter has no strategy: its text is the state it is stored in."""
+    is_state = text.strip() not in ("", FOLLOW) and "->" not in text
+    return _entry(f"-> {text.strip()}" if is_state else text, pattern, place)
+
+
+def express_shardings(
+    graph: Graph, blocks: Sequence[Block], entries: Mapping[str, Entry]
+) -> dict[str, str]:
+    """Entries as globs: a decision taken alike in most repeats of a block is written once with `*`,
+    what differs after it under its own name (the longest pattern wins)."""
+    texts: dict[str, str | None] = {}
+    groups: dict[str, list[str]] = {}
+    for block in blocks:
+        stem = re.fullmatch(r"(.*\.)\d+", block.name)
+        keyed = {op.name: op.key for op in block.ops} | {
+            v: graph.parameters[v] for v in block.parameters
+        }
+        for name, key in keyed.items():
+            entry = entries.get(name)
+            text = None if entry is None else _written(entry, name in graph.parameters)
+            texts[key] = text
+            if stem and key.startswith(block.name):
+                groups.setdefault(f"{stem[1]}*{key.removeprefix(block.name)}", []).append(key)
+    out: dict[str, str] = {}
+    done: set[str] = set()
+    for pattern, keys in groups.items():
+        regex = glob(pattern)
+        if len(keys) < 2 or {key for key in texts if regex.match(key)} != set(keys):
+            continue
+        common, count = Counter(texts[key] for key in keys).most_common(1)[0]
+        if common is None or count < 2:
+            continue
+        out[pattern] = common
+        exceptions = {key: texts[key] or FOLLOW for key in keys if texts[key] != common}
+        out |= exceptions
+        done |= set(keys)
+    out |= {key: text for key, text in texts.items() if text is not None and key not in done}
+    return out
+
+
+def _written(entry: Entry, parameter: bool) -> str:
+    return f"{entry.state}@tp" if parameter else str(entry)

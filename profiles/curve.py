@@ -1,0 +1,120 @@
+"""Curve: a quantity that depends on a size, as the points at which it was measured.
+
+Between (x0, y0) and (x1, y1) it is a straight line in log x,
+
+    y = y0 + (y1 - y0) * (log x - log x0) / (log x1 - log x0)
+
+and outside of the points it stays at the nearest one: nothing is extrapolated. One point is a
+constant. Points are in SI units (bytes, FLOP) and curves are frozen, hashable and equal by value.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """y at x for every x >= 0, from `points` in increasing order of x.
+
+    Raises ValueError where there is no point, x does not increase from above 0, or a y is not a
+    finite number above 0.
+    """
+
+    points: Points
+    _x: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _log_x: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _y: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _slope: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        points = _checked(self.points)
+        xs, ys = zip(*points, strict=True)
+        logs = tuple(math.log(x) for x in xs)
+        # The line left of the first point and right of the last one is level.
+        steps = zip(logs, logs[1:], ys, ys[1:], strict=False)
+        slope = (0.0, *((y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in steps), 0.0)
+        derived = {"points": points, "_x": xs, "_log_x": logs, "_y": ys, "_slope": slope}
+        for name, value in (derived | {"_hash": hash(points)}).items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def constant(cls, y: float) -> Curve:
+        """The curve that is `y` everywhere."""
+        return cls(points=((1.0, y),))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether y is the same at every x."""
+        return not any(self._slope)
+
+    @property
+    def largest(self) -> float:
+        """The largest y."""
+        return max(self._y)
+
+    def __call__(self, x: FloatOrArray) -> FloatOrArray:
+        """y at `x`, 0 or more; a number for a number, an array for an array."""
+        if isinstance(x, np.ndarray):
+            logs = np.log(np.maximum(x, self._x[0]))
+            return np.interp(logs, self._log_x, self._y)
+        right = bisect_right(self._x, x)
+        slope, left = self._slope[right], max(right - 1, 0)
+        return self._y[left] + slope * (math.log(x) - self._log_x[left]) if slope else self._y[left]
+
+    def steepest(self) -> float:
+        """The largest d log y / d log x: below 1, x / y(x) grows with x."""
+        return max(
+            (slope / y for slope, y in zip(self._slope[1:-1], self._y, strict=False)), default=0.0
+        )
+
+    def to_plain(self) -> float | list[list[float]]:
+        """A number if constant, else [[x, y], ...]: what `as_curve` reads."""
+        return self._y[0] if self.is_constant else [list(point) for point in self.points]
+
+
+def as_curve(value: object) -> Curve:
+    """`value` as a Curve: one already, a number, or a sequence of (x, y) pairs."""
+    if isinstance(value, Curve):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return Curve(points=value)  # type: ignore[arg-type]
+    return Curve.constant(value)  # type: ignore[arg-type]
+
+
+def _checked(points: object) -> Points:
+    """`points` as a tuple of pairs of floats, or ValueError."""
+    legal = "legal: pairs (x, y), x increasing from above 0, y finite and above 0"
+    if not isinstance(points, Sequence) or isinstance(points, str) or not points:
+        raise ValueError(f"curve: points are {points!r}; {legal}")
+    checked: list[tuple[float, float]] = []
+    last_x = 0.0
+    for point in points:
+        if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
+            raise ValueError(f"curve: a point is {point!r}; {legal}")
+        x, y = point
+        for name, number, least in (("x", x, last_x), ("y", y, 0.0)):
+            real = isinstance(number, int | float) and not isinstance(number, bool)
+            if not real or not math.isfinite(number) or number <= least:
+                raise ValueError(f"curve: {name} is {number!r}; legal: finite, above {least:g}")
+        checked.append((float(x), float(y)))
+        last_x = float(x)
+    return tuple(checked)
+
+
+FULL = Curve.constant(1.0)
+"""All of a peak, at every size."""

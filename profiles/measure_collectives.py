@@ -1,0 +1,317 @@
+"""Times collectives with the backend that will run, over message sizes and group shapes.
+
+    torchrun --standalone --nproc-per-node N -m profiles.measure_collectives --output FILE
+
+Every rank takes part. The world is tiled by groups of one shape, which all talk at the same time,
+as they do in a step: two groups on two cores are slower than one. Sizes are those of the full
+tensor M, as the cost model counts (`costmodel/collectives.py`); of one message for "p2p". What is
+timed is the call as the executor makes it: out of place, its result in fresh memory.
+
+Repetitions follow one another without a barrier, because a collective waits for its ranks itself;
+of each rank the median is kept, of a group's ranks the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZES_BYTES = tuple(4**k * 2**10 for k in range(9))  # 1 KiB to 64 MiB
+BUDGET_S = 0.15  # per collective, size and shape
+REPETITIONS = (7, 200)
+START_UP_S = 120.0  # importing torch on every rank, joining, leaving
+TERMINATE_S = 40.0  # torchrun gives its ranks 30 s
+TIMEOUT_S = 60.0  # a rank that hangs stops the others after this long
+
+# torch 2.13 renamed both and warns at the old names, which 2.11 has alone
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTiming:
+    """Seconds of one collective in groups of `size` ranks, `per_node` of them on a node, tiling a
+    world of `ranks`: median over `repetitions`, `spread` its interquartile range over it."""
+
+    backend: str
+    kind: str
+    ranks: int
+    size: int
+    per_node: int
+    nbytes: int
+    seconds: float
+    repetitions: int
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Groups {r, r + stride, ...} of `size` ranks."""
+
+    size: int
+    stride: int
+
+    def groups(self, ranks: int) -> list[list[int]]:
+        """The tiles of a world of `ranks`, which `size * stride` divides."""
+        span = self.size * self.stride
+        return [
+            [start + offset + k * self.stride for k in range(self.size)]
+            for start in range(0, ranks, span)
+            for offset in range(self.stride)
+        ]
+
+    def per_node(self, devices_per_node: int) -> int:
+        """Most ranks of the first group that share a node."""
+        nodes = Counter(k * self.stride // devices_per_node for k in range(self.size))
+        return max(nodes.values())
+
+
+def shapes(ranks: int, devices_per_node: int) -> list[Shape]:
+    """Every group shape that tiles the world, one for each (size, ranks per node)."""
+    found: dict[tuple[int, int], Shape] = {}
+    for size in range(2, ranks + 1):
+        for stride in range(1, ranks // size + 1):
+            if ranks % (size * stride) == 0:
+                shape = Shape(size=size, stride=stride)
+                found.setdefault((size, shape.per_node(devices_per_node)), shape)
+    return list(found.values())
+
+
+def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[CollectiveTiming]:
+    """Measure on `ranks` processes of this machine; none of them is left when this returns.
+
+    Raises RuntimeError, with what they said, if they fail or take much longer than `budget_s`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output, log = Path(folder, "collectives.json"), Path(folder, "log")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(ranks), "-m", "profiles.measure_collectives",
+            "--backend", backend, "--budget", str(budget_s), "--output", str(output),
+        ]  # fmt: skip
+        here = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        with log.open("w") as said:
+            process = subprocess.Popen(
+                command, stdout=said, stderr=said, env=environment, start_new_session=True
+            )
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=budget_s + START_UP_S)
+            finally:
+                _end(process)
+        if not output.exists():
+            raise RuntimeError(
+                f"measuring collectives on {ranks} {backend} ranks failed "
+                f"(exit {process.returncode}): {_cause(log.read_text(errors='replace'))}"
+            )
+        return [CollectiveTiming(**row) for row in json.loads(output.read_text(encoding="utf-8"))]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Torchrun ends its ranks when it is asked to; it would leave them behind if it were killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _cause(said: str) -> str:
+    """The first error among what ranks and torchrun said; without one, the end of it."""
+    found = re.search(r"\w+Error: .*", said)
+    return found.group() if found else said[-2000:]
+
+
+# --- on every rank --------------------------------------------------------------------------------
+
+
+def measure_collectives(
+    device: torch.device,
+    *,
+    devices_per_node: int,
+    budget_s: float,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+) -> list[CollectiveTiming]:
+    """Time everything, in the process group that is running; the same list on every rank.
+
+    Small messages come first: where `budget_s` ends, the largest are left out of all curves alike.
+    """
+    ranks = dist.get_world_size()
+    deadline = time.monotonic() + budget_s
+    found: list[CollectiveTiming] = []
+    grouped = [(shape, _my_group(shape, ranks)) for shape in shapes(ranks, devices_per_node)]
+    for nbytes in sorted(sizes_bytes):
+        for shape, (group, members) in grouped:
+            if _largest([time.monotonic()], device)[0] > deadline:
+                return found
+            for kind in COLLECTIVES:
+                numel = -(-nbytes // (4 * shape.size**2)) * shape.size**2
+                call = COLLECTIVES[kind](numel, members, group, device)
+                times = _timed(call, device, MESSAGES.get(kind, 1))
+                middle = statistics.median(times)
+                slowest, spread = _largest([middle, _spread(times)], device)
+                found.append(
+                    CollectiveTiming(
+                        backend=dist.get_backend(), kind=kind, ranks=ranks, size=shape.size,
+                        per_node=shape.per_node(devices_per_node), nbytes=4 * numel,
+                        seconds=slowest, repetitions=len(times), spread=spread,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _my_group(shape: Shape, ranks: int) -> tuple[Any, list[int]]:
+    """This rank's group of the shape; every rank makes all of them, in the same order."""
+    mine: tuple[Any, list[int]] = (None, [])
+    for members in shape.groups(ranks):
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            mine = group, members
+    return mine
+
+
+Call = Callable[[], None]
+
+
+def _all_reduce(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
+    x = torch.ones(numel, device=device)
+    return lambda: _discard(dist.all_reduce(x.clone(), group=group))
+
+
+def _all_gather(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
+    x = torch.ones(numel // len(members), device=device)
+    return lambda: _discard(_ALL_GATHER(torch.empty(numel, device=device), x, group=group))
+
+
+def _reduce_scatter(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
+    x, own = torch.ones(numel, device=device), numel // len(members)
+    return lambda: _discard(_REDUCE_SCATTER(torch.empty(own, device=device), x, group=group))
+
+
+def _all_to_all(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
+    x = torch.ones(numel // len(members), device=device)
+    return lambda: _discard(dist.all_to_all_single(torch.empty_like(x), x, group=group))
+
+
+def _broadcast(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
+    x = torch.ones(numel, device=device)
+    return lambda: _discard(dist.broadcast(x, src=members[0], group=group))
+
+
+def _p2p(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
+    """The first rank sends and the last answers: two messages, one after the other."""
+    first, last, me = members[0], members[-1], dist.get_rank()
+    x = torch.ones(numel, device=device)
+
+    def exchange() -> None:
+        into = torch.empty_like(x)
+        if me == first:
+            dist.send(x, last, group=group)
+            dist.recv(into, last, group=group)
+        elif me == last:
+            dist.recv(into, first, group=group)
+            dist.send(x, first, group=group)
+
+    return exchange
+
+
+COLLECTIVES: dict[str, Callable[[int, list[int], Any, torch.device], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "p2p": _p2p,
+}
+MESSAGES = {"p2p": 2}  # messages of one call, where it is not one
+
+
+def _discard(_: object) -> None:
+    """The blocking call's result is of no use."""
+
+
+def _timed(call: Call, device: torch.device, messages: int) -> list[float]:
+    """Seconds per message, as many times on every rank."""
+    _once(call, device)
+    once_s = _largest([_once(call, device)], device)[0]
+    count = min(max(int(BUDGET_S / once_s), REPETITIONS[0]), REPETITIONS[1])
+    return [_once(call, device) / messages for _ in range(count)]
+
+
+def _once(call: Call, device: torch.device) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _largest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Element by element over all ranks, so that all of them decide alike."""
+    box = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return [float(x) for x in box]
+
+
+def _spread(times: Sequence[float]) -> float:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
+
+
+def main() -> None:
+    """One rank, started by torchrun; rank 0 writes what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds")
+    parser.add_argument("--output", required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if args.backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(args.backend, timeout=timedelta(seconds=TIMEOUT_S))
+    found = measure_collectives(device, devices_per_node=per_node, budget_s=args.budget)
+    if dist.get_rank() == 0:
+        text = json.dumps([asdict(timing) for timing in found])
+        partial = Path(f"{args.output}.partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(args.output)
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    time.sleep(0.3)  # gloo's threads must be gone before the interpreter is
+
+
+if __name__ == "__main__":
+    main()

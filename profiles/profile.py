@@ -1,0 +1,192 @@
+"""What a device's measurements say about an operator or a collective, with a label for each answer.
+
+    measured        this call was timed
+    interpolated    the same call was timed with one of its sizes smaller, and with it larger:
+                    seconds are affine in that size between the two
+    (None)          nothing is known: the caller's roofline answers
+
+A size may stand in several dims at once (rows in all operands of an addition); it is one size if
+all of them differ by the same ratio. A collective is timed at a ladder of message
+sizes; between two steps seconds are affine in bytes, below the first they are its own, above the
+last they grow by the bandwidth of the last two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+
+from profiles.catalog_reader import device_of_driver
+from profiles.cluster import Cluster
+from profiles.measure_ops import Timing
+from profiles.op_signature import OpSignature
+from profiles.store import DeviceId, Measurements, Store
+
+MEASURED, INTERPOLATED = "measured", "interpolated"
+
+Point = tuple[int, float]  # bytes, seconds
+Answer = tuple[float, float, str]  # seconds of the forward, of the backward, label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile:
+    """Measurements of one device, ready to be asked; equal to itself alone.
+
+    `ranks` and `backend` are the cluster's; `slowdown` is its ranks per core where there are more
+    ranks than cores: each then has a share of the core on which the operators were timed.
+    """
+
+    found: Measurements
+    ranks: int
+    backend: str
+    slowdown: float = 1.0
+    _families: Mapping[str, list[tuple[tuple[int, ...], Timing]]] = field(init=False, repr=False)
+    _curves: Mapping[tuple[str, int, int], list[Point]] = field(init=False, repr=False)
+    _answers: dict[str, Answer | None] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        families: dict[str, list[tuple[tuple[int, ...], Timing]]] = defaultdict(list)
+        for text, timing in self.found.operators.items():
+            family, sizes = _family(text)
+            families[family].append((sizes, timing))
+        curves: dict[tuple[str, int, int], list[Point]] = defaultdict(list)
+        for c in self.found.collectives:
+            if (c.ranks, c.backend) == (self.ranks, self.backend):
+                curves[c.kind, c.size, c.per_node].append((c.nbytes, c.seconds))
+        object.__setattr__(self, "_families", dict(families))
+        object.__setattr__(self, "_curves", {key: sorted(c) for key, c in curves.items()})
+
+    def op(self, signature_text: str) -> Answer | None:
+        """Seconds of the forward, of the backward, and the label; None where nothing is known."""
+        if signature_text not in self._answers:
+            self._answers[signature_text] = self._answer(signature_text)
+        return self._answers[signature_text]
+
+    def _answer(self, text: str) -> Answer | None:
+        timing = self.found.operators.get(text)
+        if timing is not None:
+            forward_s, backward_s, label = timing.forward_s, timing.backward_s, MEASURED
+        else:
+            family, sizes = _family(text)
+            between = _interpolated(sizes, self._families.get(family, ()))
+            if between is None:
+                return None
+            (forward_s, backward_s), label = between, INTERPOLATED
+        return forward_s * self.slowdown, backward_s * self.slowdown, label
+
+    def collective(
+        self, kind: str, nbytes: float, size: int, per_node: int
+    ) -> tuple[float, str] | None:
+        """Seconds of a collective over a tensor of `nbytes` in full (of one message for "p2p") in
+        groups of `size` ranks, `per_node` of them on a node, and the label; None where no such
+        group was timed."""
+        curve = self._curves.get((kind, size, per_node))
+        if not curve:
+            return None
+        steps = [step for step, _ in curve]
+        at = bisect.bisect_left(steps, nbytes)
+        if at < len(curve) and steps[at] == nbytes:
+            return curve[at][1], MEASURED
+        if at == 0 or len(curve) == 1:
+            return curve[0][1] * max(1.0, nbytes / steps[0]), INTERPOLATED
+        upper = min(at, len(curve) - 1)
+        (a, before_s), (b, after_s) = curve[upper - 1], curve[upper]
+        per_byte = max(0.0, after_s - before_s) / (b - a)
+        if at == len(curve):
+            return after_s + (nbytes - b) * per_byte, INTERPOLATED
+        return before_s + (nbytes - a) * (after_s - before_s) / (b - a), INTERPOLATED
+
+
+def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None:
+    """What the cache knows of a cluster's device; None where it knows nothing.
+
+    A CPU's measurements hold for this machine, driver and torch alone; a GPU's for that GPU: where
+    several drivers or torch versions were measured, this machine's, else the latest.
+    """
+    store = store or Store()
+    if not store.path.exists():
+        return None
+    accepted = [d for d in store.devices() if is_device_of(cluster, d.name)]
+    here = _here(cluster)
+    chosen = here if here in accepted else None
+    if chosen is None and cluster.device.kind == "cuda" and accepted:
+        chosen = max(accepted, key=lambda d: (d.torch, d.driver))
+    if chosen is None:
+        return None
+    return profile_of(cluster, store.read(chosen))
+
+
+def profile_of(cluster: Cluster, found: Measurements) -> Profile:
+    """The profile of measurements taken for a cluster's device."""
+    slowdown = 1.0
+    if cluster.device.kind == "cpu":
+        slowdown = max(1.0, cluster.devices_per_node / (os.cpu_count() or 1))
+    return Profile(
+        found=found, ranks=cluster.num_devices, backend=cluster.backend, slowdown=slowdown
+    )
+
+
+def is_device_of(cluster: Cluster, name: str) -> bool:
+    """Whether a device that calls itself `name` is the cluster's."""
+    if cluster.device.kind == "cuda":
+        return device_of_driver(name) == cluster.device.name
+    return name == DeviceId.here("cpu").name
+
+
+def device_name(cluster: Cluster) -> str:
+    """What to call the cluster's device beside a profile's."""
+    return cluster.device.name if cluster.device.kind == "cuda" else DeviceId.here("cpu").name
+
+
+def _here(cluster: Cluster) -> DeviceId | None:
+    if cluster.device.kind == "cuda" and not torch.cuda.is_available():
+        return None
+    return DeviceId.here(cluster.device.kind)
+
+
+# --- interpolation --------------------------------------------------------------------------------
+
+
+def _family(text: str) -> tuple[str, tuple[int, ...]]:
+    """A call without its operands' sizes, and the sizes: equal families differ in sizes alone."""
+    signature = OpSignature.parse(text)
+    sizes = tuple(size for _, shape, _ in signature.operands for size in shape)
+    ranks = [(dtype, len(shape), grad) for dtype, shape, grad in signature.operands]
+    return f"{signature.target} {ranks} {signature.arguments}", sizes
+
+
+def _interpolated(
+    wanted: tuple[int, ...], known: Iterable[tuple[tuple[int, ...], Timing]]
+) -> tuple[float, float] | None:
+    """Between the nearest smaller and the nearest larger call that differ from `wanted` in one
+    size."""
+    found: dict[tuple[int, ...], list[tuple[Fraction, Timing]]] = defaultdict(list)
+    for sizes, timing in known:
+        scaled = tuple(d for d, pair in enumerate(zip(wanted, sizes, strict=True)) if _differ(pair))
+        ratios = {Fraction(sizes[d], wanted[d]) for d in scaled if wanted[d]}
+        if len(ratios) == 1:
+            found[scaled].append((ratios.pop(), timing))
+    brackets = []
+    for points in found.values():
+        below = max((p for p in points if p[0] < 1), key=lambda p: p[0], default=None)
+        above = min((p for p in points if p[0] > 1), key=lambda p: p[0], default=None)
+        if below is not None and above is not None:
+            brackets.append((above[0] / below[0], below, above))
+    if not brackets:
+        return None
+    _, (low, before), (high, after) = min(brackets, key=lambda b: b[0])
+    share = float((1 - low) / (high - low))
+    return (
+        before.forward_s + share * (after.forward_s - before.forward_s),
+        before.backward_s + share * (after.backward_s - before.backward_s),
+    )
+
+
+def _differ(pair: tuple[int, int]) -> bool:
+    return pair[0] != pair[1]

@@ -1,0 +1,317 @@
+"""The cache of measurements: one SQLite file, exchanged as JSON.
+
+A measurement belongs to a device (its name, its driver, the torch that drove it) and is found by
+its dtype and signature, or by its collective, backend, group and bytes. A file that is corrupt,
+held locked, of another format, or that holds a number no clock can have read is moved aside with a
+warning and a new one begun: what was measured can be measured again, what is wrong must not be
+used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from profiles.device import check_number, check_whole
+from profiles.measure_collectives import CollectiveTiming
+from profiles.measure_ops import Timing
+from profiles.op_signature import OpSignature
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FORMAT = 1
+KIND = "meshwright profile"
+LOCK_TIMEOUT_S = 5.0
+_SCHEMA = """
+CREATE TABLE operators (
+    device TEXT, driver TEXT, torch TEXT, dtype TEXT, signature TEXT,
+    forward_s REAL, backward_s REAL, repetitions INTEGER, spread REAL,
+    PRIMARY KEY (device, driver, torch, dtype, signature));
+CREATE TABLE collectives (
+    device TEXT, driver TEXT, torch TEXT, backend TEXT, kind TEXT, ranks INTEGER, size INTEGER,
+    per_node INTEGER, nbytes INTEGER, seconds REAL, repetitions INTEGER, spread REAL,
+    PRIMARY KEY (device, driver, torch, backend, kind, ranks, size, per_node, nbytes));
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class DeviceId:
+    """Whose measurements they are: the name its driver gives, the driver, the torch version."""
+
+    name: str
+    driver: str
+    torch: str
+
+    @staticmethod
+    def here(kind: str) -> DeviceId:
+        """This machine's device of a kind, "cpu" or "cuda"."""
+        if kind == "cuda":
+            name, driver = torch.cuda.get_device_name(0), _nvidia_driver()
+        else:
+            name, driver = _cpu_name(), torch.backends.cpu.get_cpu_capability()
+        return DeviceId(name=name, driver=driver, torch=torch.__version__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What is known of one device: operators by signature text, and collectives."""
+
+    device: DeviceId
+    operators: Mapping[str, Timing]
+    collectives: tuple[CollectiveTiming, ...]
+
+
+def default_path() -> Path:
+    """`profile.sqlite` in $MESHWRIGHT_CACHE, or in this platform's cache folder of the user."""
+    given = os.environ.get("MESHWRIGHT_CACHE")
+    if given:
+        return Path(given) / "profile.sqlite"
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "meshwright" / "profile.sqlite"
+
+
+class Store:
+    """The cache at `path`. Every call opens and closes the file, so processes may share it."""
+
+    def __init__(
+        self, path: str | Path | None = None, *, lock_timeout_s: float = LOCK_TIMEOUT_S
+    ) -> None:
+        self.path = Path(path) if path is not None else default_path()
+        self.lock_timeout_s = lock_timeout_s
+
+    def read(self, device: DeviceId) -> Measurements:
+        """Everything known of a device; empty where nothing is."""
+        return self._guarded(lambda connection: _read(connection, device))
+
+    def devices(self) -> list[DeviceId]:
+        """Whose measurements are here."""
+        query = (
+            "SELECT device, driver, torch FROM operators UNION "
+            "SELECT device, driver, torch FROM collectives ORDER BY 1, 2, 3"
+        )
+        rows = self._guarded(lambda connection: connection.execute(query).fetchall())
+        return [DeviceId(name=n, driver=d, torch=t) for n, d, t in rows]
+
+    def add(self, found: Measurements) -> None:
+        """Keep measurements; what was known of the same signature or message is replaced."""
+        _check(found, "measured")
+        key = (found.device.name, found.device.driver, found.device.torch)
+        operators = [
+            (*key, OpSignature.parse(text).dtype, text, *_values(t))
+            for text, t in found.operators.items()
+        ]
+        collectives = [(*key, *_values(c)) for c in found.collectives]
+
+        def write(connection: sqlite3.Connection) -> None:
+            with connection:
+                for table, rows in (("operators", operators), ("collectives", collectives)):
+                    marks = ", ".join("?" * len(rows[0])) if rows else ""
+                    if rows:
+                        connection.executemany(
+                            f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows
+                        )
+
+        self._guarded(write)
+
+    # --- the file ---
+
+    def _guarded(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`work` on the file; on a new one where the file can't be used."""
+        try:
+            return self._with_file(work)
+        except (sqlite3.Error, ValueError) as error:
+            self._move_aside(error)
+        return self._with_file(work)
+
+    def _with_file(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self.path, timeout=self.lock_timeout_s)
+        with contextlib.closing(connection):
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0 and not connection.execute("PRAGMA schema_version").fetchone()[0]:
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={FORMAT};COMMIT;")
+            elif version != FORMAT:
+                raise ValueError(f"format {version}; this version reads {FORMAT}")
+            return work(connection)
+
+    def _move_aside(self, error: Exception) -> None:
+        """Rename the file, with its journals: a process that has it open keeps a whole one."""
+        aside = self.path.with_name(f"{self.path.name}.unusable-{time.time_ns()}")
+        for end in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{self.path}{end}", f"{aside}{end}")
+        log.warning(
+            "the profile cache %s can't be used (%s); it is kept as %s and a new one is begun: "
+            "run `meshwright profile` again",
+            self.path, error, aside.name,
+        )  # fmt: skip
+
+
+def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
+    mine = "WHERE device = ? AND driver = ? AND torch = ?"
+    key = (device.name, device.driver, device.torch)
+    operators = connection.execute(
+        f"SELECT signature, {_columns(Timing)} FROM operators {mine}", key
+    ).fetchall()
+    collectives = connection.execute(
+        f"SELECT {_columns(CollectiveTiming)} FROM collectives {mine}", key
+    ).fetchall()
+    found = Measurements(
+        device=device,
+        operators={text: _made(Timing, values) for text, *values in operators},
+        collectives=tuple(_made(CollectiveTiming, values) for values in collectives),
+    )
+    _check(found, "cached")
+    return found
+
+
+def _columns(kind: type) -> str:
+    return ", ".join(field.name for field in fields(kind))
+
+
+def _values(record: Any) -> tuple[Any, ...]:
+    return tuple(getattr(record, field.name) for field in fields(record))
+
+
+def _made(kind: Callable[..., T], values: Iterable[Any]) -> T:
+    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
+    return kind(**dict(zip(names, values, strict=True)))
+
+
+def _check(found: Measurements, place: str) -> None:
+    """Raise ValueError for a number that no measurement can have given."""
+    for text, timing in found.operators.items():
+        OpSignature.parse(text)
+        where = f"{place} operator {text[:80]}"
+        check_number(f"{where}: forward_s", timing.forward_s)
+        check_number(f"{where}: backward_s", timing.backward_s, zero=True)
+        check_whole(f"{where}: repetitions", timing.repetitions)
+        check_number(f"{where}: spread", timing.spread, zero=True)
+    for c in found.collectives:
+        where = f"{place} {c.kind!r} of {c.nbytes!r} bytes"
+        if not isinstance(c.kind, str) or not isinstance(c.backend, str):
+            raise ValueError(f"{where}: kind and backend must be texts")
+        for name in ("ranks", "size", "per_node", "nbytes", "repetitions"):
+            check_whole(f"{where}: {name}", getattr(c, name))
+        check_number(f"{where}: seconds", c.seconds)
+        check_number(f"{where}: spread", c.spread, zero=True)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def export_json(found: Measurements, path: str | Path) -> None:
+    """Write measurements, sorted, for another machine or a repository."""
+    operators = [
+        {"signature": json.loads(text), **asdict(timing)}
+        for text, timing in sorted(found.operators.items())
+    ]
+    collectives = [asdict(c) for c in sorted(found.collectives, key=_values)]
+    lines = [
+        f'  "format": {FORMAT},',
+        f'  "kind": {json.dumps(KIND)},',
+        f'  "device": {json.dumps(asdict(found.device))},',
+        '  "operators": ' + _listed(operators) + ",",
+        '  "collectives": ' + _listed(collectives),
+    ]
+    Path(path).write_text("{\n" + "\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _listed(items: Iterable[Mapping[str, Any]]) -> str:
+    """One item a line, to be read and compared."""
+    rows = [f"    {json.dumps(item)}" for item in items]
+    return "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
+
+
+def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: str) -> Measurements:
+    """Read what `export_json` wrote; `accepts` says whether a device of that name is `expected`.
+
+    Raises ValueError naming the file and the key for malformed content, and both devices' names
+    for a profile of another device.
+    """
+    place = Path(path)
+    try:
+        data = json.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"profile {place}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"profile {place}: not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("kind") != KIND or data.get("format") != FORMAT:
+        raise ValueError(
+            f"profile {place}: not a {KIND} of format {FORMAT}; `meshwright profile --export` "
+            "writes one"
+        )
+    with _naming(place):
+        device = DeviceId(**{key: str(data["device"][key]) for key in ("name", "driver", "torch")})
+        found = Measurements(
+            device=device,
+            operators={
+                OpSignature.parse(json.dumps(row["signature"])).text: _picked(Timing, row)
+                for row in data["operators"]
+            },
+            collectives=tuple(_picked(CollectiveTiming, row) for row in data["collectives"]),
+        )
+        _check(found, "imported")
+    if not accepts(device.name):
+        raise ValueError(
+            f"profile {place} is of device {device.name!r}, but the cluster's device is "
+            f"{expected!r}; profile that device, or name the cluster the profile is of"
+        )
+    return found
+
+
+def _picked(kind: Callable[..., T], row: Mapping[str, Any]) -> T:
+    return _made(kind, [row[field.name] for field in fields(kind)])  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _naming(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"profile {place}: no key {error.args[0]!r}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"profile {place}: malformed ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"profile {place}: {error}") from None
+
+
+# --- this machine ---------------------------------------------------------------------------------
+
+
+def _cpu_name() -> str:
+    """The processor's name and its number of cores: a virtual machine has a part of one."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line[:10] == "model name")
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def _nvidia_driver() -> str:
+    """`CUDA 12.8, driver 550.54.15`: what torch was built for, and what it found."""
+    version = "unknown"
+    with contextlib.suppress(OSError, IndexError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        version = text.split("Kernel Module")[1].split()[0]
+    return f"CUDA {torch.version.cuda}, driver {version}"

@@ -1,0 +1,301 @@
+"""Predicted against measured step time of many plans on this machine's CPU ranks.
+
+    python scripts/predicted_vs_measured.py [--ranks 2] [--models gpt2 llama conv] [--budget 90]
+
+Per model: profile what its plans may run, plan under each of a list of overrides, price the plan on
+the profile, then run all plans in one launch, their steps taken in turns so that whatever else the
+machine does hits all of them alike. A step is forward, backward, gradient reduction and optimizer;
+its time is the median over the turns of the slowest rank's. Printed: both times, the error, the
+share of the prediction that rests on measurements; the mean error; Spearman's rank correlation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from executor import launch
+from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
+from meshwright.profile_command import profile_model
+from planner.overrides import Overrides
+from planner.report import describe
+from planner.search import InfeasibleError
+
+BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
+TURNS, WARM_UP = 7, 2
+LAUNCH_TIMEOUT_S = 170.0
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=8,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, hidden_size=256,
+        intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm around a skip connection."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.c1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.b1 = nn.BatchNorm2d(outputs)
+        self.c2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.b2 = nn.BatchNorm2d(outputs)
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b2(self.c2(F.relu(self.b1(self.c1(x)))))
+        return F.relu(y + self.skip(x))
+
+
+class ConvNet(nn.Module):
+    """A stem, six residual blocks that halve the image twice, a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, 1, 1, bias=False)
+        widths = (32, 32, 64, 64, 128, 128)
+        pairs = zip((32, *widths), widths, strict=False)
+        self.layers = nn.ModuleList(Residual(a, b, 1 if a == b else 2) for a, b in pairs)
+        self.head = nn.Linear(128, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, a batch for it, and the loss where the model does not return one."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss_fn: Callable[..., torch.Tensor] | None = None
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.build()
+
+
+def tokens(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def images(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(rows, 3, 32, 32, generator=generator),
+        torch.randint(CLASSES, (rows,), generator=generator),
+    )
+
+
+CASES: Mapping[str, Case] = {
+    "gpt2": Case(build=gpt2, batch=tokens),
+    "llama": Case(build=llama, batch=tokens),
+    "conv": Case(build=ConvNet, batch=images, loss_fn=F.cross_entropy),
+}
+
+
+def wanted(ranks: int) -> list[Overrides]:
+    """Plans that differ in everything the planner decides."""
+    one = {"pp": 1, "recompute": "none"}
+    mixed = [
+        Overrides(dp=ranks // 2, tp=2, num_microbatches=1, **one),
+        Overrides(dp=ranks // 2, tp=1, pp=2, schedule="1f1b", num_microbatches=4, zero=0),
+    ]
+    return [
+        Overrides(dp=ranks, tp=1, num_microbatches=1, zero=0, **one),
+        Overrides(dp=ranks, tp=1, num_microbatches=4, zero=0, **one),
+        Overrides(dp=ranks, tp=1, num_microbatches=2, zero=1, **one),
+        Overrides(dp=1, tp=ranks, num_microbatches=1, **one),
+        Overrides(dp=1, tp=ranks, num_microbatches=4, **one),
+        Overrides(dp=1, tp=1, pp=ranks, schedule="gpipe", num_microbatches=4, recompute="none"),
+        Overrides(dp=1, tp=1, pp=ranks, schedule="1f1b", num_microbatches=8, recompute="none"),
+        Overrides(dp=1, tp=1, pp=ranks, schedule="1f1b", num_microbatches=4, recompute="full"),
+        *(mixed if ranks > 2 else ()),
+    ]
+
+
+# --- the launch -----------------------------------------------------------------------------------
+
+
+def run_plans(name: str, folder: Path) -> None:
+    """On every rank: build all plans of the folder, take their steps in turns; rank 0 writes."""
+    case = CASES[name]
+    cluster = Cluster.local(launch.world_size(), "cpu", measure=False)
+    batch = case.batch(BATCH)
+    running: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
+    for path in sorted(folder.glob("*.plan.json")):
+        made = auto_parallelize(
+            case.model(), cluster, example_inputs=case.batch(2), global_batch_size=BATCH,
+            loss_fn=case.loss_fn, precision="fp32", plan=path,
+        )  # fmt: skip
+        running[path.name] = made, _optimizer(made)
+    times: dict[str, list[float]] = {plan: [] for plan in running}
+    for _ in range(WARM_UP + TURNS):
+        for plan, (model, optimizer) in running.items():
+            launch.agree_on(lambda: None)  # all ranks begin together
+            started = time.perf_counter()
+            optimizer.zero_grad()
+            model.train_step(batch)
+            optimizer.step()
+            times[plan].append(time.perf_counter() - started)
+    (folder / f"{launch.rank()}.times.json").write_text(json.dumps(times))
+
+
+def _optimizer(model: ParallelModel) -> torch.optim.Optimizer:
+    """One pass over the states, as the cost model has it; torch's loop on the CPU makes several."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def measured(name: str, folder: Path, ranks: int) -> dict[str, float]:
+    """Seconds of a step of each plan in the folder: median over the turns, of the slowest rank."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(ranks), __file__, "--worker", name, str(folder),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        code = process.wait(timeout=LAUNCH_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        code = process.wait()
+    if code:
+        raise RuntimeError(f"{name}: running the plans failed (exit {code})")
+    every = [json.loads((folder / f"{rank}.times.json").read_text()) for rank in range(ranks)]
+    slowest = {
+        plan: [max(turn) for turn in zip(*(times[plan] for times in every), strict=True)]
+        for plan in every[0]
+    }
+    return {plan: statistics.median(times[WARM_UP:]) for plan, times in slowest.items()}
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A plan, what it was predicted to take, and what it took."""
+
+    plan: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
+    """Profile, predict, run."""
+    case = CASES[name]
+    cluster = Cluster.local(ranks, "cpu")
+    summary = profile_model(
+        case.model(), case.batch(2), case.loss_fn, cluster, batch=BATCH, precision="fp32",
+        budget_s=budget_s,
+    )  # fmt: skip
+    sys.stderr.write(f"{summary}\n")
+    predicted: dict[str, tuple[str, float]] = {}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for k, overrides in enumerate(wanted(ranks)):
+            try:
+                result = auto_parallelize(
+                    case.model(), cluster, example_inputs=case.batch(2), global_batch_size=BATCH,
+                    loss_fn=case.loss_fn, precision="fp32", overrides=overrides,
+                )  # fmt: skip
+            except InfeasibleError as error:
+                sys.stderr.write(f"{name}: {overrides.given()}: {error}\n")
+                continue
+            path = folder / f"{k:02d}.plan.json"
+            result.plan.save(path)
+            predicted[path.name] = describe(result.plan), result.prediction.step_time_s
+        took = measured(name, folder, ranks)
+    return [
+        Row(plan=text, predicted_s=seconds, measured_s=took[plan])
+        for plan, (text, seconds) in predicted.items()
+    ]
+
+
+def spearman(rows: Sequence[Row]) -> float:
+    """Rank correlation of predicted and measured times."""
+    ranked = [
+        [sorted(values).index(value) for value in values]
+        for values in ([r.predicted_s for r in rows], [r.measured_s for r in rows])
+    ]
+    return statistics.correlation(*ranked)
+
+
+def show(name: str, rows: Sequence[Row]) -> None:
+    print(f"{name}")
+    for row in rows:
+        print(
+            f"  {row.plan:<60} predicted {row.predicted_s * 1e3:8.1f} ms  "
+            f"measured {row.measured_s * 1e3:8.1f} ms  {row.error:+7.1%}"
+        )
+    mean = statistics.fmean(abs(row.error) for row in rows)
+    bias = statistics.fmean(row.error for row in rows)
+    print(
+        f"  {len(rows)} plans: mean error {mean:.1%}, bias {bias:+.1%}, "
+        f"Spearman {spearman(rows):.3f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        torch.set_num_threads(1)
+        with distributed("gloo"):
+            run_plans(sys.argv[2], Path(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
+    parser.add_argument("--models", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds to profile a model")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"load average before: {os.getloadavg()[0]:.2f} (a step waits for whatever else runs)")
+    transformers.logging.set_verbosity_error()
+    found: list[Row] = []
+    for name in args.models:
+        rows = compare(name, args.ranks, args.budget)
+        show(name, rows)
+        found += rows
+    mean = statistics.fmean(abs(row.error) for row in found)
+    print(f"{len(found)} plans on {args.ranks} ranks: mean error {mean:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Predicted against published step times: raw errors per source, with the split stated.
+
+    python scripts/validate_costmodel.py [--data DIR] [--source TEXT] [--rows]
+
+DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
+fitted on a source were fitted on half of its models: its models in order of size, the first, third,
+... (`fit`); the others are scored (`score`). Errors are (predicted - measured) / measured, with no
+shift and no constant per row. `regret` is the measured time of the plan predicted to be best, over
+the best measured one, within groups of the same model, GPUs and batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from planner.validate import Unpriced, predict_row  # noqa: E402
+
+# family -> (text in the row's source, test on the row)
+FAMILIES = (
+    ("vTrain multi-node", "vTrain", lambda row: int(row["num_gpus"]) > 8),
+    ("vTrain single-node", "vTrain", lambda row: int(row["num_gpus"]) <= 8),
+    ("Megatron SC21", "SC21", lambda row: True),
+    ("llm-foundry A100 FSDP", "llm-foundry", lambda row: True),
+    ("DGXC, Megatron-Bridge H100", "DGXC", lambda row: True),
+    ("DGXC, Megatron-Bridge H100", "Megatron-Bridge (Apache", lambda row: True),
+    ("torchtitan", "torchtitan", lambda row: True),
+    ("Alpa V100", "Alpa OSDI22", lambda row: True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    row: Mapping[str, str]
+    measured_s: float
+    predicted_s: float
+    error: float
+    memory_error: float | None
+
+
+def family_of(row: Mapping[str, str]) -> str:
+    for name, text, fits in FAMILIES:
+        if text in row["source"] and fits(row):
+            return name
+    return row["source"].split(" (")[0][:40]
+
+
+def used_to_fit(rows: Sequence[Mapping[str, str]]) -> set[str]:
+    """Models of a source that constants were fitted on: every other one, in order of size."""
+    models = sorted({(float(row["params_b"] or 0), row["model"]) for row in rows})
+    return {model for _, model in models[::2]} if len(models) > 1 else set()
+
+
+def score(row: Mapping[str, str]) -> Scored:
+    prediction = predict_row(row)
+    measured = float(row["iteration_time_s"])
+    published = row.get("peak_mem_gib") or ""
+    memory = max(prediction.peak_memory_bytes) / 2**30
+    return Scored(
+        row=row,
+        measured_s=measured,
+        predicted_s=prediction.step_time_s,
+        error=prediction.step_time_s / measured - 1,
+        memory_error=memory / float(published) - 1 if published else None,
+    )
+
+
+def spearman(scored: Sequence[Scored]) -> float:
+    """Rank correlation of predicted and measured."""
+    if len(scored) < 3:
+        return float("nan")
+    ranks = []
+    for values in ([s.measured_s for s in scored], [s.predicted_s for s in scored]):
+        order = sorted(range(len(values)), key=values.__getitem__)
+        rank = [0.0] * len(values)
+        for place, index in enumerate(order):
+            rank[index] = float(place)
+        ranks.append(rank)
+    return statistics.correlation(*ranks)
+
+
+def regret(scored: Iterable[Scored]) -> float:
+    """Mean over groups of the same model, GPUs, batch and sequence: how much slower the plan
+    predicted to be best is than the best."""
+    groups = collections.defaultdict(list)
+    for s in scored:
+        key = [s.row[c] for c in ("source", "model", "gpu", "num_gpus", "global_batch", "seq_len")]
+        groups[tuple(key)].append(s)
+    lost = [
+        min(group, key=lambda s: s.predicted_s).measured_s / min(s.measured_s for s in group) - 1
+        for group in groups.values()
+        if len(group) > 1
+    ]
+    return statistics.mean(lost) if lost else float("nan")
+
+
+def line(name: str, part: str, scored: Sequence[Scored]) -> str:
+    if not scored:
+        return f"{name:34} {part:6} {0:5}"
+    errors = [s.error for s in scored]
+    memory = [abs(s.memory_error) for s in scored if s.memory_error is not None]
+    return (
+        f"{name:34} {part:6} {len(scored):5} {100 * statistics.mean(map(abs, errors)):7.1f} "
+        f"{100 * statistics.mean(errors):+7.1f} {100 * max(errors, key=abs):+7.0f} "
+        f"{spearman(scored):9.3f} {100 * regret(scored):7.1f} "
+        + (f"{100 * statistics.mean(memory):7.1f} ({len(memory)})" if memory else "      –")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="folder with step_times.csv")
+    parser.add_argument("--source", default="", help="only sources that contain this text")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    args = parser.parse_args()
+    path = args.data / "step_times.csv" if args.data else Path(__file__).with_name("published.csv")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
+    refused: collections.Counter[str] = collections.Counter()
+    families = collections.defaultdict(list)
+    for row in rows:
+        families[family_of(row)].append(row)
+    print(f"{'':34} {'':6} {'rows':>5} {'|err| %':>7} {'bias %':>7} {'worst %':>7} ", end="")
+    print(f"{'Spearman':>9} {'regret%':>7} {'|mem| %':>7}")
+    parts: dict[str, list[Scored]] = {"fit": [], "score": []}
+    for name, members in families.items():
+        fitted = used_to_fit(members)
+        found: dict[str, list[Scored]] = {"fit": [], "score": []}
+        for row in sorted(members, key=lambda row: (row["model"], row["seq_len"])):
+            try:
+                scored = score(row)
+            except Unpriced as reason:
+                refused[f"{name}: {reason}"] += 1
+                continue
+            found["fit" if row["model"] in fitted else "score"].append(scored)
+            if args.rows:
+                degrees = " ".join(
+                    f"{c}{row[c]}" for c in ("tp", "pp", "cp", "vp", "dp", "micro_batch")
+                )
+                print(
+                    f"  {row['model']} {row['num_gpus']} GPUs {degrees}: {scored.measured_s:.4g} s, "
+                    f"predicted {scored.predicted_s:.4g} ({100 * scored.error:+.1f} %)"
+                )
+        for part, scores in found.items():
+            print(line(name, part, scores), flush=True)
+            parts[part] += scores
+    for part, scores in parts.items():
+        print(line("all", part, scores))
+    print(f"\nnot priced: {sum(refused.values())} rows")
+    for reason, count in refused.most_common():
+        print(f"  {count:4} {reason}")
+
+
+if __name__ == "__main__":
+    main()

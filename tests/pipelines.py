@@ -1,0 +1,94 @@
+"""Pipelines for the tests of schedules: what there is to draw from, and how to run one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from hypothesis import strategies as st
+
+from costmodel.schedule import SCHEDULES, Streams, build_schedule
+from costmodel.simulate import StageTimes, Timeline, simulate
+
+Edges = list[tuple[int, int]]
+
+counts = st.integers(1, 7)
+seconds = st.integers(0, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A schedule on `p` devices with `v` stages each."""
+
+    name: str
+    p: int
+    v: int
+    m: int
+
+    @property
+    def num_stages(self) -> int:
+        return self.p * self.v
+
+    def streams(self, edges: Edges | None = None) -> Streams:
+        return build_schedule(
+            self.name,
+            num_stages=self.num_stages,
+            num_microbatches=self.m,
+            num_devices=self.p,
+            edges=edges,
+        )
+
+
+@st.composite
+def shapes(
+    draw: st.DrawFn, names: Sequence[str] = tuple(SCHEDULES), m: st.SearchStrategy[int] = counts
+) -> Shape:
+    name = draw(st.sampled_from(names))
+    v = SCHEDULES[name].stages_per_device or draw(st.integers(1, 3))
+    return Shape(name=name, p=draw(st.integers(1, 5)), v=v, m=draw(m))
+
+
+@st.composite
+def edges_of(draw: st.DrawFn, shape: Shape) -> Edges:
+    """Any set of forward edges between the stages, the chain included or not."""
+    possible = list(combinations(range(shape.num_stages), 2))
+    return draw(st.lists(st.sampled_from(possible), unique=True)) if possible else []
+
+
+@st.composite
+def stage_times(draw: st.DrawFn) -> StageTimes:
+    forward, backward = draw(seconds), draw(seconds)
+    return StageTimes(
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=draw(st.integers(0, backward)),
+        overlap_s=draw(st.integers(0, forward)),
+        reduce_s=draw(seconds),
+        optimizer_s=draw(seconds),
+    )
+
+
+def times(
+    forward: int, backward: int, reduce: int = 0, optimizer: int = 0, *, weight: int = 0
+) -> StageTimes:
+    return StageTimes(
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=weight,
+        reduce_s=reduce,
+        optimizer_s=optimizer,
+    )
+
+
+def chain(num_stages: int) -> Edges:
+    return list(pairwise(range(num_stages)))
+
+
+def run(
+    shape: Shape,
+    of_stages: Sequence[StageTimes],
+    transfers: Mapping[tuple[int, int], float] | None = None,
+) -> Timeline:
+    """The simulated step; without `transfers`, of a chain whose links cost nothing."""
+    if transfers is None:
+        transfers = dict.fromkeys(chain(shape.num_stages), 0)
+    return simulate(shape.streams(list(transfers)), of_stages, transfers)

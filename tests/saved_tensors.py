@@ -1,0 +1,225 @@
+"""What autograd keeps: counted by torch's saved-tensor hooks while the lowered blocks of a model
+run forward as the executor runs them, and predicted for the same blocks.
+
+Neither counts what is stored with the model (parameters, buffers, constants) nor what is made from
+the batch alone (ids, labels, masks, positions).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import Traced, make_plan
+from threaded_ranks import Mesh
+
+from costmodel.graph import Block
+from costmodel.pricing import Pricer, Setting
+from costmodel.storage import Held, Storage
+from costmodel.strategies import Placement
+from executor.build import parameter_states
+from executor.emitter import State
+from executor.lower import Lowered, Lowering, buffer_state
+from executor.reshard import Axis, local_part
+from executor.stage import StageProgram
+from planner.check import check_plan
+from planner.data_axis import data_layout
+from planner.layouts import Assignment, BlockLayouts
+from planner.saved import BlockMemory, block_memory
+from planner.stage_sums import recomputable
+from planner.trace import input_leaves
+from profiles.cluster import Cluster
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Allocations that autograd keeps, by address; their tensors are held, so that no address is
+    used twice."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def nbytes(self, without: Iterable[torch.Tensor] = ()) -> int:
+        """Bytes of the distinct allocations, except those that given tensors lie in."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.tensors}
+        for tensor in without:
+            storages.pop(tensor.untyped_storage().data_ptr(), None)
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    kept = Ledger()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A traced model with a choice for every block on a (data, tensor) mesh; `rows` per rank."""
+
+    of: Traced
+    mesh: Mesh
+    rows: float
+    microbatches: int
+    layouts: Mapping[str, BlockLayouts]
+    assignments: Mapping[str, Assignment]
+    recompute: frozenset[str]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.of.graph.blocks
+
+    def inputs(self, block: Block) -> dict[str, Placement]:
+        """States of a block's inputs, as their makers leave them."""
+        return {
+            name: self.assignments[other.name].states[name]
+            for other in self.blocks
+            for name in block.inputs
+            if name in other.outputs
+        }
+
+
+def setup(
+    of: Traced, shardings: Mapping[str, str] | None = None, *, mesh: Mesh = (1, 1),
+    microbatches: int = 1, recompute: str = "none",
+) -> Setup:  # fmt: skip
+    """The choices of a plan with these shardings. One micro-batch divides losses by nothing."""
+    dp, tp = mesh
+    plan = make_plan(
+        of.graph, pp=1, dp=dp, tp=tp, num_microbatches=microbatches, shardings=shardings or {}
+    )
+    assignments = check_plan(plan, of.graph, of.table)[0]
+    return chosen(of, assignments, mesh=mesh, microbatches=microbatches, recompute=recompute)
+
+
+def chosen(
+    of: Traced, assignments: Mapping[str, Assignment], *, mesh: Mesh, microbatches: int = 1,
+    recompute: str = "none",
+) -> Setup:  # fmt: skip
+    blocks = of.graph.blocks
+    return Setup(
+        of=of, mesh=mesh, rows=of.graph.batch_size / mesh[0], microbatches=microbatches,
+        layouts={b.name: BlockLayouts(of.graph, of.table, b, mesh[1]) for b in blocks},
+        assignments=assignments,
+        recompute=frozenset(b.name for b in blocks if recompute == "full" and recomputable(b)),
+    )  # fmt: skip
+
+
+# --- predicted ------------------------------------------------------------------------------------
+
+
+def pricer(of: Setup) -> Pricer:
+    dp, tp = of.mesh
+    setting = Setting(
+        cluster=Cluster.local(dp * tp), dp=dp, tp=tp, rows=of.rows,
+        num_microbatches=of.microbatches, precision="fp32", optimizer="adamw",
+    )  # fmt: skip
+    return Pricer(graph=of.of.graph, table=of.of.table, setting=setting)
+
+
+def memories(of: Setup) -> dict[str, BlockMemory]:
+    """Every block run in mind, values passed on from block to block."""
+    prices, passed = pricer(of), dict[str, Held]()
+    found = {}
+    for block in of.blocks:
+        layouts, assignment = of.layouts[block.name], of.assignments[block.name]
+        found[block.name] = block_memory(prices, layouts, assignment, of.inputs(block), passed)
+        passed |= found[block.name].leaving
+    return found
+
+
+def predicted(of: Setup) -> float:
+    """Bytes that one forward of all blocks keeps, each allocation once."""
+    kept: set[Storage] = set()
+    passed: dict[str, Held] = {}
+    for block, memory in zip(of.blocks, memories(of).values(), strict=True):
+        again = block.name in of.recompute
+        kept |= {passed[v].storage for v in block.inputs} if again else memory.kept
+        passed |= memory.leaving
+    return math.fsum(s.nbytes for s in kept if s.origin in ("made", "input"))
+
+
+# --- counted --------------------------------------------------------------------------------------
+
+
+def counted(
+    of: Setup, batch: Any, data: Axis | None = None, tensor: Axis | None = None, *,
+    derived: bool = False,
+) -> int:  # fmt: skip
+    """Bytes that one forward keeps on the rank at these axes; with what is `derived` from the batch
+    alone, if wanted (the batch itself is never counted)."""
+    graph, table = of.of.graph, of.of.table
+    data, tensor = data or Axis("data", 1, 0), tensor or Axis("tensor", 1, 0)
+    layout = data_layout(graph, table, data.size)
+    lowering = Lowering(
+        graph=graph, table=table, data=layout, data_axis=data, tensor_axis=tensor,
+        device=torch.device("cpu"), microbatches=of.microbatches,
+    )  # fmt: skip
+    stored = parameter_states(graph, of.blocks, of.layouts, of.assignments, layout)
+    lowered = [
+        lowering.block(
+            block, of.layouts[block.name], of.assignments[block.name], of.inputs(block), stored
+        )
+        for block in of.blocks
+    ]
+    held = _stored(of, lowering, stored)
+    given = dict(input_leaves(batch)[0])
+    raw = {}
+    for name, path in graph.inputs.items():
+        state = layout.states[name]
+        mine = (
+            local_part(given[path], state, data.size, data.rank) if state.sharded else given[path]
+        )
+        raw[name] = mine.to(graph.values[name].dtype)
+    return _forward(of, lowering, lowered, held, raw, derived)
+
+
+def _stored(of: Setup, lowering: Lowering, states: Mapping[str, State]) -> dict[str, torch.Tensor]:
+    graph = of.of.graph
+    held = {name: tensor.clone() for name, tensor in graph.constants.items()}
+    for name, state in states.items():
+        meta = graph.values[name]
+        weight = torch.randn(lowering.local_shape(name, state), dtype=meta.dtype)
+        held[name] = weight.requires_grad_(meta.requires_grad)
+    for block in of.blocks:
+        for name in block.buffers:
+            state = buffer_state(of.layouts[block.name], name, of.assignments[block.name])
+            shape = lowering.local_shape(name, (lowering.data.states[name], state))
+            held[name] = torch.ones(shape, dtype=graph.values[name].dtype)
+    for name in graph.buffers:
+        if name not in held:
+            held[name] = torch.ones(graph.values[name].shape, dtype=graph.values[name].dtype)
+    return held
+
+
+def _forward(
+    of: Setup, lowering: Lowering, lowered: list[Lowered], held: dict[str, torch.Tensor],
+    raw: dict[str, torch.Tensor], derived: bool,
+) -> int:  # fmt: skip
+    graph = of.of.graph
+    wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
+    program = StageProgram(
+        prologue=lowering.prologue(graph.derived, wanted), blocks=tuple(lowered), tensors=held,
+        sends=(), loss=graph.loss, loss_scale=1.0, updates={}, recompute=of.recompute,
+        differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
+    )  # fmt: skip
+    apart = [*held.values(), *raw.values()]
+    if not derived:
+        program.prologue.module.register_forward_hook(lambda _, args, made: apart.extend(made))
+    for block in lowered:
+        if block.random:  # the last argument of a block that draws is its random state
+            block.module.register_forward_pre_hook(lambda _, args: apart.append(args[-1]))
+    counts = {name: torch.tensor(7) for block in lowered for name in block.losses}
+    with ledger() as kept:
+        done = program.forward(raw, {}, counts, (0, 0))
+    assert done.produced[graph.loss].requires_grad
+    return kept.nbytes([*apart, *counts.values()])

@@ -1,0 +1,73 @@
+"""Which groups are timed, and one launch on two real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel.collectives import group_for
+from profiles.cluster import Cluster
+from profiles.measure_collectives import COLLECTIVES, Shape, launch_local, shapes
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
+def test_groups_tile_the_world(size: int, stride: int, tiles: int) -> None:
+    groups = Shape(size=size, stride=stride).groups(size * stride * tiles)
+    assert Counter(rank for group in groups for rank in group) == Counter(
+        range(size * stride * tiles)
+    )
+    for group in groups:
+        assert group == [group[0] + k * stride for k in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "expected"),
+    [
+        (1, 1, []),
+        (2, 2, [(2, 2)]),
+        (4, 4, [(2, 2), (4, 4)]),
+        (4, 2, [(2, 2), (2, 1), (4, 2)]),
+        (6, 6, [(2, 2), (3, 3), (6, 6)]),
+    ],
+)
+def test_one_shape_for_each_way_a_group_lies_on_nodes(
+    ranks: int, per_node: int, expected: list[tuple[int, int]]
+) -> None:
+    found = [(s.size, s.per_node(per_node)) for s in shapes(ranks, per_node)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 4), (4, 2)])
+def test_every_group_of_a_mesh_is_among_them(nodes: int, per_node: int) -> None:
+    """Axes of a mesh, as the cost model sees them, are asked for by the names used here."""
+    host = Cluster.from_catalog("dgx-h100", num_nodes=nodes, devices_per_node=per_node)
+    known = {(s.size, s.per_node(per_node)) for s in shapes(host.num_devices, per_node)}
+    degrees = [d for d in range(1, host.num_devices + 1) if host.num_devices % d == 0]
+    for tp in degrees:
+        for dp in degrees:
+            if dp > 1 and host.num_devices % (tp * dp) == 0:
+                group = group_for(host, size=dp, stride=tp)
+                assert (group.size, group.per_node) in known
+
+
+def test_two_ranks_time_everything_and_leave_nothing_behind() -> None:
+    found = launch_local(2, "gloo", budget_s=0.5)
+    assert {c.kind for c in found} == set(COLLECTIVES)
+    for c in found:
+        assert (c.backend, c.ranks, c.size, c.per_node) == ("gloo", 2, 2, 2)
+        assert c.seconds > 0 and c.repetitions >= 7 and c.spread >= 0
+    sizes = {kind: sorted(c.nbytes for c in found if c.kind == kind) for kind in COLLECTIVES}
+    assert len({tuple(s) for s in sizes.values()}) == 1  # all curves end alike
+    listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True)
+    left = [x for x in listed.stdout.splitlines() if "profiles.measure_collectives" in x]
+    assert not [x for x in left if x.split()[0] in ("1", str(os.getpid()))]
+
+
+def test_a_launch_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"2 no-such ranks failed(?s:.)*no-such"):
+        launch_local(2, "no-such", budget_s=0.5)

@@ -1,0 +1,226 @@
+"""Timing of single operators: what is run, what is refused. No test depends on how fast it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from profiles import measure_ops
+from profiles.measure_ops import Skipped, Timing, TooLarge, measure, measure_all, operator
+from profiles.op_signature import Operand, OperandIndex, OpSignature
+
+CPU = torch.device("cpu")
+SHORT_S = 1e-3
+
+
+def call(target: str, *operands: Operand, args: tuple[Any, ...] = ()) -> OpSignature:
+    given = [*(OperandIndex(k) for k in range(len(operands))), *args]
+    return OpSignature.of_call(target, operands, given, {})
+
+
+def f32(*shape: int, grad: bool = True) -> Operand:
+    return "float32", shape, grad
+
+
+LINEAR = call("aten.linear.default", f32(4, 8), f32(16, 8), f32(16))
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        LINEAR,
+        call("aten.embedding.default", f32(10, 4), ("int64", (3, 5), False)),
+        call("aten.cross_entropy_loss.default", f32(6, 10), ("int64", (6,), False)),
+        call("aten.layer_norm.default", f32(2, 3, 8), args=([8],)),
+        call("aten.scaled_dot_product_attention.default", *[f32(2, 2, 4, 8)] * 3),
+        call("aten.conv2d.default", f32(2, 3, 8, 8), f32(4, 3, 3, 3)),
+        call("aten.gather.default", f32(4, 6), args=()),
+        call("aten.linear.default", ("bfloat16", (4, 8), True), ("bfloat16", (16, 8), True)),
+    ],
+    ids=lambda s: s.short,
+)
+def test_a_differentiable_call_has_a_forward_and_a_backward(signature: OpSignature) -> None:
+    if signature.short == "gather":  # its dim stands between its tensors
+        signature = OpSignature.of_call(
+            signature.target, [f32(4, 6), ("int64", (4, 2), False)],
+            [OperandIndex(0), 1, OperandIndex(1)], {},
+        )  # fmt: skip
+    found = measure(signature, CPU, budget_s=SHORT_S)
+    assert found.forward_s > 0 and found.backward_s > 0
+    assert found.repetitions >= measure_ops.MIN_REPETITIONS
+    assert math.isfinite(found.spread)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        call("aten.linear.default", f32(4, 8, grad=False), f32(16, 8, grad=False)),
+        call("aten.eq.Tensor", ("int64", (4, 4), False), ("int64", (4, 4), False)),
+        call("aten.argmax.default", f32(4, 4)),
+        OpSignature.of_call("aten.zeros.default", [], [[4, 4]], {"device": torch.device("meta")}),
+    ],
+    ids=lambda s: s.short,
+)
+def test_without_a_gradient_there_is_no_backward(signature: OpSignature) -> None:
+    found = measure(signature, CPU, budget_s=SHORT_S)
+    assert found.forward_s > 0
+    assert found.backward_s == 0
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
+    """The tensors of every call of an operator on this device."""
+    calls: list[list[torch.Tensor]] = []
+    real = measure_ops.operator
+
+    def watched(target: str) -> Callable[..., Any]:
+        function = real(target)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if args[0].device.type == "cpu":
+                calls.append([x for x in args if isinstance(x, torch.Tensor)])
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(measure_ops, "operator", watched)
+    return calls
+
+
+def test_calls_are_made_with_the_signatures_tensors(seen: list[list[torch.Tensor]]) -> None:
+    measure(LINEAR, CPU, budget_s=SHORT_S)
+    for tensors in seen:
+        assert [(x.shape, x.dtype, x.requires_grad) for x in tensors] == [
+            (shape, getattr(torch, dtype), grad) for dtype, shape, grad in LINEAR.operands
+        ]
+
+
+def test_repetitions_walk_through_several_sets(
+    seen: list[list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as fit the rotated bytes; one where a single call exceeds them."""
+    measure(LINEAR, CPU, budget_s=0.02)
+    assert len({x[0].data_ptr() for x in seen}) > 1
+    seen.clear()
+    monkeypatch.setattr(measure_ops, "ROTATED_BYTES", 1)
+    measure(LINEAR, CPU, budget_s=0.02)
+    assert len({x[0].data_ptr() for x in seen}) == 1
+
+
+def test_every_index_is_legal_and_the_whole_table_is_used(seen: list[list[torch.Tensor]]) -> None:
+    table = call("aten.embedding.default", f32(50, 4), ("int64", (64, 64), False))
+    measure(table, CPU, budget_s=SHORT_S)
+    ids = seen[0][1]
+    assert int(ids.min()) == 0 and int(ids.max()) == 49
+
+
+def test_threads_are_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        measure(LINEAR, CPU, budget_s=SHORT_S)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- the memory guard -----------------------------------------------------------------------------
+
+
+def test_a_call_beyond_free_memory_is_refused_before_it_is_made(
+    seen: list[list[torch.Tensor]],
+) -> None:
+    huge = call("aten.relu.default", f32(2**22, 2**20))
+    with pytest.raises(TooLarge, match=r"aten\.relu\.default needs 65536\.00 GiB"):
+        measure(huge, CPU)
+    assert not seen
+
+
+def test_results_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outer product of two small operands; with gradients all is needed twice."""
+    outer = call("aten.mul.Tensor", f32(100, 1), f32(1, 100))
+    needed = 2 * 4 * (100 + 100 + 100 * 100)
+    half = measure_ops.MEMORY_FRACTION
+    monkeypatch.setattr(measure_ops, "free_bytes", lambda device: math.ceil(needed / half))
+    assert measure_ops.check_memory(outer, operator(outer.target), CPU) == needed
+    monkeypatch.setattr(measure_ops, "free_bytes", lambda device: math.floor(needed / half) - 1)
+    with pytest.raises(TooLarge):
+        measure_ops.check_memory(outer, operator(outer.target), CPU)
+
+
+def test_free_memory_is_a_part_of_this_machines() -> None:
+    import os
+
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < measure_ops.free_bytes(CPU) <= total
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> list[tuple[OpSignature, float]]:
+    """`measure` answers at once; what it was asked, and for how long."""
+    asked: list[tuple[OpSignature, float]] = []
+
+    def answer(signature: OpSignature, device: torch.device, *, budget_s: float) -> Timing:
+        asked.append((signature, budget_s))
+        if signature.short == "linear":
+            raise RuntimeError("not today")
+        return Timing(forward_s=1.0, backward_s=1.0, repetitions=5, spread=0.0)
+
+    monkeypatch.setattr(measure_ops, "measure", answer)
+    return asked
+
+
+def relu(n: int) -> OpSignature:
+    return call("aten.relu.default", f32(n))
+
+
+def test_equal_calls_are_timed_once(instant: list[tuple[OpSignature, float]]) -> None:
+    found = list(measure_all([relu(2), relu(3), relu(2)], CPU, deadline_s=math.inf))
+    assert [s for s, _ in instant] == [relu(2), relu(3)]
+    assert len(found) == 2
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+    """The times that `time.monotonic` tells, one after the other."""
+    told = iter(times)
+    monkeypatch.setattr(measure_ops.time, "monotonic", lambda: next(told))
+
+
+def test_after_the_deadline_nothing_is_timed(
+    instant: list[tuple[OpSignature, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(monkeypatch, 0.0, 5.0, 10.0, 15.0)
+    found = list(measure_all(map(relu, range(1, 5)), CPU, deadline_s=10.0))
+    assert [isinstance(x, Skipped) for x in found] == [False, False, True, True]
+    assert len(instant) == 2
+
+
+def test_the_time_left_is_shared(
+    instant: list[tuple[OpSignature, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(monkeypatch, *[0.0] * 10)
+    list(measure_all(map(relu, range(1, 11)), CPU, deadline_s=0.1))
+    shares = [budget for _, budget in instant]
+    assert all(0 < share <= measure_ops.BUDGET_S for share in shares)
+    assert shares[0] <= 0.1 / 10 and shares == sorted(shares)
+
+
+def test_a_call_that_fails_is_left_out_with_its_reason(
+    instant: list[tuple[OpSignature, float]],
+) -> None:
+    found = list(measure_all([LINEAR, relu(2)], CPU, deadline_s=math.inf))
+    assert found[0] == Skipped(signature=LINEAR, reason="not today")
+    assert not isinstance(found[1], Skipped)
+
+
+@pytest.mark.parametrize("target", ["aten.nonesuch.default", "aten.relu.nonesuch", "no.such.op"])
+def test_an_operator_that_torch_does_not_have_is_named(target: str) -> None:
+    with pytest.raises(ValueError, match=target):
+        operator(target)

@@ -1,0 +1,335 @@
+"""Mixtures of experts: rules, what expert parallelism divides and exchanges, plans, rows.
+
+Oracles: loops over tokens, dense models of the same work, closed forms on ideal links,
+enumeration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel.collectives import group_for
+from costmodel.cost import Setting
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph, Op
+from costmodel.moe_costs import exchange_seconds
+from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
+from costmodel.pricing import Pricer
+from costmodel.strategies import RP, Placement, R, Strategy, strategies
+from costmodel.target import Target
+from planner.blocks import model_flops
+from planner.check import check_plan, check_runs, fingerprint
+from planner.evaluate import evaluate
+from planner.families import facts_of
+from planner.plan import Plan, PlanError, StagePlan
+from planner.reference_models import Latent, TransformerDims, build
+from planner.reference_moe import combine, dispatch, grouped_linear
+from planner.validate import Unpriced, predict_row, traced
+from profiles.cluster import Cluster, Link
+from profiles.curve import Curve
+
+DENSE = TransformerDims(
+    layers=3, hidden=64, heads=4, kv_heads=4, ffn=96, vocab=128, seq_len=32, activation="swiglu",
+    norm="rms", positions="rotary", bias=False, tied=False,
+)  # fmt: skip
+SPARSE = dataclasses.replace(DENSE, experts=16, topk=3, expert_ffn=32)
+
+
+def ideal(nodes: int, per_node: int) -> Cluster:
+    """Links without latency or size effects: 100 GB/s inside a node, 10 between for each device."""
+    base = Cluster.from_catalog("dgx-h100", num_nodes=nodes, devices_per_node=per_node)
+    device = dataclasses.replace(base.device, launch_overhead_s=0.0)
+
+    def link(bandwidth: float) -> Link:
+        return Link(
+            name="ideal", latency_s=0.0, bandwidth=bandwidth, efficiency=Curve.constant(1.0)
+        )
+
+    return dataclasses.replace(
+        base, device=device, intra_link=link(1e11), inter_link=link(1e10 * per_node)
+    )
+
+
+def pricer(
+    graph: Graph,
+    table: FactorTable,
+    cluster: Cluster,
+    *,
+    dp: int,
+    tp: int,
+    ep: int,
+    rows: float = 1,
+) -> Pricer:
+    setting = Setting(
+        cluster=cluster, dp=dp, tp=tp, ep=ep, rows=rows, num_microbatches=1, precision="bf16",
+        optimizer="adamw",
+    )  # fmt: skip
+    return Pricer(graph=graph, table=table, setting=setting)
+
+
+def ops_of(graph: Graph, short: str) -> list[Op]:
+    return [op for op in graph.ops if op.short == short]
+
+
+def split_tokens(graph: Graph, table: FactorTable, op: Op, tp: int) -> Strategy:
+    return next(s for s in strategies(graph, table, op, tp) if s.name == "s")
+
+
+# --- the operators and their rules ---------------------------------------------------------------
+
+
+def test_every_copy_meets_its_own_expert() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 5, 4, generator=generator), torch.randn(6, 4, 3, generator=generator)
+    chosen = torch.randint(0, 6, (2, 5, 2), generator=generator)
+    found = combine(grouped_linear(dispatch(x, chosen), weight, chosen))
+    for b, s in itertools.product(range(2), range(5)):
+        wanted = sum(x[b, s] @ weight[e] for e in chosen[b, s])
+        torch.testing.assert_close(found[b, s], wanted)
+
+
+def test_a_mixture_costs_the_work_of_a_dense_model_as_wide_as_a_tokens_experts() -> None:
+    """And the router's: 2·b·s·h·e, thrice with the backward."""
+    rows, tokens = 8, 8 * DENSE.seq_len
+    dense = dataclasses.replace(DENSE, ffn=SPARSE.topk * SPARSE.expert_ffn)
+    router = DENSE.layers * 3 * 2 * tokens * DENSE.hidden * SPARSE.experts
+    found = model_flops(*traced(SPARSE, "bf16")).of(rows)
+    assert found == model_flops(*traced(dense, "bf16")).of(rows) + router
+
+
+def test_the_tensor_axis_splits_tokens_and_widths_but_never_experts() -> None:
+    graph, table = traced(SPARSE, "bf16")
+    op = ops_of(graph, GROUPED)[0]
+    found = {s.name: s for s in strategies(graph, table, op, 2)}
+    assert set(found) >= {"replicate", "s", "colwise", "rowwise"} and "e" not in found
+    rows, weight = found["s"].operands[:2]
+    assert (rows, weight) == (Placement("S", 1), RP)
+    assert found["colwise"].operands[1] == Placement("S", 2)
+
+
+# --- what a rank holds, computes and exchanges ----------------------------------------------------
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]))
+def test_experts_are_divided_and_everything_else_is_not(ep: int) -> None:
+    graph, table = traced(SPARSE, "bf16")
+    priced = pricer(graph, table, ideal(2, 8), dp=16, tp=1, ep=ep)
+    for value, fqn in graph.parameters.items():
+        whole = graph.values[value].numel
+        sparse = ".experts." in fqn
+        assert priced.numel(value) == (whole / ep if sparse else whole)
+        cost = priced.parameter_cost(value, R)
+        assert cost.shard_s == pytest.approx(cost.optimizer_s * (ep / 16 if sparse else 1 / 16))
+
+
+def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_them() -> None:
+    """dp=4, tp=2, ep=4: two ranks hold an expert, four ranks the rest of a tensor-parallel rank."""
+    graph, table = traced(SPARSE, "bf16")
+    cluster = ideal(8, 1)
+    priced = pricer(graph, table, cluster, dp=4, tp=2, ep=4)
+    weight = ops_of(graph, GROUPED)[0].operands[1]
+    assert priced.replicas(weight, R) == group_for(cluster, size=2, stride=4)
+    assert priced.replicas(weight, Placement("S", 2)) == group_for(cluster, size=1, stride=8)
+    router = next(v for v, fqn in graph.parameters.items() if fqn.endswith("router.weight"))
+    assert priced.replicas(router, R) == group_for(cluster, size=4, stride=2)
+    # an all-reduce among two sends each rank's bytes once: 4 a parameter
+    sent = 4 * graph.values[weight].numel / 4
+    assert priced.parameter_cost(weight, R).reduce_s == pytest.approx(sent / 1e10)
+    # the tensor axis is among those ranks: no reduction of its own
+    assert priced.reshard_parameter(weight, R, RP).reduce_s == 0
+    assert priced.reshard_parameter(router, R, RP).reduce_s > 0
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 8), (2, 8), (2, 2), (8, 8)])
+def test_each_rank_exchanges_its_tokens_copies(tp: int, ep: int) -> None:
+    """b·s·k·h elements, b·s of them a rank's own; (ep-1)/ep leave it, out and back in both
+    passes."""
+    graph, table = traced(SPARSE, "bf16")
+    priced = pricer(graph, table, ideal(1, 8), dp=8 // tp, tp=tp, ep=ep, rows=4)
+    copies = 4 * SPARSE.seq_len / tp * SPARSE.topk * SPARSE.hidden
+    wanted = 2 * copies * (ep - 1) / ep / 1e11
+    for op in (*ops_of(graph, DISPATCH), *ops_of(graph, COMBINE)):
+        strategy = (
+            strategies(graph, table, op, tp)[0] if tp == 1 else split_tokens(graph, table, op, tp)
+        )
+        cost = priced.op_cost(op, strategy)
+        assert cost.forward_exchange_s == pytest.approx(wanted)
+        assert cost.backward_exchange_s == pytest.approx(wanted)
+
+
+@given(st.integers(2, 5), st.integers(1, 4))
+def test_a_token_crosses_once_to_each_node_that_wants_it(nodes: int, copies: int) -> None:
+    """Against all ways to choose a node for each copy, the inside of nodes being free."""
+    cluster = dataclasses.replace(
+        ideal(nodes, 1), inter_link=dataclasses.replace(ideal(nodes, 1).inter_link, bandwidth=1.0)
+    )
+    two = dataclasses.replace(ideal(nodes, 2), inter_link=cluster.inter_link)
+    ways = [len(set(way) - {0}) for way in itertools.product(range(nodes), repeat=copies)]
+    crossing = sum(ways) / len(ways)
+    nbytes = 1000.0
+    group = group_for(two, size=2 * nodes, stride=1)
+    found = exchange_seconds(nbytes, copies, group, two, once_per_node=True)
+    assert found == pytest.approx(2 * crossing * nbytes / copies, rel=1e-6)
+    every = exchange_seconds(nbytes, copies, group, two, once_per_node=False)
+    assert found <= every * (1 + 1e-9)
+
+
+def test_products_grow_with_the_tokens_of_all_expert_ranks() -> None:
+    """A rank's product does the FLOPs of its tokens for any ep, in fewer and taller matrices."""
+    graph, table = traced(SPARSE, "bf16")
+    op = ops_of(graph, GROUPED)[0]
+    costs = [
+        pricer(graph, table, ideal(1, 8), dp=8, tp=1, ep=ep, rows=64)
+        .op_cost(op, strategies(graph, table, op, 1)[0])
+        .forward_s
+        for ep in (1, 2, 8)
+    ]
+    assert costs == sorted(costs, reverse=True) and costs[-1] > 0
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def plan_of(graph: Graph, **stage: int) -> Plan:
+    sizes = {"dp": 4, "tp": 1, "ep": 1} | stage
+    return Plan(
+        model=fingerprint(graph), global_batch_size=16, num_microbatches=2, schedule="1f1b",
+        precision="bf16",
+        stages=(
+            StagePlan(
+                blocks=tuple(block.name for block in graph.blocks),
+                ranks=tuple(range(sizes["dp"] * sizes["tp"])), **sizes,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def test_the_expert_axis_is_written_and_read() -> None:
+    graph, _ = traced(SPARSE, "bf16")
+    plan = plan_of(graph, ep=4)
+    assert '"mesh": {"dp": 4, "tp": 1, "ep": 4}' in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert '"ep"' not in plan_of(graph).to_json()
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"ep": 0}, "stage 0: ep=0; legal: an integer from 1"),
+        ({"ep": 3}, "stage 0: ep=3 does not divide the 4 ranks"),
+        ({"dp": 3, "ep": 3}, "ep=3 does not divide the 16 experts of layers.0.mlp.experts.gate"),
+        ({"dp": 2, "tp": 2, "ep": 4}, r"ep=4 does not divide the 2 ranks .* split the sequence"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(stage: dict[str, int], message: str) -> None:
+    graph, table = traced(SPARSE, "bf16")
+    plan = dataclasses.replace(plan_of(graph, **stage), global_batch_size=48)
+    with pytest.raises(PlanError, match=message):
+        check_plan(plan, graph, table)
+
+
+def test_expert_parallelism_can_be_priced_but_not_run_yet() -> None:
+    graph, table = traced(SPARSE, "bf16")
+    cluster = Cluster.from_catalog("dgx-h100", devices_per_node=4)
+    plans = [plan_of(graph, ep=ep) for ep in (1, 4)]
+    alone, shared = (
+        evaluate(plan, graph, table, cluster, check_plan(plan, graph, table), optimizer="adamw")
+        for plan in plans
+    )
+    saved = alone.stages[0].parameters - shared.stages[0].parameters
+    experts = 3 * SPARSE.layers * SPARSE.experts * SPARSE.hidden * SPARSE.expert_ffn
+    assert saved == experts * 3 / 4
+    assert shared.prediction.peak_memory_bytes[0] < alone.prediction.peak_memory_bytes[0]
+    check_runs(plans[0])
+    with pytest.raises(PlanError, match="ep=4 can be priced, but not run yet"):
+        check_runs(plans[1])
+
+
+def test_the_exchange_hides_behind_compute_as_far_as_there_is_some() -> None:
+    graph, table = traced(SPARSE, "bf16")
+    plan, cluster = plan_of(graph, ep=4), Cluster.from_catalog("p5.48xlarge", devices_per_node=4)
+    assignments = check_plan(plan, graph, table)
+
+    def seconds(overlap: float) -> float:
+        target = Target(name="test", overlap_experts=overlap)
+        return evaluate(
+            plan, graph, table, cluster, assignments, optimizer="adamw", target=target
+        ).stages[0].forward_s  # fmt: skip
+
+    times = [seconds(overlap) for overlap in (0.0, 0.5, 1.0)]
+    assert times == sorted(times, reverse=True)
+    with pytest.raises(ValueError, match=r"overlap_experts=1\.5; legal: 0 to 1"):
+        seconds(1.5)
+
+
+# --- published models and rows -------------------------------------------------------------------
+
+
+def test_dense_first_layers_and_latent_attention_are_deepened() -> None:
+    """Parameters of the deep stack, counted by hand."""
+    dims = dataclasses.replace(
+        SPARSE, layers=9, dense_layers=2, shared_ffn=48, latent=Latent(q_rank=24, kv_rank=16)
+    )
+    graph, _ = traced(dims, "bf16")
+    h, heads, of = dims.hidden, dims.heads, dims.latent
+    assert of is not None
+    attention = (
+        h * 24 + 24 + 24 * heads * 192 + h * (16 + 64) + 16 + 16 * heads * 256 + heads * 128 * h
+    )
+    sparse = h * dims.experts + 3 * h * (dims.experts * dims.expert_ffn + 48)
+    wanted = 9 * (attention + 2 * h) + 7 * sparse + 2 * 3 * h * dims.ffn + 2 * dims.vocab * h + h
+    assert graph.num_parameters() == wanted
+    names = [block.name for block in graph.blocks]
+    assert names == ["embed", *(f"layers.{k}" for k in range(9)), "head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen3-30B-A3B", 30.5), ("Qwen3-235B-A22B", 235), ("DeepSeek-V3-671B", 671),
+        ("Kimi-K2", 1026), ("Moonlight-16B-A3B", 16),
+    ],
+)  # fmt: skip
+def test_public_configurations_add_up(name: str, billions: float) -> None:
+    """Parameters of a model from the columns of a table and its family's facts."""
+    shapes = {  # layers, hidden, heads, kv_heads, expert ffn, vocab, experts, topk
+        "Qwen3-30B-A3B": (48, 2048, 32, 4, 768, 151936, 128, 8),
+        "Qwen3-235B-A22B": (94, 4096, 64, 4, 1536, 151936, 128, 8),
+        "DeepSeek-V3-671B": (61, 7168, 128, 128, 2048, 129280, 256, 8),
+        "Kimi-K2": (61, 7168, 64, 64, 2048, 163840, 384, 8),
+        "Moonlight-16B-A3B": (27, 2048, 16, 16, 1408, 163840, 64, 6),
+    }
+    layers, hidden, heads, kv_heads, ffn, vocab, experts, topk = shapes[name]
+    sizes = {"ffn": ffn, **facts_of(name)}
+    dims = dataclasses.replace(
+        DENSE, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab,
+        head_dim=0, experts=experts, topk=topk, expert_ffn=ffn,
+    )  # fmt: skip
+    model, _ = build(dataclasses.replace(dims, **sizes))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+ROW = {
+    "model": "Qwen3-30B-A3B", "layers": "48", "hidden": "2048", "heads": "32", "kv_heads": "4",
+    "ffn": "768", "vocab": "151936", "seq_len": "4096", "moe_experts": "128", "moe_topk": "8",
+    "gpu": "H100-80GB SXM", "num_gpus": "16", "gpus_per_node": "8", "precision": "bf16",
+    "tp": "1", "pp": "1", "cp": "1", "ep": "16", "vp": "1", "dp": "16", "recompute": "none",
+    "micro_batch": "1", "global_batch": "1024", "framework": "Megatron-Bridge",
+    "notes": "EP overlap off; HybridEP, TE graphs router/preprocess, forced balance",
+}  # fmt: skip
+
+
+def test_a_published_step_is_in_the_region() -> None:
+    """24.7 s (Megatron-Bridge); the margin leaves room for other fits, not for other physics."""
+    assert predict_row(ROW).step_time_s == pytest.approx(24.7, rel=0.35)
+
+
+def test_a_model_with_other_layers_is_refused_by_name() -> None:
+    with pytest.raises(Unpriced, match=r"Nemotron-3.* state-space layers"):
+        predict_row({**ROW, "model": "Nemotron-3-Nano-30B-A3B"})

@@ -1,0 +1,228 @@
+"""What measurements say: the labels, affine truths met exactly, silence where nothing is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiles.cluster import Cluster
+from profiles.measure_collectives import CollectiveTiming
+from profiles.measure_ops import Timing
+from profiles.op_signature import OperandIndex, OpSignature
+from profiles.profile import INTERPOLATED, MEASURED, Profile, is_device_of, load_profile, profile_of
+from profiles.store import DeviceId, Measurements, Store
+
+HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
+
+
+def linear(rows: int, inputs: int = 8, outputs: int = 16, dtype: str = "float32") -> str:
+    """Rows stand in one operand, the widths in two dims each."""
+    operands = [(dtype, (rows, inputs), True), (dtype, (outputs, inputs), True)]
+    given = [OperandIndex(0), OperandIndex(1)]
+    return OpSignature.of_call("aten.linear.default", operands, given, {}).text
+
+
+def add(rows: int, width: int) -> str:
+    operands = [("float32", (rows, width), True)] * 2
+    return OpSignature.of_call(
+        "aten.add.Tensor", operands, [OperandIndex(0), OperandIndex(1)], {}
+    ).text
+
+
+def timing(forward_s: float, backward_s: float | None = None) -> Timing:
+    backward_s = 2 * forward_s if backward_s is None else backward_s
+    return Timing(forward_s=forward_s, backward_s=backward_s, repetitions=5, spread=0.0)
+
+
+def knowing(operators: dict[str, Timing], slowdown: float = 1.0) -> Profile:
+    found = Measurements(device=HERE, operators=operators, collectives=())
+    return Profile(found=found, ranks=2, backend="gloo", slowdown=slowdown)
+
+
+def test_a_measured_call_is_said_to_be_measured() -> None:
+    profile = knowing({linear(4): timing(1.0, 3.0)})
+    assert profile.op(linear(4)) == (1.0, 3.0, MEASURED)
+
+
+def test_between_two_measured_sizes_it_is_interpolated() -> None:
+    profile = knowing({linear(4): timing(1.0), linear(8): timing(3.0)})
+    assert profile.op(linear(5)) == (pytest.approx(1.5), pytest.approx(3.0), INTERPOLATED)
+
+
+@given(
+    st.integers(1, 50), st.integers(1, 50), st.integers(1, 50),
+    st.floats(1e-6, 1.0), st.floats(0.0, 1e-2),
+)  # fmt: skip
+def test_an_affine_truth_is_met(a: int, b: int, c: int, base: float, slope: float) -> None:
+    """Seconds base + slope·rows, at rows between two measured ones, in both operands at once."""
+    low, middle, high = a, a + b, a + b + c
+    truth = {rows: base + slope * rows for rows in (low, middle, high)}
+    profile = knowing({add(rows, 6): timing(truth[rows], 0.0) for rows in (low, high)})
+    found = profile.op(add(middle, 6))
+    assert found is not None
+    assert found[0] == pytest.approx(truth[middle])
+    assert found[1:] == (0.0, INTERPOLATED)
+
+
+def test_the_nearest_neighbours_answer() -> None:
+    profile = knowing({linear(r): timing(float(r * r)) for r in (1, 4, 6, 20)})
+    found = profile.op(linear(5))
+    assert found is not None
+    assert found[0] == pytest.approx((16 + 36) / 2)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        linear(2), linear(16),  # beyond what was measured
+        linear(5, inputs=9),  # another width
+        linear(5, dtype="bfloat16"),
+        add(5, 8),
+    ],
+)  # fmt: skip
+def test_nothing_is_said_of_what_is_not_known(unknown: str) -> None:
+    profile = knowing({linear(4): timing(1.0), linear(8): timing(3.0)})
+    assert profile.op(unknown) is None
+
+
+def test_two_sizes_that_change_apart_are_not_one() -> None:
+    """Twice the rows and four times the width lie on no line through one scaled size."""
+    profile = knowing({linear(2, inputs=2): timing(1.0), linear(16, inputs=32): timing(3.0)})
+    assert profile.op(linear(4, inputs=8)) is None
+
+
+def test_arguments_are_part_of_the_call() -> None:
+    def scaled(rows: int, factor: float) -> str:
+        given = [OperandIndex(0), factor]
+        return OpSignature.of_call("aten.mul.Tensor", [("float32", (rows,), True)], given, {}).text
+
+    profile = knowing({scaled(2, 0.5): timing(1.0), scaled(8, 0.5): timing(2.0)})
+    assert profile.op(scaled(4, 0.5)) is not None
+    assert profile.op(scaled(4, 0.25)) is None
+
+
+def test_ranks_that_share_a_core_wait_for_each_other() -> None:
+    profile = knowing({linear(4): timing(1.0, 3.0)}, slowdown=2.0)
+    assert profile.op(linear(4)) == (2.0, 6.0, MEASURED)
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def curve(points: Iterable[tuple[int, float]], **changes: object) -> Measurements:
+    base = CollectiveTiming(
+        backend="gloo", kind="all_reduce", ranks=2, size=2, per_node=2, nbytes=1, seconds=1.0,
+        repetitions=5, spread=0.0,
+    )  # fmt: skip
+    made = [dataclasses.replace(base, nbytes=n, seconds=s, **changes) for n, s in points]
+    return Measurements(device=HERE, operators={}, collectives=tuple(made))
+
+
+def asking(found: Measurements, **changes: object) -> Profile:
+    return Profile(**{"found": found, "ranks": 2, "backend": "gloo", **changes})
+
+
+POINTS = [(4096, 5.0), (1024, 2.0), (2048, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds", "label"),
+    [
+        (1024, 2.0, MEASURED), (4096, 5.0, MEASURED),
+        (1536, 2.5, INTERPOLATED), (3072, 4.0, INTERPOLATED),
+        (0, 2.0, INTERPOLATED), (1, 2.0, INTERPOLATED),  # latency
+        (8192, 9.0, INTERPOLATED),  # 2 s for each 2048 bytes more
+    ],
+)  # fmt: skip
+def test_a_message_between_two_measured_ones(nbytes: int, seconds: float, label: str) -> None:
+    found = asking(curve(POINTS)).collective("all_reduce", nbytes, 2, 2)
+    assert found == (pytest.approx(seconds), label)
+
+
+def test_a_noisy_end_of_the_curve_does_not_run_backwards() -> None:
+    profile = asking(curve([(1024, 2.0), (2048, 1.5)]))
+    assert profile.collective("all_reduce", 10**6, 2, 2) == (1.5, INTERPOLATED)
+
+
+def test_a_single_point_is_latency_below_and_bandwidth_above() -> None:
+    profile = asking(curve([(1024, 2.0)]))
+    assert profile.collective("all_reduce", 512, 2, 2) == (2.0, INTERPOLATED)
+    assert profile.collective("all_reduce", 4096, 2, 2) == (8.0, INTERPOLATED)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [("all_gather", 1024, 2, 2), ("all_reduce", 1024, 4, 4), ("all_reduce", 1024, 2, 1)],
+)
+def test_other_groups_are_not_known(question: tuple[str, int, int, int]) -> None:
+    assert asking(curve(POINTS)).collective(*question) is None
+
+
+@pytest.mark.parametrize("changes", [{"backend": "nccl"}, {"ranks": 4}])
+def test_another_backend_or_world_is_not_known(changes: dict[str, object]) -> None:
+    assert asking(curve(POINTS), **changes).collective("all_reduce", 1024, 2, 2) is None
+    known = asking(curve(POINTS, **changes), **changes)
+    assert known.collective("all_reduce", 1024, 2, 2) == (2.0, MEASURED)
+
+
+# --- from the cache -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "profile.sqlite")
+
+
+def host(ranks: int) -> Cluster:
+    return Cluster.local(ranks, "cpu", measure=False)
+
+
+def measured(device: DeviceId, seconds: float) -> Measurements:
+    return Measurements(device=device, operators={linear(4): timing(seconds)}, collectives=())
+
+
+def test_without_a_cache_there_is_no_profile(store: Store) -> None:
+    assert load_profile(host(2), store) is None
+    assert not store.path.exists()
+
+
+def test_a_cpus_profile_is_this_machines_own(store: Store) -> None:
+    here = DeviceId.here("cpu")
+    store.add(measured(dataclasses.replace(here, name="another"), 9.0))
+    store.add(measured(dataclasses.replace(here, torch="1.0"), 9.0))
+    assert load_profile(host(1), store) is None
+    store.add(measured(here, 1.0))
+    found = load_profile(host(1), store)
+    assert found is not None
+    assert found.op(linear(4)) == (1.0, 2.0, MEASURED)
+
+
+def test_more_ranks_than_cores_have_a_share_each() -> None:
+    cores = os.cpu_count() or 1
+    found = measured(HERE, 1.0)
+    assert profile_of(host(cores), found).slowdown == 1.0
+    assert profile_of(host(3 * cores), found).slowdown == 3.0
+
+
+def test_a_gpus_profile_is_the_latest_of_that_gpu(store: Store) -> None:
+    cluster = Cluster.from_catalog("h100-sxm")
+    h100 = DeviceId(name="NVIDIA H100 80GB HBM3", driver="550", torch="2.11.0")
+    store.add(measured(h100, 1.0))
+    store.add(measured(dataclasses.replace(h100, torch="2.13.0"), 2.0))
+    store.add(measured(dataclasses.replace(h100, name="NVIDIA A100-SXM4-80GB"), 3.0))
+    found = load_profile(cluster, store)
+    assert found is not None
+    assert found.op(linear(4)) == (2.0, 4.0, MEASURED)
+    assert load_profile(Cluster.from_catalog("v100-32gb"), store) is None
+
+
+def test_devices_are_told_apart_by_the_drivers_name() -> None:
+    assert is_device_of(Cluster.from_catalog("h100-sxm"), "NVIDIA H100 80GB HBM3")
+    assert not is_device_of(Cluster.from_catalog("a100-80gb"), "NVIDIA H100 80GB HBM3")
+    assert not is_device_of(host(1), "NVIDIA H100 80GB HBM3")

@@ -1,0 +1,273 @@
+"""`meshwright profile`: what is measured, once, and what the files and the terminal get."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from meshwright import profile_command
+from meshwright.cli import main
+from meshwright.profile_command import calls, microbatch_rows, profile_model, progress
+from profiles import measure_ops
+from profiles.cluster import Cluster
+from profiles.measure_collectives import COLLECTIVES, SIZES_BYTES, CollectiveTiming
+from profiles.profile import MEASURED, load_profile
+from profiles.store import DeviceId, Measurements, Store, export_json
+
+TARGET = """
+import tiny
+
+
+def net():
+    return tiny.net(), tiny.batch(4), tiny.loss
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "profile.sqlite")
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Launches of ranks that were asked for; none is started."""
+    asked: list[tuple[int, str]] = []
+
+    def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[CollectiveTiming]:
+        asked.append((ranks, backend))
+        return [
+            CollectiveTiming(
+                backend=backend, kind="all_reduce", ranks=ranks, size=ranks, per_node=ranks,
+                nbytes=1024, seconds=0.5, repetitions=5, spread=0.0,
+            )
+        ]  # fmt: skip
+
+    monkeypatch.setattr(profile_command, "launch_local", launch_local)
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few repetitions as there can be."""
+    real = measure_ops.measure
+    monkeypatch.setattr(
+        measure_ops, "measure", lambda one, device, *, budget_s: real(one, device, budget_s=0.0)
+    )
+
+
+def profiled(store: Store, cluster: Cluster, **changes: Any) -> profile_command.Summary:
+    given: dict[str, Any] = {"batch": 4, "precision": "fp32", "budget_s": 600.0, "store": store}
+    return profile_model(tiny.net(), tiny.batch(4), tiny.loss, cluster, **{**given, **changes})
+
+
+# --- what to measure ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (64, [1, 2, 4, 16, 32, 64]), (7, [1, 7])],
+)
+def test_rows_are_divisors_of_the_batch_with_both_ends(batch: int, rows: list[int]) -> None:
+    assert microbatch_rows(batch) == rows
+
+
+def test_every_degree_and_every_number_of_rows_is_covered() -> None:
+    """The first layer's projection by hand: [rows, 6, 16] x [32, 16], whole and split both ways."""
+    graph, table = tiny.cut(tiny.net())
+    found = calls(graph, table, tiny.host(2), batch=2)
+    shapes = {
+        tuple(shape for _, shape, _ in one.operands) for one in found if one.short == "linear"
+    }
+    for rows in (1, 2):
+        assert ((rows, 6, 16), (32, 16), (32,)) in shapes
+        assert ((rows, 6, 16), (16, 16), (16,)) in shapes  # colwise on two
+        assert ((rows, 6, 8), (32, 8), (32,)) in shapes  # rowwise on two
+        assert ((rows, 6, 16), (8, 16), (8,)) not in shapes  # that were four
+
+
+def test_three_equal_layers_are_measured_once() -> None:
+    graph, table = tiny.cut(tiny.net())
+    found = calls(graph, table, tiny.host(1), batch=1)
+    assert len({one.text for one in found}) == len(found)
+    assert len(found) < len(graph.ops) - 2 * len(graph.ops) // 4
+
+
+def test_the_most_work_comes_first() -> None:
+    """A linear layer's FLOPs are 2 · elements of its input · outputs; all others come after."""
+    graph, table = tiny.cut(tiny.net())
+    found = calls(graph, table, tiny.host(2), batch=4)
+    flops = [
+        2 * math.prod(one.operands[0][1]) * one.operands[1][1][0] if one.short == "linear" else 0
+        for one in found
+    ]
+    assert flops[0] > 0
+    assert flops == sorted(flops, reverse=True)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_found_by_the_planner(store: Store) -> None:
+    cluster = tiny.host(1)
+    summary = profiled(store, cluster)
+    assert summary.timed == summary.calls > 10
+    assert summary.skipped == {}
+    profile = load_profile(cluster, store)
+    assert profile is not None
+    graph, table = tiny.cut(tiny.net())
+    for one in calls(graph, table, cluster, batch=4):
+        found = profile.op(one.text)
+        assert found is not None and found[0] > 0 and found[2] == MEASURED
+        assert (found[1] > 0) == one.differentiable
+
+
+def test_what_is_known_is_not_measured_again(store: Store) -> None:
+    first = profiled(store, tiny.host(1))
+    second = profiled(store, tiny.host(1))
+    assert (second.known, second.timed) == (first.calls, 0)
+    assert profiled(store, tiny.host(1), again=True).timed == first.calls
+
+
+def test_a_spent_budget_leaves_the_rest_to_the_roofline(store: Store) -> None:
+    summary = profiled(store, tiny.host(1), budget_s=1e-6)
+    assert summary.timed == 0
+    assert summary.skipped == {"the time budget was spent": summary.calls}
+    assert f"{summary.calls} left to the roofline: the time budget was spent" in str(summary)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "collectives", "expected"),
+    [(2, True, [(2, "gloo")]), (2, False, []), (1, True, [])],
+)
+def test_collectives_take_as_many_ranks_as_the_cluster_has(
+    store: Store, launches: list[tuple[int, str]], ranks: int, collectives: bool,
+    expected: list[tuple[int, str]],
+) -> None:  # fmt: skip
+    cluster = tiny.host(ranks)
+    profiled(store, cluster, collectives=collectives, budget_s=1e-6)
+    assert launches == expected
+    profile = load_profile(cluster, store)
+    found = profile.collective("all_reduce", 1024, ranks, ranks) if profile else None
+    assert found == ((0.5, MEASURED) if expected else None)
+
+
+def test_whole_curves_are_not_timed_again(store: Store, launches: list[tuple[int, str]]) -> None:
+    cluster = tiny.host(2)
+    for known in (0, len(SIZES_BYTES) - 1, len(SIZES_BYTES)):
+        found = [
+            CollectiveTiming(
+                backend="gloo", kind=kind, ranks=2, size=2, per_node=2, nbytes=4**k,
+                seconds=0.5, repetitions=5, spread=0.0,
+            )
+            for kind in COLLECTIVES for k in range(known)
+        ]  # fmt: skip
+        here = DeviceId.here("cpu")
+        store.add(Measurements(device=here, operators={}, collectives=tuple(found)))
+        launches.clear()
+        profiled(store, cluster, budget_s=1e-6)
+        assert launches == ([] if known == len(SIZES_BYTES) else [(2, "gloo")])
+    profiled(store, cluster, budget_s=1e-6, again=True)
+    assert launches == [(2, "gloo")]
+
+
+@pytest.mark.parametrize("changes", [{"budget_s": 0.0}, {"budget_s": -1.0}, {"batch": 0}])
+def test_wrong_numbers_are_refused(store: Store, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="legal: above 0, from 1"):
+        profiled(store, tiny.host(1), **changes)
+
+
+def test_a_device_that_is_not_here_cannot_be_measured(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"'h100-sxm' devices and this machine has no GPU"):
+        profiled(store, Cluster.from_catalog("h100-sxm"))
+
+
+def test_another_gpu_than_the_clusters_is_refused_with_both_names(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index=0: "Some GPU")
+    with pytest.raises(ValueError, match=r"'h100-sxm'.*'Some GPU'"):
+        profiled(store, Cluster.from_catalog("h100-sxm"))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a target, and a cache of its own."""
+    (tmp_path / "profile_targets.py").write_text(TARGET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "profile_targets", raising=False)
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def command(*more: str) -> int:
+    return main(
+        ["profile", "profile_targets:net", "--batch", "2", "--precision", "fp32", "--cluster",
+         "local:1", "--budget", "600", *more]
+    )  # fmt: skip
+
+
+def test_a_profile_travels_as_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("--json", "--export", "p.json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["timed"] == first["calls"]
+    (folder / "cache" / "profile.sqlite").unlink()
+    assert command("--json", "--import", "p.json") == 0
+    second = json.loads(capsys.readouterr().out)
+    assert (second["known"], second["timed"]) == (first["calls"], 0)
+
+
+def test_a_profile_of_another_device_is_refused_by_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = DeviceId(name="another chip", driver="1", torch="1")
+    export_json(Measurements(device=other, operators={}, collectives=()), "p.json")
+    assert command("--import", "p.json") == 1
+    said = capsys.readouterr().err
+    assert "'another chip'" in said and DeviceId.here("cpu").name in said
+
+
+def test_nothing_measured_is_nothing_to_export(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("--budget", "1e-6", "--export", "p.json") == 1
+    assert "nothing to export" in capsys.readouterr().err
+    assert not (folder / "p.json").exists()
+
+
+# --- the bar --------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "rank", "shown"),
+    [(Terminal(), None, True), (Terminal(), "0", True), (Terminal(), "1", False),
+     (io.StringIO(), None, False)],
+)  # fmt: skip
+def test_the_bar_is_for_rank_0s_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, rank: str | None, shown: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert list(progress(range(3), 3)) == [0, 1, 2]
+    assert ("3/3" in stream.getvalue()) == shown

@@ -1,0 +1,395 @@
+"""Saved bytes of models under plans: the prediction against what torch's saved-tensor hooks see, to
+the byte, whatever the precision, the attention, the recompute and the shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import CASES, GLOBAL_BATCH, SEQUENCE, VOCAB, Case, Traced, gpt2, traced
+from planning import cut
+from saved_tensors import Setup, chosen, counted, ledger, memories, predicted, pricer, setup
+from threaded_ranks import Ranks, talking_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from costmodel.fusion import fuse
+from costmodel.pricing import Pricer, Setting
+from costmodel.target import Target
+from planner.block_price import price_block
+from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.saved import block_memory
+from planner.selective import selective_ops
+from profiles.cluster import Cluster
+
+SMALL: Mapping[str, Any] = {"vocab_size": VOCAB, "attn_implementation": "eager"}
+
+
+def eager_gpt2(dropout: float) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, n_positions=SEQUENCE, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **SMALL,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def eager_llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=SEQUENCE, **SMALL,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def eager_bert(dropout: float) -> nn.Module:
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=SEQUENCE, hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout, **SMALL,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config).train()
+
+
+def like(name: str, build: Callable[[], nn.Module]) -> Case:
+    return dataclasses.replace(CASES[name], build=build)
+
+
+class ConvNet(nn.Module):
+    """What ResNets begin with: ReLU and maximum pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(F.relu(self.bn(self.conv(x)), inplace=True))
+        return self.fc(x.mean((2, 3)))
+
+
+MODELS: Mapping[str, Case] = {
+    **CASES,
+    "gpt2_untied_dropout": like("gpt2_tied", partial(gpt2, tied=False, dropout=0.1)),
+    "gpt2_eager": like("gpt2_tied", partial(eager_gpt2, 0.0)),
+    "gpt2_eager_dropout": like("gpt2_tied", partial(eager_gpt2, 0.1)),
+    "llama_eager": like("llama", eager_llama),
+    "bert_eager": like("bert", partial(eager_bert, 0.0)),
+    "bert_eager_dropout": like("bert", partial(eager_bert, 0.1)),
+    "convnet": like("resnet", ConvNet),
+}
+
+
+@cache
+def graph_of(name: str, rows: int, precision: str = "fp32") -> Traced:
+    return traced(MODELS[name], rows, precision)
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_model_keeps_what_the_hooks_see(name: str, precision: str) -> None:
+    for parts in (1, 4):
+        rows = GLOBAL_BATCH // parts
+        for recompute in ("none", "full"):
+            of = setup(graph_of(name, rows, precision), microbatches=parts, recompute=recompute)
+            assert predicted(of) == counted(of, MODELS[name].batch(rows, 0))
+
+
+@pytest.mark.parametrize("name", ["gpt2_eager", "llama", "bert"])
+def test_one_row_reshapes_without_copies(name: str) -> None:
+    """A batch of one is no dim to memory: tensors that are copied for two rows are views for
+    one."""
+    rows = {path: x[4:5] for path, x in MODELS[name].batch(8, 0).items()}
+    of = setup(graph_of(name, 1))
+    assert predicted(of) == counted(of, rows)
+
+
+def test_recompute_keeps_the_inputs_of_blocks_alone() -> None:
+    of = setup(graph_of("gpt2_untied", 4), recompute="full")
+    inputs = dict.fromkeys(value for block in of.blocks for value in block.inputs)
+    assert predicted(of) == sum(of.of.graph.values[value].nbytes for value in inputs)
+
+
+# transformers caches keys and values unless told not to, which copies them
+UNCACHED = {"gpt2_tied", "gpt2_untied", "gpt2_eager", "llama", "llama_eager"}
+# not here: dropout, whose masks the executor draws by counter; 16 bits, in which a model's
+# statistics would be kept, too
+OWN = ["bert", "bert_eager", "convnet", "mlp", "plain_gpt", "resnet", *sorted(UNCACHED)]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_users_model_keeps_the_same(name: str) -> None:
+    """The model as its author runs it, masks and positions included."""
+    case, of = MODELS[name], setup(graph_of(name, 8))
+    model, batch = case.model(), case.batch(8, 0)
+    if name in UNCACHED:
+        model.config.use_cache = False
+    with ledger() as kept:
+        case.loss(model, batch)
+    given = batch.values() if isinstance(batch, Mapping) else batch
+    own = kept.nbytes([*model.parameters(), *model.buffers(), *given])
+    assert own == counted(of, batch, derived=True)
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2_untied", "llama", "plain_gpt", "mlp"])
+def test_prices_of_blocks_add_up_to_the_model(name: str) -> None:
+    """Where every block reads one value, and for its backward: what one keeps, another holds."""
+    of = setup(graph_of(name, 8), microbatches=2)
+    prices = [
+        price_block(pricer(of), of.layouts[b.name], of.assignments[b.name], {}) for b in of.blocks
+    ]
+    assert sum(p.saved_bytes + p.input_bytes for p in prices) == predicted(of)
+
+
+def test_bytes_grow_with_the_rows() -> None:
+    """A graph traced at one batch size is priced at another."""
+    few, many = (setup(graph_of("llama", rows), microbatches=2) for rows in (2, 8))
+    stretched = dataclasses.replace(few, rows=many.rows)
+    assert predicted(stretched) == predicted(many)
+    assert predicted(few) < predicted(many)
+
+
+class Layer(nn.Module):
+    """A pre-norm Transformer layer with fused attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.n1(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        x = x + F.dropout(self.proj(mixed.transpose(1, 2).flatten(2)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.n2(x)))), self.dropout)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_layer_on_gpus_is_the_closed_form(tp: int, dropout: float) -> None:
+    """Korthikanti et al. 2022 with fused attention, 16 bits: s·b·h·(10 + 24/t) with the input, of
+    which 2 are masks; besides four statistics of norms and a normaliser per head and row, in single
+    precision."""
+    b, s, h, a = 2, 64, 128, 8
+    with torch.device("meta"):
+        model = Stack(*(Layer(h, a, dropout) for _ in range(3)))
+        batch = torch.empty(b, s, h), torch.empty(b, s, h)
+    of = cut(model, batch, F.mse_loss, precision="bf16")
+    graph, table = of.graph, of.table
+    block = next(block for block in graph.blocks if block.name == "layers.1")
+    layouts = BlockLayouts(graph, table, block, tp)
+    split = {op.name: Entry(strategy="colwise") for op in block.ops if op.key.endswith("up:linear")}
+    split |= {op.name: Entry(strategy="colwise.1") for op in block.ops if "qkv:linear" in op.key}
+    assignment = layouts.complete(split if tp > 1 else {}, {})
+    setting = Setting(
+        cluster=Cluster.from_catalog("h100-sxm"), dp=1, tp=tp, rows=b, num_microbatches=1,
+        precision="bf16", optimizer="adamw", target=Target(name="plain kernels"),
+    )  # fmt: skip
+    prices = Pricer(graph=graph, table=table, setting=setting)
+    price = price_block(prices, layouts, assignment, {})
+    whole = 10 if dropout else 8
+    statistics = 4 * 4 * b * s + 4 * b * s * a / tp
+    assert price.saved_bytes + price.input_bytes == b * s * h * (whole + 24 / tp) + statistics
+
+
+class Gated(nn.Module):
+    """A gated linear unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_values_inside_a_fused_kernel_are_not_kept() -> None:
+    """The gate's activation is read by the product alone, and made again from the gate."""
+    width, rows, layers = 16, 6, 3
+    with torch.device("meta"):
+        model = Stack(*(Gated(width) for _ in range(layers)))
+        batch = torch.empty(rows, width), torch.empty(rows, width)
+    of = setup(cut(model, batch, F.mse_loss, precision="fp32"))
+    graph, table = of.of.graph, of.of.table
+    plain, fused = pricer(of), pricer(of)
+    fused.fusion = fuse(graph, table, "pointwise")
+    for block in of.blocks[:layers]:
+        layouts, assignment = of.layouts[block.name], of.assignments[block.name]
+        apart, together = (
+            block_memory(prices, layouts, assignment, {}).saved_bytes for prices in (plain, fused)
+        )
+        assert apart == 4 * 4 * rows * width  # gate, its activation, up, their product
+        assert together == 3 * 4 * rows * width
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with talking_ranks() as made:
+        yield made
+
+
+SEQUENCE_SPLIT = {
+    "gpt2_tied": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
+    "llama": {"model.layers.*:add": "-> S(1)", "model.layers.*:add#1": "-> S(1)"},
+}
+
+
+def agrees(of: Setup, name: str, ranks: Ranks) -> None:
+    """Prediction and count on every rank; ranks differ where one holds a partial value that is zero
+    on the others."""
+    batch = MODELS[name].batch(of.of.graph.batch_size, 0)
+    got = ranks.run(of.mesh, lambda data, tensor: counted(of, batch, data, tensor))
+    assert predicted(of) == max(got.values())
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_keep_their_shares(name: str, mesh: tuple[int, int], ranks: Ranks) -> None:
+    """Megatron's shardings (tensor axis), synchronised statistics (data axis)."""
+    shardings = MODELS[name].shardings if mesh[1] > 1 and name != "convnet" else {}
+    for recompute in ("none", "full"):
+        of = setup(graph_of(name, 4), shardings, mesh=mesh, microbatches=4, recompute=recompute)
+        agrees(of, name, ranks)
+
+
+@pytest.mark.parametrize("name", SEQUENCE_SPLIT)
+def test_ranks_keep_their_part_of_the_sequence(name: str, ranks: Ranks) -> None:
+    shardings = {**MODELS[name].shardings, **SEQUENCE_SPLIT[name]}
+    of = setup(graph_of(name, 4), shardings, mesh=(1, 2))
+    agrees(of, name, ranks)
+    assert predicted(of) < predicted(setup(graph_of(name, 4), MODELS[name].shardings, mesh=(1, 2)))
+
+
+@cache
+def any_assignments(name: str, seed: int) -> Mapping[str, Assignment]:
+    """Random strategies for a third of the operators; the rest follows."""
+    rng, of = random.Random(seed), graph_of(name, 4)
+    prices = pricer(setup(of, mesh=(1, 2)))
+    found: dict[str, Assignment] = {}
+    states: dict[str, Any] = {}
+    for block in of.graph.blocks:
+        layouts = BlockLayouts(of.graph, of.table, block, 2)
+        inputs = {value: states[value] for value in block.inputs}
+        for share in (0.3, 0.3, 0.2, 0.1, 0.0):
+            entries = {
+                op.name: Entry(strategy=rng.choice(layouts.options(op)).name)
+                for op in block.ops
+                if rng.random() < share
+            }
+            try:
+                found[block.name] = layouts.complete(entries, inputs)
+                price_block(prices, layouts, found[block.name], inputs)
+                break
+            except ValueError:  # no re-shard leads from one choice to the next
+                continue
+        states |= {value: found[block.name].states[value] for value in block.outputs}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["gpt2_untied_dropout", "llama", "plain_gpt", "resnet"])
+def test_ranks_keep_the_same_under_any_strategies(name: str, seed: int, ranks: Ranks) -> None:
+    of = chosen(graph_of(name, 4), any_assignments(name, seed), mesh=(1, 2))
+    agrees(of, name, ranks)
+
+
+# --- selective recompute --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2_eager", "gpt2_eager_dropout", "bert_eager_dropout"])
+def test_selective_recompute_repeats_scores_and_probabilities(name: str) -> None:
+    of = graph_of(name, 4)
+    block = of.graph.blocks[1]
+    ops = {op.name: op for op in block.ops}
+    picked = [ops[op] for op in selective_ops(block, of.graph, of.table)]
+    squares = {op.short for op in picked}
+    assert {"matmul", "softmax"} <= squares
+    assert ("dropout" in squares) == name.endswith("dropout")
+    assert not squares & {"linear", "addmm", "gelu", "layer_norm"}
+    assert all(
+        of.graph.values[v].shape[-2:] == (SEQUENCE, SEQUENCE) for op in picked for v in op.results
+    )
+    assert sum(op.short == "matmul" for op in picked) == 1
+
+
+def test_fused_attention_and_convolutions_are_not_repeated() -> None:
+    for name in ("gpt2_tied", "resnet", "mlp"):
+        of = graph_of(name, 4)
+        for block in of.graph.blocks:
+            assert not selective_ops(block, of.graph, of.table)
+
+
+def test_written_out_dropout_of_an_attention_operator_is_repeated() -> None:
+    of = graph_of("gpt2_dropout", 4)
+    block = of.graph.blocks[1]
+    (name,) = selective_ops(block, of.graph, of.table)
+    assert {op.name: op.short for op in block.ops}[name] == "scaled_dot_product_attention"
+
+
+class Core(nn.Module):
+    """Attention of one head, run again in the backward if asked to."""
+
+    def __init__(self, width: int, again: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.again = again
+
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ((q @ k.transpose(1, 2)) * 0.1).softmax(-1) @ v
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.q(x), self.k(x), self.v(x)
+        mixed = checkpoint(self.core, *qkv, use_reentrant=False) if self.again else self.core(*qkv)
+        return x + self.o(mixed)
+
+
+def test_repeated_operators_keep_what_a_checkpoint_around_them_keeps() -> None:
+    """The product that reads the probabilities keeps its other operand either way."""
+    width, layers = 16, 3
+    batch = torch.randn(4, 24, width), torch.randn(4, 24, width)
+
+    def model(again: bool) -> nn.Module:
+        return Stack(*(Core(width, again) for _ in range(layers)))
+
+    of = setup(cut(model(False), batch, F.mse_loss, precision="fp32"))
+    graph, table = of.of.graph, of.of.table
+    ran = model(True)
+    with ledger() as kept:
+        F.mse_loss(ran(batch[0]), batch[1])
+    saved = sum(
+        memory.saved_bytes_repeating(selective_ops(block, graph, table))
+        for block, memory in zip(of.blocks, memories(of).values(), strict=True)
+    )
+    held = dict.fromkeys(value for block in of.blocks for value in block.inputs)
+    nbytes = saved + sum(graph.values[value].nbytes for value in held)
+    assert nbytes == kept.nbytes([*ran.parameters(), *batch])
+    assert nbytes < predicted(of)

@@ -1,0 +1,199 @@
+"""Signatures against what ranks really hold and call, and against graphs traced at other rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import CASES
+from sharded_ops import Sample, sampled, shards
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.factors import FactorTable, analyse
+from costmodel.graph import Graph, Op
+from costmodel.signature import local_shape, signature
+from costmodel.strategies import Placement, R, Strategy, strategies
+from planner.trace import trace
+from profiles.measure_ops import operator
+from profiles.op_signature import OperandIndex, OpSignature
+
+ZOO = ("gpt2_tied", "llama", "bert", "resnet", "plain_gpt")
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    case = CASES[request.param]
+    return sampled(case.model(), case.batch(4, 0), case.loss_fn)
+
+
+def options(sample: Sample, degree: int) -> list[tuple[Op, Strategy, OpSignature]]:
+    """Every strategy of every operator that has a signature."""
+    graph, table = sample.graph, sample.table
+    found = []
+    for op in sample.ops:
+        for one in strategies(graph, table, op, degree):
+            made = signature(graph, table, op, one, rows=graph.batch_size, tp=degree)
+            if made is not None:
+                found.append((op, one, made))
+    return found
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_operands_are_what_a_rank_is_given(sample: Sample, degree: int) -> None:
+    for op, one, made in options(sample, degree):
+        for value, placement, operand in zip(op.operands, one.operands, made.operands, strict=True):
+            held = shards(sample.values[value], (R, placement), (1, degree))
+            for part in held.values():
+                meta = sample.graph.values[value]
+                assert operand == (
+                    str(part.dtype).removeprefix("torch."), tuple(part.shape), meta.requires_grad
+                ), f"{op.target} {one.name}"  # fmt: skip
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_calls_give_what_a_rank_holds_of_the_results(sample: Sample, degree: int) -> None:
+    """The call rebuilt from the text alone runs, and makes local results: its sizes were
+    localised."""
+    for op, one, made in options(sample, degree):
+        tensors = [
+            next(iter(shards(sample.values[value], (R, placement), (1, degree)).values()))
+            for value, placement in zip(op.operands, one.operands, strict=True)
+        ]
+        again = OpSignature.parse(made.text)
+        assert again == made
+        args, kwargs = again.call_arguments(
+            [x.clone() for x in tensors].__getitem__, torch.device("cpu")
+        )
+        if one.implementation:  # ids of other ranks: the executor masks them
+            args[1] = args[1] % tensors[0].shape[0]
+        got = operator(again.target)(*args, **kwargs)
+        results = [got] if isinstance(got, torch.Tensor) else list(got)
+        for value, placement, result in zip(op.results, one.results, results, strict=True):
+            held = next(iter(shards(sample.values[value], (R, placement), (1, degree)).values()))
+            assert result.shape == held.shape, f"{op.target} {one.name}"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_rows_scale_as_a_trace_of_that_many_rows(name: str) -> None:
+    """Shapes of a graph traced at 2 rows, asked for 6, are those of one traced at 6."""
+    case = CASES[name]
+
+    def at(rows: int) -> tuple[Graph, FactorTable]:
+        graph = trace(case.model(), case.batch(4, 0), batch_size=rows, loss_fn=case.loss_fn)
+        return graph, analyse(graph)
+
+    (two, small), (six, large) = at(2), at(6)
+    compared = 0
+    for a, b in zip(two.ops, six.ops, strict=True):
+        for one in strategies(two, small, a, 2):
+            same = [s for s in strategies(six, large, b, 2) if s.name == one.name]
+            if not same:
+                continue
+            found = signature(two, small, a, one, rows=6, tp=2)
+            assert found == signature(six, large, b, same[0], rows=6, tp=2), a.key
+            compared += found is not None
+    assert compared > 20
+
+
+def mlp() -> tuple[Graph, FactorTable]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+    graph = trace(model, (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)), batch_size=4,
+                  loss_fn=F.cross_entropy, precision="fp32")  # fmt: skip
+    return graph, analyse(graph)
+
+
+def op_named(graph: Graph, short: str) -> Op:
+    return next(op for op in graph.ops if op.short == short)
+
+
+def made_for(short: str, name: str, *, rows: float = 4, tp: int = 2) -> OpSignature | None:
+    graph, table = mlp()
+    op = op_named(graph, short)
+    one = next(s for s in strategies(graph, table, op, tp) if s.name == name)
+    return signature(graph, table, op, one, rows=rows, tp=tp)
+
+
+def test_a_column_split_linear_by_hand() -> None:
+    made = made_for("linear", "colwise", rows=12)
+    assert made is not None
+    assert made.operands == (
+        ("float32", (12, 8), False), ("float32", (8, 8), True), ("float32", (8,), True)
+    )  # fmt: skip
+    assert made.target == "aten.linear.default"
+    assert made.dtype == "float32"
+    assert made.nbytes == 4 * (12 * 8 + 8 * 8 + 8)
+    assert made.differentiable
+
+
+@pytest.mark.parametrize("rows", [0.5, 2.5])
+def test_rows_that_are_no_whole_number_have_no_call(rows: float) -> None:
+    assert made_for("linear", "colwise", rows=rows) is None
+
+
+def test_calls_that_the_executor_replaces_have_no_signature() -> None:
+    assert made_for("dropout", "replicate") is None
+    assert made_for("cross_entropy_loss", "vocab") is None
+    assert made_for("cross_entropy_loss", "replicate") is not None
+
+
+def test_views_have_no_signature(sample: Sample) -> None:
+    graph, table = sample.graph, sample.table
+    views = [op for op in graph.ops if op.short in ("view", "transpose", "reshape", "flatten")]
+    assert views
+    for op in views:
+        one = strategies(graph, table, op, 1)[0]
+        assert signature(graph, table, op, one, rows=graph.batch_size, tp=1) is None
+
+
+def test_local_shape_divides_and_scales() -> None:
+    graph, table = mlp()
+    value = op_named(graph, "linear").results[0]
+    assert local_shape(graph, table, value, Placement("S", 1), rows=8, tp=4) == (8, 4)
+    assert local_shape(graph, table, value, R, rows=1, tp=4) == (1, 16)
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def of(args: list[Any], **kwargs: Any) -> OpSignature:
+    return OpSignature.of_call("aten.f.default", [("float32", (2, 3), True)], args, kwargs)
+
+
+def test_arguments_survive_the_text() -> None:
+    args = [
+        OperandIndex(0), None, True, 3, -0.5, math.inf, "mean", [1, [2, OperandIndex(0)]],
+        torch.float16, torch.contiguous_format, torch.strided, torch.device("cuda", 1),
+    ]  # fmt: skip
+    made = OpSignature.parse(of(args, dim=1).text)
+    x, here = torch.ones(1), torch.device("cpu")
+    got, kwargs = made.call_arguments(lambda k: (x,)[k], here)
+    assert got == [
+        x, None, True, 3, -0.5, math.inf, "mean", [1, [2, x]],
+        torch.float16, torch.contiguous_format, torch.strided, here,
+    ]  # fmt: skip
+    assert kwargs == {"dim": 1}
+
+
+def test_equal_calls_have_equal_texts_and_others_do_not() -> None:
+    assert of([OperandIndex(0)], a=1, b=2).text == of([OperandIndex(0)], b=2, a=1).text
+    texts = {of([1]).text, of([True]).text, of(["1"]).text, of([1.0]).text, of([None]).text}
+    assert len(texts) == 5
+    assert str(of([1])) == of([1]).text
+
+
+def test_an_argument_without_a_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"aten\.f\.default: argument .* is a set"):
+        of([{1, 2}])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "3", '{"op":"a"}', '{"op":"a","operands":[1],"args":[],"kwargs":{}}',
+     '{"op":"a","operands":[["float31",[1],0]],"args":[],"kwargs":{}}'],
+)  # fmt: skip
+def test_what_is_no_signature_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no operator signature"):
+        OpSignature.parse(text)

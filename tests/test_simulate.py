@@ -1,0 +1,367 @@
+"""The simulation against an event-by-event reference and a demand-driven longest path.
+
+All times are whole numbers of seconds, so sums are exact and times are compared with ==.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipelines import Shape, chain, edges_of, run, seconds, shapes, stage_times, times
+
+from costmodel.compute_orders import Compute, compute_orders
+from costmodel.event_program import program_of
+from costmodel.schedule import (
+    SCHEDULES,
+    Action,
+    Instruction,
+    build_schedule,
+    stages_of_devices,
+)
+from costmodel.simulate import Event, StageTimes, Timeline, simulate
+
+F, B = Action.FORWARD, Action.BACKWARD
+I, W = Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT
+SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
+RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+
+Transfers = dict[tuple[int, int], int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Shape, list[StageTimes], Transfers]:
+    """A schedule on any stage graph, with any times."""
+    shape = draw(shapes())
+    of_stages = [draw(stage_times()) for _ in range(shape.num_stages)]
+    return shape, of_stages, {edge: draw(seconds) for edge in draw(edges_of(shape))}
+
+
+def compute_s(each: Instruction | Compute, of_stages: Sequence[StageTimes]) -> float:
+    stage = of_stages[each.stage]
+    return {
+        F: stage.forward_s - (stage.overlap_s if each.overlapped else 0),
+        B: stage.backward_s,
+        I: stage.backward_s - stage.weight_s,
+        W: stage.weight_s,
+    }[each.action]
+
+
+# --- references ------------------------------------------------------------------------------
+
+
+def played(
+    streams: Sequence[Sequence[Instruction]],
+    of_stages: Sequence[StageTimes],
+    transfers: Mapping[tuple[int, int], int],
+) -> dict[tuple[int, str], tuple[float, float]]:
+    """(stage, name) -> (start, end) of every event, by turns: whichever device can go on, does."""
+    device_of = {each.stage: d for d, stream in enumerate(streams) for each in stream}
+    clocks = [0.0] * len(streams)
+    free: dict[tuple[int, int], float] = defaultdict(float)  # (source, destination) device
+    there: dict[tuple[int, int, bool, int], float] = {}  # (source, destination, forward, k)
+    todo = [list(stream) for stream in streams]
+    events: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def spend(device: int, stage: int, name: str, duration: float) -> None:
+        events[stage, name] = (clocks[device], clocks[device] + duration)
+        clocks[device] += duration
+
+    def step(device: int, each: Instruction) -> bool:
+        s, k, peer = each.stage, each.microbatch, each.peer
+        if each.action in RECEIVES:
+            message = (peer, s, each.action is Action.RECV_ACTIVATION, k)
+            if message not in there:
+                return False
+            clocks[device] = max(clocks[device], there[message])
+        elif each.action in SENDS:
+            assert peer is not None
+            forward = each.action is Action.SEND_ACTIVATION
+            pair = (device, device_of[peer])
+            start = max(clocks[device], free[pair])
+            free[pair] = start + transfers[(s, peer) if forward else (peer, s)]
+            there[s, peer, forward, k] = free[pair]
+            events[s, str(each)] = (start, free[pair])
+        elif each.action is Action.REDUCE_GRADIENTS:
+            spend(device, s, "reduce", of_stages[s].reduce_s)
+            spend(device, s, "optimizer", of_stages[s].optimizer_s)
+        else:
+            spend(device, s, str(each), compute_s(each, of_stages))
+        return True
+
+    while any(todo):
+        before = sum(map(len, todo))
+        for device, stream in enumerate(todo):
+            if stream and step(device, stream[0]):
+                del stream[0]
+        assert sum(map(len, todo)) < before
+    return events
+
+
+def longest_path_s(shape: Shape, of_stages: Sequence[StageTimes], transfers: Transfers) -> float:
+    """When the last compute ends, asked backwards from the end of each device. Knows no streams,
+    and only channels that no two stages share."""
+    orders = compute_orders(
+        shape.name,
+        num_stages=shape.num_stages,
+        num_microbatches=shape.m,
+        num_devices=shape.p,
+    )
+    where = {
+        (c.action is F, c.stage, c.microbatch): (d, at)
+        for d, order in enumerate(orders)
+        for at, c in enumerate(order)
+        if c.action is not W
+    }
+    device_of = {c.stage: d for d, order in enumerate(orders) for c in order}
+
+    @cache
+    def start_s(device: int, at: int) -> float:
+        """Of the compute or, where two overlap, of both."""
+        order = orders[device]
+        if at and order[at - 1].overlapped:
+            return start_s(device, at - 1)
+        after = [end_s(device, at - 1)] if at else [0.0]
+        for each in order[at : at + 1 + order[at].overlapped]:
+            if each.action is not W:
+                for i, j in transfers:
+                    if (j if each.action is F else i) == each.stage:
+                        after.append(arrival_s(each.action is F, i, j, each.microbatch))
+        return max(after)
+
+    @cache
+    def end_s(device: int, at: int) -> float:
+        order = orders[device]
+        if order[at].overlapped:
+            return end_s(device, at + 1)
+        both = order[max(0, at - 1) : at + 1] if at and order[at - 1].overlapped else [order[at]]
+        return start_s(device, at) + sum(compute_s(each, of_stages) for each in both)
+
+    @cache
+    def arrival_s(forward: bool, i: int, j: int, k: int) -> float:
+        sent_s = end_s(*where[forward, i if forward else j, k])
+        if device_of[i] == device_of[j]:
+            return sent_s
+        free_s = arrival_s(forward, i, j, k - 1) if k else 0.0
+        return max(sent_s, free_s) + transfers[i, j]
+
+    return max(end_s(d, len(order) - 1) for d, order in enumerate(orders))
+
+
+# --- any schedule, any graph -----------------------------------------------------------------
+
+
+@given(case=cases())
+def test_every_event_is_when_the_reference_has_it(
+    case: tuple[Shape, list[StageTimes], Transfers],
+) -> None:
+    shape, of_stages, transfers = case
+    streams = shape.streams(list(transfers))
+    expected = played(streams, of_stages, transfers)
+    timeline = simulate(streams, of_stages, transfers)
+    assert {(e.stage, e.name): (e.start_s, e.end_s) for e in timeline.events} == expected
+    assert len(timeline.events) == len(expected)
+    assert timeline.step_time_s == max(end for _, end in expected.values())
+    for device, stream in enumerate(streams):
+        spans = [expected[each.stage, str(each)] for each in stream if each.action in (F, B, I, W)]
+        last = max(expected[each.stage, "optimizer"][1] for each in stream)
+        assert timeline.busy_s[device] == sum(end - start for start, end in spans)
+        assert timeline.span_s[device] == last - spans[0][0]
+        assert spans[-1][1] <= timeline.pipeline_s
+    assert timeline.period_s <= timeline.step_time_s
+    assert 0 <= timeline.bubble_fraction <= 1
+
+
+@given(data=st.data(), shape=shapes())
+def test_any_stage_graph_finishes_when_its_longest_path_does(
+    data: st.DataObject, shape: Shape
+) -> None:
+    of_stages = [data.draw(stage_times()) for _ in range(shape.num_stages)]
+    cost = seconds if shape.v == 1 else st.just(0)  # stages of a device share its channels
+    transfers = {edge: data.draw(cost) for edge in data.draw(edges_of(shape))}
+    timeline = run(shape, of_stages, transfers)
+    assert timeline.pipeline_s == longest_path_s(shape, of_stages, transfers)
+
+
+@given(case=cases())
+def test_a_track_does_one_thing_at_a_time(
+    case: tuple[Shape, list[StageTimes], Transfers],
+) -> None:
+    shape, of_stages, transfers = case
+    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
+    device_of = {stage: d for d, stages in enumerate(placed) for stage in stages}
+    tracks: dict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in run(shape, of_stages, transfers).events:
+        tracks[device_of[event.stage], event.track].append(event)
+        if event.track.startswith("send"):
+            peer = int(event.track.split("->")[1])
+            tracks[device_of[event.stage], f"to device {device_of[peer]}"].append(event)
+    for events in tracks.values():
+        spans = sorted((event.start_s, event.end_s) for event in events)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@given(case=cases(), data=st.data())
+def test_no_step_is_faster_because_something_takes_longer(
+    case: tuple[Shape, list[StageTimes], Transfers], data: st.DataObject
+) -> None:
+    shape, of_stages, transfers = case
+    slower = list(of_stages)
+    at = data.draw(st.integers(0, shape.num_stages - 1))
+    slower[at] = StageTimes(
+        forward_s=of_stages[at].forward_s + data.draw(seconds),
+        backward_s=of_stages[at].backward_s + data.draw(seconds),
+        weight_s=of_stages[at].weight_s,
+        overlap_s=of_stages[at].overlap_s,
+        reduce_s=of_stages[at].reduce_s,
+        optimizer_s=of_stages[at].optimizer_s,
+    )
+    slow_transfers = {edge: c + data.draw(seconds) for edge, c in transfers.items()}
+    fast, slow = run(shape, of_stages, transfers), run(shape, slower, slow_transfers)
+    assert fast.step_time_s <= slow.step_time_s
+    assert fast.pipeline_s >= max(fast.busy_s)
+
+
+def test_the_step_ends_with_the_last_reduction_and_optimizer() -> None:
+    # Stage 1 ends its last backward at 7, two seconds before stage 0.
+    timeline = run(Shape(name="gpipe", p=2, v=1, m=2), [times(1, 2, 1, 1), times(1, 2, 2, 3)])
+    assert timeline.pipeline_s == 9
+    ends = {(e.stage, e.name): e.end_s for e in timeline.events if e.microbatch is None}
+    assert ends == {(0, "reduce"): 10, (0, "optimizer"): 11, (1, "reduce"): 9, (1, "optimizer"): 12}
+    assert timeline.step_time_s == 12
+    assert timeline.busy_s == (6, 6)
+    assert timeline.span_s == (11, 11)
+
+
+def test_the_stages_of_a_device_share_its_channels() -> None:
+    # stages 0 and 2 on device 0 send one activation each to stage 1 and 3 on device 1
+    streams = (
+        [*sends(0, 1, [0]), *sends(2, 3, [0])],
+        [*receives(1, 0, [0]), *receives(3, 2, [0])],
+    )
+    timeline = simulate(streams, [times(1, 1)] * 4, {(0, 1): 5, (2, 3): 4})
+    assert [(e.name, e.start_s, e.end_s) for e in timeline.events] == [
+        ("sendF0->1", 0, 5),
+        ("sendF0->3", 5, 9),
+    ]
+
+
+def test_streams_of_a_schedule_are_compiled_once() -> None:
+    streams = build_schedule("1f1b", num_stages=3, num_microbatches=4)
+    assert program_of(build_schedule("1f1b", num_stages=3, num_microbatches=4)) is program_of(
+        streams
+    )
+    again = simulate([list(stream) for stream in streams], [times(1, 2)] * 3, COST_NOTHING)
+    assert again == simulate(streams, [times(1, 2)] * 3, COST_NOTHING)
+    assert again.events == simulate(streams, [times(1, 2)] * 3, COST_NOTHING).events
+
+
+COST_NOTHING = dict.fromkeys(chain(3), 0)
+
+
+# --- streams that are wrong ------------------------------------------------------------------
+
+
+def instruction(
+    action: Action, stage: int, microbatch: int, peer: int | None = None
+) -> Instruction:
+    return Instruction(action=action, stage=stage, microbatch=microbatch, peer=peer)
+
+
+def sends(stage: int, peer: int, microbatches: list[int]) -> list[Instruction]:
+    return [instruction(Action.SEND_ACTIVATION, stage, k, peer) for k in microbatches]
+
+
+def receives(stage: int, peer: int, microbatches: list[int]) -> list[Instruction]:
+    return [instruction(Action.RECV_ACTIVATION, stage, k, peer) for k in microbatches]
+
+
+def play(*streams: list[Instruction]) -> Timeline:
+    return simulate(streams, [times(1, 1)] * len(streams), {(0, 1): 0})
+
+
+def test_a_deadlock_names_who_waits_for_what() -> None:
+    first = (Action.RECV_GRADIENT, Action.SEND_ACTIVATION)
+    second = (Action.RECV_ACTIVATION, Action.SEND_GRADIENT)
+    with pytest.raises(ValueError, match="stage 0 in recvB0<-1, stage 1 in recvF0<-0"):
+        play(
+            [instruction(action, 0, 0, 1) for action in first],
+            [instruction(action, 1, 0, 0) for action in second],
+        )
+
+
+def test_channel_ends_that_disagree_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expects recvF1<-0.*micro-batch 0"):
+        play(sends(0, 1, [0, 1]), receives(1, 0, [1, 0]))
+    with pytest.raises(ValueError, match="never receives sendF1 of stage 0"):
+        play(sends(0, 1, [0, 1]), receives(1, 0, [0]))
+
+
+def test_stages_without_a_stream_or_in_two_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sendF0->2 of stage 0 names stage 2.*legal: 0..1"):
+        play(sends(0, 2, [0]), [instruction(F, 1, 0)])
+    with pytest.raises(ValueError, match=r"stages \[0, 0\]"):
+        play([instruction(F, 0, 0)], [instruction(F, 0, 1)])
+    with pytest.raises(ValueError, match=r"stages \[1\]"):
+        play([instruction(F, 1, 0)])
+
+
+def test_missing_and_impossible_times_are_refused() -> None:
+    streams = build_schedule("gpipe", num_stages=2, num_microbatches=1)
+    with pytest.raises(ValueError, match="1 entries for 2 stages"):
+        simulate(streams, [times(1, 1)], {(0, 1): 0})
+    with pytest.raises(ValueError, match=r"no entry \(0, 1\).*sendF0->1"):
+        simulate(streams, [times(1, 1)] * 2, {})
+    with pytest.raises(ValueError, match=r"transfer_s\[0, 1\]=nan"):
+        simulate(streams, [times(1, 1)] * 2, {(0, 1): float("nan")})
+    with pytest.raises(ValueError, match="backward_s=-1"):
+        times(1, -1)
+    with pytest.raises(ValueError, match="weight_s=3 is more than backward_s=2"):
+        times(1, 2, weight=3)
+    with pytest.raises(ValueError, match="overlap_s=2 is more than forward_s=1"):
+        StageTimes(forward_s=1, backward_s=1, reduce_s=0, optimizer_s=0, overlap_s=2)
+
+
+# --- trace -----------------------------------------------------------------------------------
+
+
+def labels_and_spans(timeline: Timeline) -> tuple[dict[Any, str], list[dict[str, Any]]]:
+    trace = json.loads(json.dumps(timeline.chrome_trace()))["traceEvents"]
+    labels = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
+    return labels, [e for e in trace if e["ph"] == "X"]
+
+
+def test_the_chrome_trace_shows_every_event_on_a_named_track_of_its_stage() -> None:
+    timeline = run(
+        Shape(name="1f1b", p=3, v=1, m=4),
+        [times(1, 2, 1, 1)] * 3,
+        {(0, 1): 1, (1, 2): 1, (0, 2): 1},
+    )
+    labels, spans = labels_and_spans(timeline)
+    assert [labels["process_name", s, 0] for s in range(3)] == ["stage 0", "stage 1", "stage 2"]
+    assert [
+        (e["pid"], labels["thread_name", e["pid"], e["tid"]], e["name"], e["ts"], e["dur"])
+        for e in spans
+    ] == [
+        (e.stage, e.track, e.name, e.start_s * 1e6, (e.end_s - e.start_s) * 1e6)
+        for e in timeline.events
+    ]
+    assert max(e["ts"] + e["dur"] for e in spans) == timeline.step_time_s * 1e6
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.stages_per_device == 2])
+def test_the_chrome_trace_names_the_stages_of_a_device(name: str) -> None:
+    shape = Shape(name=name, p=2, v=2, m=4)
+    labels, spans = labels_and_spans(run(shape, [times(1, 2, 1, 1, weight=1)] * 4))
+    assert [labels["process_name", d, 0] for d in range(2)] == [
+        "device 0: stages 0, 3",
+        "device 1: stages 1, 2",
+    ]
+    on_first = {e["name"] for e in spans if e["pid"] == 0 and e["cat"] == "compute"}
+    assert {"F0 of stage 0", "F0 of stage 3", "optimizer of stage 3"} <= on_first
+    assert not any(name.endswith("stage 1") for name in on_first)

@@ -1,0 +1,267 @@
+"""The cache of measurements: what goes in comes out, and a bad file is never believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from profiles.measure_collectives import CollectiveTiming
+from profiles.measure_ops import Timing
+from profiles.op_signature import OpSignature
+from profiles.store import (
+    DeviceId,
+    Measurements,
+    Store,
+    default_path,
+    export_json,
+    import_json,
+)
+
+HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
+OTHER = DeviceId(name="another chip", driver="1.0", torch="2.13.0")
+
+
+def call(rows: int = 4) -> str:
+    return OpSignature(
+        target="aten.relu.default",
+        operands=(("float32", (rows, 8), True),),
+        arguments='{"args":[{"$operand":0}],"kwargs":{}}',
+    ).text
+
+
+def timing(forward_s: float = 1e-3, backward_s: float = 2e-3) -> Timing:
+    return Timing(forward_s=forward_s, backward_s=backward_s, repetitions=9, spread=0.1)
+
+
+def collective(nbytes: int = 1024, seconds: float = 1e-4) -> CollectiveTiming:
+    return CollectiveTiming(
+        backend="gloo", kind="all_reduce", ranks=2, size=2, per_node=2, nbytes=nbytes,
+        seconds=seconds, repetitions=7, spread=0.2,
+    )  # fmt: skip
+
+
+def some(device: DeviceId = HERE) -> Measurements:
+    return Measurements(
+        device=device,
+        operators={call(4): timing(), call(8): timing(2e-3)},
+        collectives=(collective(), collective(4096)),
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "deep" / "profile.sqlite", lock_timeout_s=0.05)
+
+
+def aside(store: Store) -> list[Path]:
+    found = store.path.parent.glob("*.unusable-*")
+    return sorted(path for path in found if not path.name.endswith(("-wal", "-shm")))
+
+
+def test_what_is_added_is_read(store: Store) -> None:
+    store.add(some())
+    assert store.read(HERE) == some()
+    assert store.devices() == [HERE]
+
+
+@pytest.mark.parametrize("field", ["name", "driver", "torch"])
+def test_each_part_of_the_device_keeps_measurements_apart(store: Store, field: str) -> None:
+    parts = {"name": HERE.name, "driver": HERE.driver, "torch": HERE.torch, field: "other"}
+    store.add(some())
+    assert store.read(DeviceId(**parts)).operators == {}
+    assert store.read(DeviceId(**parts)).collectives == ()
+
+
+def test_a_new_measurement_replaces_the_old(store: Store) -> None:
+    store.add(some())
+    again = Measurements(
+        device=HERE, operators={call(4): timing(5e-3)}, collectives=(collective(1024, 3e-4),)
+    )
+    store.add(again)
+    found = store.read(HERE)
+    assert found.operators == {call(4): timing(5e-3), call(8): timing(2e-3)}
+    assert {c.nbytes: c.seconds for c in found.collectives} == {1024: 3e-4, 4096: 1e-4}
+
+
+def test_nothing_is_no_error(store: Store) -> None:
+    store.add(Measurements(device=HERE, operators={}, collectives=()))
+    assert store.read(HERE).operators == {}
+    assert not aside(store)
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database" * 100, b"SQLite format 3\0" + b"\xff" * 5000]
+)
+def test_a_corrupt_file_is_moved_aside_with_a_warning(
+    store: Store, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.path.parent.mkdir(parents=True)
+    store.path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert store.read(HERE).operators == {}
+    assert str(store.path) in caplog.text
+    assert [path.read_bytes() for path in aside(store)] == [content]
+    store.add(some())
+    assert store.read(HERE) == some()
+
+
+def test_a_truncated_file_is_not_believed(store: Store) -> None:
+    store.add(
+        Measurements(
+            device=HERE, operators={call(n): timing() for n in range(1, 400)}, collectives=()
+        )
+    )
+    whole = store.path.read_bytes()
+    store.path.write_bytes(whole[: len(whole) // 2])
+    assert store.read(HERE).operators == {}
+    assert len(aside(store)) == 1
+
+
+def test_a_file_that_stays_locked_is_rebuilt(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.add(some())
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as holder:
+        holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+        holder.execute("BEGIN EXCLUSIVE")
+        with caplog.at_level(logging.WARNING):
+            store.add(Measurements(device=HERE, operators={call(2): timing()}, collectives=()))
+        assert "locked" in caplog.text
+        assert store.read(HERE).operators == {call(2): timing()}
+    assert len(aside(store)) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("forward_s", -1.0), ("forward_s", 0.0), ("forward_s", "fast"), ("forward_s", None),
+        ("backward_s", -1.0), ("backward_s", float("inf")), ("repetitions", 0),
+        ("spread", -0.5), ("signature", "relu"),
+    ],
+)  # fmt: skip
+def test_a_number_that_no_clock_read_condemns_the_file(
+    store: Store, column: str, value: Any
+) -> None:
+    store.add(some())
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute(f"UPDATE operators SET {column} = ? WHERE rowid = 1", (value,))
+    assert store.read(HERE).operators == {}
+    assert len(aside(store)) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("seconds", 0.0), ("seconds", float("inf")), ("nbytes", 0), ("size", "two"), ("ranks", -1)],
+)
+def test_so_does_a_wrong_collective(store: Store, column: str, value: Any) -> None:
+    store.add(some())
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute(f"UPDATE collectives SET {column} = ? WHERE rowid = 1", (value,))
+    assert store.read(HERE).collectives == ()
+    assert len(aside(store)) == 1
+
+
+def test_another_format_is_not_read(store: Store) -> None:
+    store.add(some())
+    with closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("PRAGMA user_version=99")
+    assert store.read(HERE).operators == {}
+
+
+def test_wrong_numbers_are_not_taken_in(store: Store) -> None:
+    wrong = Measurements(device=HERE, operators={call(): timing(0.0)}, collectives=())
+    with pytest.raises(ValueError, match=r"forward_s is 0\.0; legal: above 0"):
+        store.add(wrong)
+
+
+def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    assert Store().path == default_path() == tmp_path / "profile.sqlite"
+
+
+def test_this_machine_has_a_name() -> None:
+    here = DeviceId.here("cpu")
+    assert here == DeviceId.here("cpu")
+    assert here.name and here.driver and here.torch
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+seconds = st.floats(min_value=1e-9, max_value=1e3)
+
+
+@given(st.dictionaries(st.integers(1, 999), st.tuples(seconds, seconds), max_size=5))
+def test_json_keeps_every_digit(
+    tmp_path_factory: pytest.TempPathFactory, found: dict[int, tuple[float, float]]
+) -> None:
+    path = tmp_path_factory.mktemp("json") / "profile.json"
+    made = Measurements(
+        device=HERE,
+        operators={call(rows): timing(*pair) for rows, pair in found.items()},
+        collectives=tuple(collective(rows, pair[0]) for rows, pair in sorted(found.items())),
+    )
+    export_json(made, path)
+    assert import_json(path, accepts=HERE.name.__eq__, expected=HERE.name) == made
+
+
+def test_a_profile_of_another_device_is_refused_with_both_names(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    export_json(some(OTHER), path)
+    with pytest.raises(ValueError, match=r"another chip.*'a chip'") as error:
+        import_json(path, accepts=HERE.name.__eq__, expected=HERE.name)
+    assert str(path) in str(error.value)
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda data: data.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_without("kind"), "not a meshwright profile"),
+        (_without("operators"), "no key 'operators'"),
+        (lambda d: d.update(format=2), "not a meshwright profile of format 1"),
+        (lambda d: d["device"].pop("driver"), "no key 'driver'"),
+        (lambda d: d["operators"][0].pop("spread"), "no key 'spread'"),
+        (lambda d: d["operators"][0].update(forward_s=-1.0), r"forward_s is -1\.0; legal: above 0"),
+        (lambda d: d["operators"][0].update(backward_s="x"), "backward_s is 'x'; legal: a finite"),
+        (lambda d: d["operators"][0].update(signature="relu"), "no operator signature"),
+        (lambda d: d["collectives"][0].update(nbytes=1.5), r"nbytes is 1\.5; legal: a whole"),
+        (lambda d: d.update(operators=[3]), "malformed"),
+    ],
+)
+def test_a_malformed_profile_says_where(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    path = tmp_path / "profile.json"
+    export_json(some(), path)
+    data = json.loads(path.read_text())
+    spoil(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message) as error:
+        import_json(path, accepts=HERE.name.__eq__, expected=HERE.name)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_what_is_no_profile_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"profile\.json: not"):
+        import_json(path, accepts=HERE.name.__eq__, expected=HERE.name)
+
+
+def test_a_missing_profile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        import_json(tmp_path / "none.json", accepts=HERE.name.__eq__, expected=HERE.name)
