@@ -1,9 +1,11 @@
 """Which values never reach memory, and which operators need no kernel of their own.
 
 A fused kernel runs a chain of operators of one block: an operator joins the kernel of the operator
-that makes one of its operands if both can be fused (`Target.fusion`). A value read only inside its
-kernel is never written, is read back by nobody, and is recomputed from the kernel's inputs in the
-backward instead of being saved. Views are transparent.
+that makes one of its operands if both can be fused (`Target.fusion`) and nothing that has a kernel
+of its own must run between them: what a residual connection carries round a matrix product is
+written by one kernel and read by another. A value read only inside its kernel is never written, is
+read back by nobody, and is recomputed from the kernel's inputs in the backward instead of being
+saved. Views are transparent.
 """
 
 from __future__ import annotations
@@ -54,26 +56,33 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
     joined: set[str] = set()
     for block in graph.blocks:
         root: dict[str, str] = {}
-        made_by: dict[str, Op] = {}
-        readers: dict[str, list[Op]] = {}
+        fused: set[str] = set()  # values that fusible operators make
+        apart: set[str] = set()  # those of them that some reader takes from memory
+        read: set[str] = set()
+        above: dict[str, frozenset[str]] = {}  # what a value is made from, itself included
+        before: dict[str, frozenset[str]] = {}  # what is made by kernels that must run before
         for op in block.ops:
             if is_free(table, op) and op.operands:
                 source = root.get(op.operands[0], op.operands[0])
                 root |= dict.fromkeys(op.results, source)
                 continue
-            for i, value in enumerate(op.operands):
-                source = root.get(value, value)
-                readers.setdefault(source, []).append(op)
-                if source in made_by and _fusible(op, level):
+            sources = [root.get(value, value) for value in op.operands]
+            whole = frozenset().union(*(above.get(v, {v}) for v in sources))
+            fusible = _fusible(op, level)
+            earlier = frozenset().union(*(before.get(v, ()) for v in sources)) if fusible else whole
+            read.update(sources)
+            for i, source in enumerate(sources):
+                if fusible and source in fused and source not in earlier:
                     free_reads.add((op.name, i))
                     joined.add(op.name)
-            if _fusible(op, level):
-                made_by |= dict.fromkeys(op.results, op)
+                else:
+                    apart.add(source)
+            if fusible:
+                fused.update(op.results)
+            above |= {value: whole | {value} for value in op.results}
+            before |= dict.fromkeys(op.results, earlier)
         leaving = {root.get(value, value) for value in block.outputs}
-        for value in made_by:
-            found = readers.get(value, [])
-            if found and value not in leaving and all(_fusible(op, level) for op in found):
-                internal.add(value)
+        internal |= (fused & read) - apart - leaving
     return Fusion(
         internal=frozenset(internal), free_reads=frozenset(free_reads), joined=frozenset(joined)
     )

@@ -24,7 +24,7 @@ from costmodel.compute import attention_seconds, matmul_seconds, stream_seconds
 from costmodel.cost import DTYPE_BYTES, Cost, Setting
 from costmodel.factors import FactorTable
 from costmodel.fusion import Fusion, is_free
-from costmodel.graph import Graph, Op
+from costmodel.graph import Graph, Op, argument
 from costmodel.memory import optimizer_step_bytes
 from costmodel.moe_costs import exchange_seconds
 from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED
@@ -72,14 +72,13 @@ class Pricer:
     ) -> float:
         """Seconds of a parameter's `nbytes` in a collective over the data axis that moves a whole
         unit at once."""
-        target = self.setting.target
-        whole = max(target.bucket_bytes, target.bucket_bytes_per_rank * self.data_group.size)
+        target, group = self.setting.target, self.replicas(value, placement)
+        whole = float(max(target.bucket_bytes, target.bucket_bytes_per_rank * group.size))
         if unit == "parameter":
             whole = nbytes
         elif unit == "block":
             whole = nbytes * self.unit_numel[value] / self.graph.values[value].numel
         slowed = 1.0 if kind == "all_reduce" else target.zero_bandwidth
-        group = self.replicas(value, placement)
         return self._collective(kind, whole / slowed, group) * nbytes / whole if nbytes else 0.0
 
     def replicas(self, value: str, placement: Placement) -> Group:
@@ -110,8 +109,8 @@ class Pricer:
     # --- operators ---
 
     def once(self, setting: Setting) -> Pricer:
-        """The same prices per micro-batch (caches shared) with another data axis: same tp, cp and
-        rows."""
+        """The same prices per micro-batch (caches shared) with another data axis: same tp, cp, ep
+        and rows."""
         return Pricer(
             graph=self.graph, table=self.table, setting=setting, fusion=self.fusion,
             _comm=self._comm, _ops=self._ops, _moves=self._moves,
@@ -122,7 +121,22 @@ class Pricer:
         key = (op.name, strategy.name)
         if key not in self._ops:
             self._ops[key] = self._op_cost(op, strategy)
+        if op.short == "batch_norm" and self.setting.dp > 1 and argument(op, 5, "training", True):
+            return self._ops[key] + self._statistics(op)
         return self._ops[key]
+
+    def _statistics(self, op: Op) -> Cost:
+        """Statistics of a batch split over the data axis: sums and squares are added up in both
+        directions, by operators that pass over the tensor some four times more than one kernel."""
+        group = group_for(self.setting.cluster, size=self.setting.dp, stride=self.setting.tp)
+        each = self._collective("all_reduce", 4.0 * self.graph.values[op.operands[-1]].numel, group)
+        passes = stream_seconds(self.setting.cluster.device, 4 * self.nbytes(op.operands[0]))
+        return Cost(
+            forward_s=2 * each + passes,
+            backward_s=2 * each + passes,
+            forward_comm_s=2 * each,
+            backward_comm_s=2 * each,
+        )
 
     def _op_cost(self, op: Op, strategy: Strategy) -> Cost:
         device, target = self.setting.cluster.device, self.setting.target
@@ -130,6 +144,8 @@ class Pricer:
         free = is_free(self.table, op)
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
         host = issued * device.host_overhead_s * target.host_scale
+        if device.kind == "cpu" and not free:
+            host = 0.0  # issued by the core that computes, within the operator's own seconds
         if free:
             return Cost(forward_host_s=host, backward_host_s=host * differentiable)
         forward, backward, weight = self._modelled(op, strategy)
@@ -232,8 +248,10 @@ class Pricer:
             return scale * busy_s + device.launch_overhead_s
 
         left, right = (self.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
-        weight = seconds(k, n, m) * right
-        return seconds(m, n, k), seconds(m, k, n) * left + weight, weight
+        second = seconds(k, n, m) * right
+        # a product of two activations has no gradient that could wait
+        weight = 0.0 if self.table.has_batch(pair[-1][0]) else second
+        return seconds(m, n, k), seconds(m, k, n) * left + second, weight
 
     def _extents(self, op: Op, strategy: Strategy) -> tuple[float, float, float, float, float]:
         """(m, n, k, batch, FLOPs over 2mnk·batch) of a product at local sizes: factors of the
@@ -404,15 +422,19 @@ class Pricer:
         optimizer_s = stream_seconds(device, moved)
         accumulated = numel * (2 * target.gradient_bytes + weight_bytes)
         several = setting.num_microbatches > 1
+        copied = stream_seconds(device, 2 * reduced) * (target.bucket_copies > 0)
+        holders = self.replicas(value, placement).size
+        copied *= holders > 1
         return Cost(
             backward_s=stream_seconds(device, accumulated) * several,
-            reduce_s=self._share("all_reduce", value, placement, reduced, "bucket"),
-            scatter_s=self._share("reduce_scatter", value, placement, reduced, target.unit),
+            reduce_s=copied + self._share("all_reduce", value, placement, reduced, "bucket"),
+            scatter_s=copied
+            + self._share("reduce_scatter", value, placement, reduced, target.unit),
             gather_s=self._share(
                 "all_gather", value, placement, numel * weight_bytes, target.unit
             ),
             optimizer_s=optimizer_s,
-            shard_s=optimizer_s / self.replicas(value, placement).size,
+            shard_s=optimizer_s / holders,
         )
 
 

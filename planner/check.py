@@ -59,6 +59,7 @@ def check_plan(
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
     _check_ranks(plan)
+    _check_context(plan, table)
     _check_parameters(plan, graph)
     found = [stage_assignments(plan, k, graph, table, known) for k in range(len(plan.stages))]
     for k, stage in enumerate(plan.stages):
@@ -141,6 +142,22 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             f"num_microbatches={plan.num_microbatches}); "
             f"legal: {_divisors(plan.microbatch_rows)}, or fewer micro-batches"
         )
+
+
+def _check_context(plan: Plan, table: FactorTable) -> None:
+    for k, stage in enumerate(plan.stages):
+        if stage.cp == 1:
+            continue
+        if table.sequence is None:
+            raise PlanError(
+                f"plan: stage {k}: cp={stage.cp}: the model's inputs have no one sequence dim to "
+                "split; legal: 1"
+            )
+        if table.sizes[table.sequence] % stage.cp:
+            raise PlanError(
+                f"plan: stage {k}: cp={stage.cp} does not divide sequences of "
+                f"{table.sizes[table.sequence]}; legal: {_divisors(table.sizes[table.sequence])}"
+            )
 
 
 def _check_whole(value: Any, place: str) -> None:

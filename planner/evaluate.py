@@ -224,6 +224,13 @@ def transfer_seconds(
     crosses = bool(nodes[0] ^ nodes[1])
     concurrent = min(max(len(stage.ranks) for stage in ends), cluster.devices_per_node)
     tp = min(stage.tp for stage in ends) if coster.target.scatter_sends else 1
-    seconds = p2p_time(nbytes / tp, cluster, crosses_node=crosses, concurrent=concurrent)
+    found = None
+    if coster.profile is not None:
+        found = coster.profile.collective("p2p", nbytes / tp, 2, 1 if crosses else 2)
+    seconds = (
+        found[0]
+        if found
+        else p2p_time(nbytes / tp, cluster, crosses_node=crosses, concurrent=concurrent)
+    )
     gathering = group_for(cluster, size=tp, stride=1)
     return float(seconds + collective_time("all_gather", nbytes, gathering, cluster))

@@ -44,7 +44,10 @@ _FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 )  # fmt: skip
 # families that the reference models can't stand for, with the reason
 _OTHER = (
-    (r"Nemotron-?3|Nemotron-?H|Nemotron.*Nano|Jamba|Zamba", "state-space layers"),
+    (
+        r"Nemotron-?3-(Nano|Super|Ultra)|Nemotron-?H\b|Nemotron-Nano-\d+B-v2|Jamba|Zamba",
+        "state-space layers",
+    ),
     (r"Qwen3-Next", "linear attention in most layers"),
     (r"Llama-?4-Maverick", "dense and sparse layers in turn"),
 )

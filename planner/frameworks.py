@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 
 from costmodel.target import Target
 
-# Mixtures of experts, fitted to Qwen3-30B-A3B and DeepSeek-V3 of the AWS awsome-distributed-ai
-# Megatron-Bridge runs: the host's work as in `Target`, exchange hidden by "EP overlap", and seconds
-# a message of libraries that send each token by itself, by name
+# Megatron-Core with experts, as in `Target`. The host's work is fitted to steps with one row per
+# micro-batch of DeepSeek-V3 and Qwen3-30B-A3B (aws-samples/awsome-distributed-ai) and of Moonlight
+# (Megatron-Bridge); the seconds a message of DeepEP over EFA lie between what DeepSeek-V3 (0.4 to
+# 0.7 us) and Qwen3-30B-A3B (1.4 us) want; the exchange hidden by "EP overlap" between DeepSeek-V3
+# on EFA (0 to 0.3) and Qwen3-30B-A3B on InfiniBand (0.6). What CUDA graphs leave is assumed.
 EXPERT_MODEL_HOST = 15.0
 EXPERT_HOST = 4.0
 GRAPHED_HOST = 0.3
 EXCHANGE_HIDDEN = 0.4
+# what libraries that send a token once to each node are called, and their seconds a message
 MESSAGE_S = (
     (r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6),
     (r"DeepEP|HybridEP|Hybrid-EP", 0.0),
@@ -143,8 +146,10 @@ def framework_of(name: str, notes: str = "") -> Framework:
 def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Framework:
     """The framework as it trains mixtures of experts, as far as a row's `text` says; what is taken
     for granted is added to `assumptions`."""
-    target = framework.target
-    target = replace(target, host_scale=EXPERT_MODEL_HOST, expert_host=EXPERT_HOST)
+    target = replace(framework.target, expert_host=EXPERT_HOST)
+    if target.name == "Megatron-Core":
+        target = replace(target, host_scale=EXPERT_MODEL_HOST)
+        assumptions.append("the host issues the layers of mixtures operator by operator")
     for pattern, seconds in MESSAGE_S:
         if re.search(pattern, text):
             target = replace(target, dispatch="per_node", message_s=seconds)

@@ -219,9 +219,12 @@ class StageCoster:
         self, k: int, setting: Setting, pricer: Pricer, mode: str,
         cuts: Sequence[Sequence[Placement]], stored: Mapping[str, Placement],
     ) -> BlockTable | None:  # fmt: skip
-        key = (self._key(k, setting.tp), setting.tp, setting.rows)
+        block = self.graph.blocks[k]
+        # statistics of a batch that the data axis splits are summed over it
+        summed = setting.dp if any(op.short == "batch_norm" for op in block.ops) else 1
+        where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
+        key = (self._key(k, setting.tp), *where)
         if key not in self._programs:
-            block = self.graph.blocks[k]
             layouts = BlockLayouts(self.graph, self.table, block, setting.tp)
             self._programs[key] = BlockProgram(
                 pricer,

@@ -1,6 +1,7 @@
 """Components of a stage on one rank, and the sums over its blocks that they come from.
 
-A pass takes the longer of what the device does and what the host needs to issue it. Communication
+A pass takes the longer of what the device does and what the host needs to issue it; where the
+device is the host (a CPU), it does one after the other. Communication
 that runs beside compute c seconds long costs
 
     beside(compute, c) = max(compute + slowdown · min(compute, c), c)
@@ -135,11 +136,11 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCost
         get.get(f"{recompute}_{name}", 0.0) for name in ("s", "comm_s", "host_s", "bytes")
     )
     hidden = [_hidden(get[f"{way}_s"], get[f"{way}_exchange_s"], target) for way in WAYS]
-    forward = np.maximum(get["forward_s"] - hidden[0], get["forward_host_s"])
-    backward = np.maximum(
-        get["backward_s"] - hidden[1] + again[0], get["backward_host_s"] + again[2]
-    )
-    slowdown = setting.cluster.device.overlap_slowdown
+    device = setting.cluster.device
+    both = np.maximum if device.kind == "cuda" else np.add
+    forward = both(get["forward_s"] - hidden[0], get["forward_host_s"])
+    backward = both(get["backward_s"] - hidden[1] + again[0], get["backward_host_s"] + again[2])
+    slowdown = device.overlap_slowdown
     # the part of a communication that no compute can hide: its first or last block
     edge = get["largest_parameters"] / np.maximum(get["parameters"], 1.0)
 

@@ -16,18 +16,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph
 from planner.blocks import cut_blocks
-from planner.check import check_plan, fingerprint
+from planner.check import check_plan
 from planner.evaluate import Prediction, evaluate
 from planner.families import facts_of
 from planner.frameworks import Framework, framework_of, with_experts
-from planner.plan import Plan, StagePlan
+from planner.published import Setup, Unpriced, make_plan
 from planner.reference_models import TransformerDims, build
 from planner.repeat import deepen
 from planner.trace import trace
@@ -55,6 +54,8 @@ _NODES = (
     (r"V100-16GB|p3\.16xlarge", "p3.16xlarge"),
     (r"V100", "dgx-1-v100"),
     (r"RTX ?4090", "pcie-8-rtx-4090"),
+    (r"3090 ?Ti.*P2P_DISABLE", "rtx-3090-ti-pcie-2"),
+    (r"3090 ?Ti", "rtx-3090-ti-nvlink-2"),
     (r"MI300X", "mi300x-8"),
 )
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "amp": "bf16", "fp32": "fp32"}
@@ -64,31 +65,6 @@ _MODERN = re.compile(
 
 
 TRACED_LAYERS = 4
-
-
-class Unpriced(ValueError):
-    """A published row that can't be priced; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A row as the planner sees it."""
-
-    dims: TransformerDims
-    cluster: Cluster
-    framework: Framework
-    precision: str
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    dp: int
-    chunks: int
-    zero: int
-    recompute: str
-    micro_batch: int
-    global_batch: int
-    assumptions: tuple[str, ...]
 
 
 def predict_row(row: Mapping[str, str]) -> Prediction:
@@ -148,10 +124,11 @@ def read_row(row: Mapping[str, str]) -> Setup:
             return default
         if not text:
             raise Unpriced(f"column {name} is empty, and the price depends on it")
-        try:
-            return int(float(text))
-        except ValueError:
-            raise Unpriced(f"column {name} is {text!r}; legal: a whole number") from None
+        least = 0 if default == 0 else 1
+        number = float(text) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) else -1.0
+        if number < least or not number.is_integer():
+            raise Unpriced(f"column {name} is {text!r}; legal: a whole number from {least}")
+        return int(number)
 
     notes = row.get("notes") or ""
     try:
@@ -195,8 +172,9 @@ def read_row(row: Mapping[str, str]) -> Setup:
 
 def _dims(row, framework, whole, tp, assumptions):  # type: ignore[no-untyped-def]
     """Sizes and style of the model: by its family's name where the sizes leave it open."""
+    name, experts = row.get("model") or "", whole("moe_experts", 0)
+    facts = _facts(name, experts > 1, assumptions)  # first: it knows what can't be priced at all
     heads, hidden = whole("heads"), whole("hidden")
-    name = row.get("model") or ""
     modern = bool(_MODERN.search(name))
     squared = "nemotron" in name.lower()
     vocab = whole("vocab", 51200)
@@ -208,8 +186,8 @@ def _dims(row, framework, whole, tp, assumptions):  # type: ignore[no-untyped-de
         assumptions.append(f"{kv_heads} key-value heads repeated for tp={tp}")
         kv_heads = tp
     encoder = "bert" in name.lower()
-    ffn, experts = whole("ffn", 4 * hidden), whole("moe_experts", 0)
-    sizes = {"ffn": ffn, **_facts(name, assumptions)}
+    ffn = whole("ffn", 4 * hidden)
+    sizes = {"ffn": ffn, **facts}
     if experts > 1:
         sizes |= {"experts": experts, "topk": whole("moe_topk"), "expert_ffn": ffn}
         assumptions.append("tokens spread evenly over experts, which are not split by tp")
@@ -232,11 +210,13 @@ def _dims(row, framework, whole, tp, assumptions):  # type: ignore[no-untyped-de
     )
 
 
-def _facts(name: str, assumptions: list[str]) -> Mapping[str, Any]:
+def _facts(name: str, sparse: bool, assumptions: list[str]) -> Mapping[str, Any]:
     try:
         facts = facts_of(name)
     except ValueError as error:
         raise Unpriced(str(error)) from None
+    if not sparse:  # distilled into a dense model, of which the rest is in the row
+        facts = {key: value for key, value in facts.items() if key == "head_dim"}
     if facts:
         assumptions.append(f"from the model's public configuration: {dict(facts)}")
     return facts
@@ -314,98 +294,3 @@ def _recompute(row: Mapping[str, str], assumptions: list[str]) -> str:
         return "full"
     assumptions.append(f"recompute {text!r} is unknown: taken as none")
     return "none"
-
-
-# --- the plan ------------------------------------------------------------------------------------
-
-
-def make_plan(setup: Setup, graph: Graph) -> Plan:
-    """Equal runs of layers, the embedding with the first and the head with the last; tensor
-    parallelism innermost, then context, then data, the pipeline outermost."""
-    names = [block.name for block in graph.blocks]
-    stages = setup.pp * setup.chunks
-    size = setup.dp * setup.cp * setup.tp
-    cuts = _cuts(names, setup.dims.layers, stages)
-    shardings = _shardings(setup)
-    plans = []
-    for k in range(stages):
-        blocks = tuple(names[cuts[k] : cuts[k + 1]])
-        first = (k % setup.pp) * size
-        plans.append(
-            StagePlan(
-                blocks=blocks,
-                ranks=tuple(range(first, first + size)),
-                dp=setup.dp,
-                cp=setup.cp,
-                ep=setup.ep if setup.dims.experts else 1,
-                tp=setup.tp,
-                zero=setup.zero,
-                recompute=setup.recompute,
-                shardings={
-                    pattern: decision
-                    for pattern, (decision, where) in shardings.items()
-                    if where in _kinds(setup.dims, blocks)
-                },
-            )
-        )  # fmt: skip
-    return Plan(
-        model=fingerprint(graph),
-        global_batch_size=setup.global_batch,
-        num_microbatches=setup.global_batch // (setup.micro_batch * setup.dp),
-        schedule="interleaved_1f1b" if setup.chunks > 1 else "1f1b",
-        precision=setup.precision,
-        stages=tuple(plans),
-    )
-
-
-def _cuts(names: list[str], layers: int, stages: int) -> list[int]:
-    """Block index at which each stage starts, and the end. Where layers don't divide, the stages at
-    the ends, which have the embedding and the head, get fewer."""
-    is_layer = [bool(re.fullmatch(r"layers\.\d+", name)) for name in names]
-    if sum(is_layer) != layers:
-        raise Unpriced(f"the model was cut into {names}, not into {layers} layers")
-    base, extra = divmod(layers, stages)
-    counts = [base] * stages
-    middle_first = sorted(range(stages), key=lambda k: (k in (0, stages - 1), k))
-    for k in middle_first[:extra]:
-        counts[k] += 1
-    cuts, position = [0], is_layer.index(True)
-    for count in counts[:-1]:
-        position += count
-        cuts.append(position)
-    return [*cuts, len(names)]
-
-
-def _kinds(dims: TransformerDims, blocks: tuple[str, ...]) -> set[str]:
-    """What a stage has: "all" stages' layers, "dense" and "sparse" ones, embedding or head."""
-    layers = [int(name.split(".")[1]) for name in blocks if name.startswith("layers.")]
-    dense = [not dims.experts or k < dims.dense_layers for k in layers]
-    kinds = {
-        "all": True, "dense": any(dense), "sparse": not all(dense),
-        "first": "embed" in blocks, "last": "head" in blocks,
-    }  # fmt: skip
-    return {kind for kind, here in kinds.items() if here}
-
-
-def _shardings(setup: Setup) -> dict[str, tuple[str, str]]:
-    """Megatron's tensor parallelism: pattern -> (decision, the stages it is for)."""
-    if setup.tp == 1:
-        return {}
-    found = {
-        "layers.*.attention.proj": ("rowwise", "all"),
-        "layers.*.mlp.up": ("colwise", "dense"),
-        "layers.*.mlp.down": ("rowwise", "dense"),
-        "embedding": ("vocab", "first"),
-        "head": ("colwise", "last"),
-    }
-    if setup.dims.activation == "swiglu":
-        found["layers.*.mlp.gate"] = ("colwise", "dense")
-    wide = ("q_up", "kv_up") if setup.dims.latent else ("qkv",)
-    found |= {f"layers.*.attention.{name}": ("colwise", "all") for name in wide}
-    if setup.dims.shared_ffn:
-        found |= {f"layers.*.mlp.shared.{name}": ("colwise", "sparse") for name in ("gate", "up")}
-        found["layers.*.mlp.shared.down"] = ("rowwise", "sparse")
-    if setup.framework.sequence_parallel:
-        found["layers.*:add"] = ("-> S(1)", "all")
-        found["layers.*:add#1"] = ("-> S(1)", "all")
-    return found

@@ -251,6 +251,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         matmul_efficiency=FULL,
         memory_efficiency=FULL,
         launch_overhead_s=rates.launch_overhead_s / share,
+        host_overhead_s=rates.launch_overhead_s / share,
     )
     notes = [f"local: each of {n} ranks has 1/{n} of this machine's memory"]
     if share < 1:

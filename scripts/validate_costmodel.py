@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner.validate import Unpriced, predict_row  # noqa: E402
+from planner.validate import Unpriced, predict_row
 
 # family -> (text in the row's source, test on the row)
 FAMILIES = (
@@ -55,8 +55,12 @@ def family_of(row: Mapping[str, str]) -> str:
 
 def used_to_fit(rows: Sequence[Mapping[str, str]]) -> set[str]:
     """Models of a source that constants were fitted on: every other one, in order of size."""
-    models = sorted({(float(row["params_b"] or 0), row["model"]) for row in rows})
-    return {model for _, model in models[::2]} if len(models) > 1 else set()
+    sizes: dict[str, float] = {}
+    for row in rows:
+        size = float(row["params_b"] or 0)
+        sizes[row["model"]] = min(size, sizes.get(row["model"], size))
+    models = sorted(sizes, key=lambda model: (sizes[model], model))
+    return set(models[::2]) if len(models) > 1 else set()
 
 
 def score(row: Mapping[str, str]) -> Scored:

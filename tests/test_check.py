@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planning import linears
 from tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
 
 from costmodel.factors import FactorTable
@@ -196,6 +197,12 @@ BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1, 2, 3"),
     ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, selective, .*full"),
     ("cp", {}, {"cp": 0}, "stage 0: cp=0; legal: an integer from 1"),
+    (
+        "cp length",
+        {},
+        {"cp": 4, "tp": 1, "dp": 1},
+        "cp=4 does not divide sequences of 6; legal: 1, 2, 3, 6",
+    ),
     ("ep", {}, {"ep": 0}, "stage 0: ep=0; legal: an integer from 1"),
     ("cp ranks", {}, {"cp": 2}, "its mesh dp=2 × cp=2 × tp=2 needs 8"),
     ("dp", {}, {"dp": 0}, "stage 0: dp=0; legal"),
@@ -261,6 +268,13 @@ def test_a_degree_must_divide_what_it_splits() -> None:
             else:
                 with pytest.raises(PlanError, match=rf"{pattern}.*not possible with tp={tp}"):
                     check_plan(plan, graph, table)
+
+
+def test_a_model_without_sequences_has_no_context_axis() -> None:
+    of = linears(8, 2, 8)
+    plan = with_stage(plan_for(of.graph, dp=1, tp=1), cp=2, ranks=(0, 1))
+    with pytest.raises(PlanError, match=r"stage 0: cp=2: .*no one sequence dim to split; legal: 1"):
+        check_plan(plan, of.graph, of.table)
 
 
 # --- what can be priced but not run --------------------------------------------------------------

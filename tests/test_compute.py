@@ -1,79 +1,167 @@
-"""The roofline: closed forms, both sides of the ridge, arrays as scalars, monotone."""
+"""Seconds of one kernel: the roofline by hand, tiles and waves laid out one by one, monotone."""
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
+import itertools
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.compute import op_time
+from costmodel.compute import attention_seconds, filling, matmul_seconds, stream_seconds
 from profiles.cluster import Cluster, Device
+from profiles.curve import Curve
 
-DEVICE = Device(
+PLAIN = Device(
     name="toy",
     kind="cuda",
     memory_bytes=2**30,
     peak_flops={"fp32": 100.0, "fp16": 800.0},
     memory_bandwidth=20.0,
     matmul_efficiency=0.5,
+    attention_efficiency=0.4,
     memory_efficiency=0.25,
     launch_overhead_s=0.125,
     reserved_bytes=0,
 )
-AMOUNTS = st.floats(min_value=0, max_value=1e18)
+TILED = dataclasses.replace(PLAIN, compute_units=6, tiles=((8, 4), (4, 4), (2, 2)))
+SIDES = st.integers(1, 40)
+BATCHES = st.integers(1, 5)
+
+
+# --- the roofline --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("flops", "bytes_moved", "dtype", "matmul", "time_s"),
+    ("sides", "nbytes", "dtype", "seconds"),
     [
-        (4000.0, 5.0, "fp16", True, 10.125),  # 4000 / (800 * 0.5), above the ridge
-        (4000.0, 5.0, "fp32", True, 80.125),  # 4000 / (100 * 0.5)
-        (4000.0, 5.0, "bf16", True, 80.125),  # no bf16 units: the fp32 rate
-        (400.0, 50.0, "fp16", True, 10.125),  # 50 / (20 * 0.25), below the ridge
-        (4000.0, 5.0, "fp16", False, 1.125),  # vector work counts bytes only
-        (0.0, 0.0, "fp32", True, 0.125),  # a launch is never free
+        ((10, 20, 10), 5.0, "fp16", 10.0),  # 4000 FLOPs / (800 * 0.5), above the ridge
+        ((10, 20, 10), 5.0, "fp32", 80.0),  # 4000 / (100 * 0.5)
+        ((10, 20, 10), 5.0, "bf16", 80.0),  # no bf16 units: the fp32 rate
+        ((10, 2, 10), 50.0, "fp16", 10.0),  # 50 / (20 * 0.25), below the ridge
+        ((0, 2, 10), 0.0, "fp16", 0.0),
     ],
 )
-def test_closed_form(
-    flops: float, bytes_moved: float, dtype: str, matmul: bool, time_s: float
+def test_a_product_takes_the_longer_of_work_and_traffic(
+    sides: tuple[int, int, int], nbytes: float, dtype: str, seconds: float
 ) -> None:
-    assert op_time(
-        DEVICE, flops=flops, bytes_moved=bytes_moved, dtype=dtype, matmul=matmul
-    ) == pytest.approx(time_s, rel=1e-12)
+    assert matmul_seconds(PLAIN, dtype, *sides, 1, nbytes) == pytest.approx(seconds, rel=1e-12)
+    m, n, k = sides
+    assert matmul_seconds(PLAIN, dtype, m, n, k, 3, 3 * nbytes) == pytest.approx(3 * seconds)
 
 
-def test_unknown_dtype_is_refused() -> None:
+def test_attention_takes_the_longer_of_work_and_traffic() -> None:
+    assert attention_seconds(PLAIN, "fp16", 3200.0, 64, 1.0) == pytest.approx(3200 / (800 * 0.4))
+    assert attention_seconds(PLAIN, "fp16", 3200.0, 64, 500.0) == pytest.approx(500 / (20 * 0.25))
+
+
+def test_traffic_alone() -> None:
+    assert stream_seconds(PLAIN, 50.0) == pytest.approx(10.0)
+    assert stream_seconds(PLAIN, 0.0) == 0.0
+
+
+def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown dtype 'float16': .*legal: bf16, fp16, fp32"):
-        op_time(DEVICE, flops=1.0, bytes_moved=1.0, dtype="float16", matmul=True)
+        matmul_seconds(PLAIN, "float16", 1, 1, 1, 1, 1.0)
 
 
-@pytest.mark.parametrize("matmul", [True, False])
-def test_arrays_equal_scalars(matmul: bool) -> None:
-    flops = np.array([0.0, 10.0, 1e6])
-    bytes_moved = np.array([4.0, 1e5, 3.0])
-    times = op_time(DEVICE, flops=flops, bytes_moved=bytes_moved, dtype="fp16", matmul=matmul)
-    assert times.tolist() == [
-        op_time(DEVICE, flops=f, bytes_moved=b, dtype="fp16", matmul=matmul)
-        for f, b in zip(flops.tolist(), bytes_moved.tolist(), strict=True)
+def test_efficiencies_are_read_at_the_size_of_the_work() -> None:
+    """Products by the FLOPs of all of them, attention by its sequence, traffic by its bytes."""
+    curve = Curve(points=((10.0, 0.4), (1000.0, 0.8)))
+    device = dataclasses.replace(
+        PLAIN, matmul_efficiency=curve, attention_efficiency=curve, memory_efficiency=curve
+    )
+    for size, fraction in ((10, 0.4), (1000, 0.8)):
+        assert matmul_seconds(device, "fp16", size / 2, 1, 1, 1, 0.0) == pytest.approx(
+            size / (800 * fraction)
+        )
+        assert matmul_seconds(device, "fp16", size / 10, 1, 1, 5, 0.0) == pytest.approx(
+            size / (800 * fraction)
+        )
+        assert attention_seconds(device, "fp16", 1e6, size, 0.0) == pytest.approx(
+            1e6 / (800 * fraction)
+        )
+        assert stream_seconds(device, size) == pytest.approx(size / (20 * fraction))
+
+
+# --- tiles and waves -----------------------------------------------------------------------------
+
+
+def laid_out(device: Device, m: int, n: int, batch: int, tile: tuple[int, int]) -> float:
+    """Part of the units' tile area in all waves that is output: tiles handed out one by one."""
+    rows, columns = tile
+    tiles = [
+        (row, column, b)
+        for row, column, b in itertools.product(
+            range(0, m, rows), range(0, n, columns), range(batch)
+        )
     ]
+    waves = [tiles[i : i + device.compute_units] for i in range(0, len(tiles), device.compute_units)]
+    useful = sum(
+        min(rows, m - row) * min(columns, n - column) for wave in waves for row, column, _ in wave
+    )
+    assert useful == m * n * batch
+    return useful / (len(waves) * device.compute_units * rows * columns)
 
 
-@given(flops=AMOUNTS, bytes_moved=AMOUNTS, more=AMOUNTS, matmul=st.booleans())
+@given(SIDES, SIDES, BATCHES)
+def test_filling_is_that_of_the_best_tile(m: int, n: int, batch: int) -> None:
+    """A tile of a × b reads a + b and computes ab for each step of k; less of that per byte costs
+    by its root."""
+    options = []
+    for a, b in TILED.tiles:
+        worth = math.sqrt(a * b / (a + b) / (8 * 4 / (8 + 4)))
+        options += [worth * laid_out(TILED, m, n, batch, tile) for tile in ((a, b), (b, a))]
+    assert filling(TILED, m, n, batch) == pytest.approx(max(options), rel=1e-12)
+
+
+@given(SIDES, SIDES, BATCHES)
+def test_filling_is_a_part_and_turns_with_the_output(m: int, n: int, batch: int) -> None:
+    assert 0 < filling(TILED, m, n, batch) <= 1
+    assert filling(TILED, m, n, batch) == pytest.approx(filling(TILED, n, m, batch), rel=1e-12)
+    assert filling(PLAIN, m, n, batch) == 1
+
+
+@given(st.integers(1, 4), st.integers(1, 3))
+def test_whole_waves_of_whole_tiles_fill_the_device(down: int, waves: int) -> None:
+    across = TILED.compute_units * waves
+    assert filling(TILED, 8 * down, 4 * across, 1) == 1
+    assert filling(TILED, 8 * down, 4 * across + 1, 1) < 1
+
+
+@given(SIDES, SIDES, SIDES, BATCHES, st.integers(0, 30), st.floats(0, 1e4))
 def test_more_work_never_takes_less(
-    flops: float, bytes_moved: float, more: float, matmul: bool
+    m: int, n: int, k: int, batch: int, more: int, nbytes: float
 ) -> None:
-    def time(flops: float, bytes_moved: float) -> float:
-        return op_time(DEVICE, flops=flops, bytes_moved=bytes_moved, dtype="fp16", matmul=matmul)
+    def seconds(m: int, n: int, k: int, nbytes: float) -> float:
+        return matmul_seconds(TILED, "fp16", m, n, k, batch, nbytes)
 
-    assert time(flops + more, bytes_moved) >= time(flops, bytes_moved)
-    assert time(flops, bytes_moved + more) >= time(flops, bytes_moved)
+    least = seconds(m, n, k, nbytes) * (1 - 1e-12)
+    assert least <= seconds(m + more, n, k, nbytes)
+    assert least <= seconds(m, n + more, k, nbytes)
+    assert least <= seconds(m, n, k + more, nbytes)
+    assert least <= seconds(m, n, k, nbytes + more)
 
 
-def test_large_matmul_on_an_a100_is_near_what_is_published() -> None:
-    """A 4096 x 12288 x 4096 fp16 product runs at 235 to 255 TFLOP/s on A100 SXM."""
+# --- what is published ---------------------------------------------------------------------------
+
+
+def test_large_products_on_an_a100_are_near_what_is_published() -> None:
+    """An 8192 x 12288 x 4096 fp16 product runs at 235 to 255 TFLOP/s on A100 SXM."""
     m, n, k = 8192, 12288, 4096
-    flops, bytes_moved = 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n)
     device = Cluster.from_catalog("a100-80gb").device
-    time_s = op_time(device, flops=flops, bytes_moved=bytes_moved, dtype="fp16", matmul=True)
-    assert 220e12 < flops / time_s < 260e12
+    seconds = matmul_seconds(device, "fp16", m, n, k, 1, 2.0 * (m * k + k * n + m * n))
+    assert 220e12 < 2.0 * m * n * k / seconds < 260e12
+
+
+def test_a_wave_more_is_a_step_on_an_a100() -> None:
+    """One tile too many for 108 units takes almost twice as long (NVIDIA, "Matrix Multiplication
+    Background User's Guide", wave quantisation)."""
+    device = Cluster.from_catalog("a100-80gb").device
+    assert device.compute_units == 108
+    rows, columns = device.tiles[0]
+    exact = matmul_seconds(device, "fp16", rows * 9, columns * 12, 8192, 1, 0.0)
+    one_more = matmul_seconds(device, "fp16", rows * 9, columns * 12 + 1, 8192, 1, 0.0)
+    assert 1.1 * exact < one_more < 2 * exact

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import profiles
 from costmodel.collectives import group_for
 from costmodel.cost import Setting
 from costmodel.factors import FactorTable
@@ -30,10 +33,11 @@ from planner.families import facts_of
 from planner.plan import Plan, PlanError, StagePlan
 from planner.reference_models import Latent, TransformerDims, build
 from planner.reference_moe import combine, dispatch, grouped_linear
-from planner.validate import Unpriced, predict_row, traced
+from planner.validate import Unpriced, predict_row, read_row, traced
 from profiles.cluster import Cluster, Link
 from profiles.curve import Curve
 
+CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(
     layers=3, hidden=64, heads=4, kv_heads=4, ffn=96, vocab=128, seq_len=32, activation="swiglu",
     norm="rms", positions="rotary", bias=False, tied=False,
@@ -68,7 +72,7 @@ def pricer(
 ) -> Pricer:
     setting = Setting(
         cluster=cluster, dp=dp, tp=tp, ep=ep, rows=rows, num_microbatches=1, precision="bf16",
-        optimizer="adamw",
+        optimizer="adamw", target=Target(name="plain", bucket_copies=0),
     )  # fmt: skip
     return Pricer(graph=graph, table=table, setting=setting)
 
@@ -333,3 +337,40 @@ def test_a_published_step_is_in_the_region() -> None:
 def test_a_model_with_other_layers_is_refused_by_name() -> None:
     with pytest.raises(Unpriced, match=r"Nemotron-3.* state-space layers"):
         predict_row({**ROW, "model": "Nemotron-3-Nano-30B-A3B"})
+
+
+def test_dense_relatives_keep_their_own_sizes() -> None:
+    """A name may be that of a mixture's distillation; only heads have sizes of their own there."""
+    sizes = {"layers": "4", "hidden": "512", "heads": "8", "kv_heads": "8", "ffn": "1024"}
+    dense = {**ROW, **sizes, "moe_experts": "", "moe_topk": "", "ep": ""}
+    named = read_row({**dense, "model": "DeepSeek-R1-Distill-Llama-8B"}).dims
+    assert named == read_row({**dense, "model": "Llama3-8B"}).dims
+    assert read_row({**dense, "model": "Qwen3-8B"}).dims.head_dim == 128
+
+
+def test_key_value_heads_are_repeated_for_a_wider_tensor_axis() -> None:
+    setup = read_row({**ROW, "tp": "8", "dp": "2"})
+    assert setup.dims.kv_heads == 8
+    assert any("4 key-value heads repeated for tp=8" in text for text in setup.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 65}, "hidden=65, heads=4: without a head_dim"),
+        ({"kv_heads": 3}, "heads=4, kv_heads=3: heads must be a multiple"),
+        ({"topk": 17}, "experts=16, topk=17, expert_ffn=32"),
+        ({"expert_ffn": 0}, "experts need a width"),
+    ],
+)
+def test_dims_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SPARSE, head_dim=0, **changes)
+
+
+def test_a_node_may_have_a_host_of_its_own() -> None:
+    """The catalog's device says what a usual host needs; a node's own figure goes first."""
+    entry = json.loads((CATALOG / "p5.48xlarge.json").read_text())
+    own, usual = (Cluster.from_catalog(name).device for name in ("p5.48xlarge", "dgx-h100"))
+    assert own.host_overhead_s == pytest.approx(entry["host_overhead"]["value"] * 1e-6)
+    assert dataclasses.replace(own, host_overhead_s=usual.host_overhead_s) == usual

@@ -279,6 +279,26 @@ def test_stages_smaller_than_a_node_cross_nodes_in_proportion() -> None:
         assert sent == pytest.approx(share * far + (1 - share) * near)
 
 
+@pytest.mark.parametrize("name", ["llama", "resnet"])
+def test_prices_do_not_depend_on_what_was_priced_before(name: str) -> None:
+    """Equal rows on equal tensor axes share programs and caches, whatever the data axis and the
+    number of micro-batches."""
+    of, on = case(name), odd_cluster(3)
+    shared = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+    for dp, microbatches in ((1, 4), (4, 1), (2, 2), (1, 1), (2, 8)):
+        fresh = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+        chains = []
+        for coster in (shared, fresh):
+            setting = coster.setting(dp=dp, tp=2, rows=1, microbatches=microbatches)
+            chain = coster.chain(setting)
+            assert chain is not None
+            chains.append(chain)
+        np.testing.assert_array_equal(chains[0].seconds, chains[1].seconds)
+        np.testing.assert_array_equal(chains[0].sums, chains[1].sums)
+        for found, expected in zip(chains[0].tables, chains[1].tables, strict=True):
+            np.testing.assert_array_equal(found.costs, expected.costs)
+
+
 def test_only_one_value_may_cross_in_pieces() -> None:
     coster = coster_of(case("llama"), 0)
     assert coster.cut_states(2, 1) == [R]

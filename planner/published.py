@@ -1,0 +1,134 @@
+"""A published configuration as the planner sees it, and the plan that it stands for.
+
+Frameworks cut a model by rule: equal runs of layers on every stage, Megatron's tensor parallelism
+inside them. `validate.py` reads rows into a `Setup`; here it becomes a `Plan`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from costmodel.graph import Graph
+from planner.check import fingerprint
+from planner.frameworks import Framework
+from planner.plan import Plan, StagePlan
+from planner.reference_models import TransformerDims
+from profiles.cluster import Cluster
+
+
+class Unpriced(ValueError):
+    """A published row that can't be priced; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A row as the planner sees it."""
+
+    dims: TransformerDims
+    cluster: Cluster
+    framework: Framework
+    precision: str
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    dp: int
+    chunks: int
+    zero: int
+    recompute: str
+    micro_batch: int
+    global_batch: int
+    assumptions: tuple[str, ...]
+
+
+def make_plan(setup: Setup, graph: Graph) -> Plan:
+    """Equal runs of layers, the embedding with the first and the head with the last; tensor
+    parallelism innermost, then context, then data, the pipeline outermost."""
+    names = [block.name for block in graph.blocks]
+    stages = setup.pp * setup.chunks
+    size = setup.dp * setup.cp * setup.tp
+    cuts = _cuts(names, setup.dims.layers, stages)
+    shardings = _shardings(setup)
+    plans = []
+    for k in range(stages):
+        blocks = tuple(names[cuts[k] : cuts[k + 1]])
+        first = (k % setup.pp) * size
+        plans.append(
+            StagePlan(
+                blocks=blocks,
+                ranks=tuple(range(first, first + size)),
+                dp=setup.dp,
+                cp=setup.cp,
+                ep=setup.ep if setup.dims.experts else 1,
+                tp=setup.tp,
+                zero=setup.zero,
+                recompute=setup.recompute,
+                shardings={
+                    pattern: decision
+                    for pattern, (decision, where) in shardings.items()
+                    if where in _kinds(setup.dims, blocks)
+                },
+            )
+        )  # fmt: skip
+    return Plan(
+        model=fingerprint(graph),
+        global_batch_size=setup.global_batch,
+        num_microbatches=setup.global_batch // (setup.micro_batch * setup.dp),
+        schedule="interleaved_1f1b" if setup.chunks > 1 else "1f1b",
+        precision=setup.precision,
+        stages=tuple(plans),
+    )
+
+
+def _cuts(names: list[str], layers: int, stages: int) -> list[int]:
+    """Block index at which each stage starts, and the end. Where layers don't divide, the stages at
+    the ends, which have the embedding and the head, get fewer."""
+    is_layer = [bool(re.fullmatch(r"layers\.\d+", name)) for name in names]
+    if sum(is_layer) != layers:
+        raise Unpriced(f"the model was cut into {names}, not into {layers} layers")
+    base, extra = divmod(layers, stages)
+    counts = [base] * stages
+    middle_first = sorted(range(stages), key=lambda k: (k in (0, stages - 1), k))
+    for k in middle_first[:extra]:
+        counts[k] += 1
+    cuts, position = [0], is_layer.index(True)
+    for count in counts[:-1]:
+        position += count
+        cuts.append(position)
+    return [*cuts, len(names)]
+
+
+def _kinds(dims: TransformerDims, blocks: tuple[str, ...]) -> set[str]:
+    """What a stage has: "all" stages' layers, "dense" and "sparse" ones, embedding or head."""
+    layers = [int(name.split(".")[1]) for name in blocks if name.startswith("layers.")]
+    dense = [not dims.experts or k < dims.dense_layers for k in layers]
+    kinds = {
+        "all": True, "dense": any(dense), "sparse": not all(dense),
+        "first": "embed" in blocks, "last": "head" in blocks,
+    }  # fmt: skip
+    return {kind for kind, here in kinds.items() if here}
+
+
+def _shardings(setup: Setup) -> dict[str, tuple[str, str]]:
+    """Megatron's tensor parallelism: pattern -> (decision, the stages it is for)."""
+    if setup.tp == 1:
+        return {}
+    found = {
+        "layers.*.attention.proj": ("rowwise", "all"),
+        "layers.*.mlp.up": ("colwise", "dense"),
+        "layers.*.mlp.down": ("rowwise", "dense"),
+        "embedding": ("vocab", "first"),
+        "head": ("colwise", "last"),
+    }
+    if setup.dims.activation == "swiglu":
+        found["layers.*.mlp.gate"] = ("colwise", "dense")
+    wide = ("q_up", "kv_up") if setup.dims.latent else ("qkv",)
+    found |= {f"layers.*.attention.{name}": ("colwise", "all") for name in wide}
+    if setup.dims.shared_ffn:
+        found |= {f"layers.*.mlp.shared.{name}": ("colwise", "sparse") for name in ("gate", "up")}
+        found["layers.*.mlp.shared.down"] = ("rowwise", "sparse")
+    if setup.framework.sequence_parallel:
+        found["layers.*:add"] = ("-> S(1)", "all")
+        found["layers.*:add#1"] = ("-> S(1)", "all")
+    return found

@@ -1,0 +1,179 @@
+"""What stays in registers, by hand, on a layer with two residual connections; chains by definition
+on chains drawn at random."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.factors import FactorTable, analyse
+from costmodel.fusion import Fusion, fuse, is_free
+from costmodel.graph import Block, Graph
+from planner.blocks import cut_blocks
+from planner.trace import trace
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(x)).mul(2.0))
+        y = self.out(self.norm(x)).mul(0.5)
+        return x + torch.softmax(y, -1).flatten(0, 1).view(x.shape)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@cache
+def stack() -> tuple[Graph, FactorTable, Block]:
+    """The graph and the block of the middle layer."""
+    batch = torch.zeros(4, 3, WIDTH), torch.zeros(4, 3, WIDTH)
+    graph = trace(Stack(), batch, loss_fn=F.mse_loss, batch_size=4)
+    table = analyse(graph)
+    graph = cut_blocks(graph, table)
+    return graph, table, next(block for block in graph.blocks if block.name == "layers.1")
+
+
+def named(found: Fusion) -> tuple[set[str], set[tuple[str, int]], set[str]]:
+    """The fusion of the middle layer, by operator and occurrence instead of by name."""
+    _, _, block = stack()
+    keys = {op.name: op.key.split(":")[1] for op in block.ops}
+    made = {op.results[0]: keys[op.name] for op in block.ops}
+    return (
+        {made[value] for value in found.internal if value in made},
+        {(keys[name], i) for name, i in found.free_reads if name in keys},
+        {keys[name] for name in found.joined if name in keys},
+    )
+
+
+def test_the_layer_is_as_expected() -> None:
+    _, table, block = stack()
+    assert [op.key.split(":")[1] for op in block.ops] == [
+        "linear", "gelu", "mul", "linear", "add", "layer_norm", "linear", "mul#1", "softmax",
+        "flatten", "view", "add#1",
+    ]  # fmt: skip
+    assert [op.short for op in block.ops if is_free(table, op)] == ["flatten", "view"]
+
+
+def test_eager_kernels_share_nothing() -> None:
+    graph, table, _ = stack()
+    assert fuse(graph, table, "none") == Fusion()
+
+
+def test_pointwise_chains_and_softmax_are_one_kernel_each() -> None:
+    graph, table, _ = stack()
+    assert named(fuse(graph, table, "pointwise")) == (
+        {"gelu", "mul#1", "softmax"},
+        {("mul", 0), ("softmax", 0), ("add#1", 1)},
+        {"mul", "softmax", "add#1"},
+    )
+
+
+def test_a_compiler_fuses_norms_but_still_writes_what_goes_round_them() -> None:
+    """The norm joins the first addition. Its sum is written all the same: the second addition needs
+    a product that needs the norm."""
+    graph, table, _ = stack()
+    assert named(fuse(graph, table, "full")) == (
+        {"gelu", "mul#1", "softmax"},
+        {("mul", 0), ("layer_norm", 0), ("softmax", 0), ("add#1", 1)},
+        {"mul", "layer_norm", "softmax", "add#1"},
+    )
+
+
+# --- chains --------------------------------------------------------------------------------------
+
+STEPS = ("relu", "linear", "norm", "skip")
+
+
+class Chain(nn.Module):
+    """Steps on one tensor; "skip" adds the value of two steps before."""
+
+    def __init__(self, steps: tuple[str, ...]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in steps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [x, x]
+        for step, linear in zip(self.steps, self.parts, strict=True):
+            y = made[-1]
+            if step == "relu":
+                made.append(F.relu(y))
+            elif step == "linear":
+                made.append(linear(y))
+            elif step == "norm":
+                made.append(F.layer_norm(y, (WIDTH,)))
+            else:
+                made.append(y + made[-3])
+        return self.last(made[-1])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=7).map(tuple))
+@pytest.mark.parametrize("level", ["pointwise", "full"])
+def test_chains_fuse_as_far_as_no_product_lies_between(level: str, steps: tuple[str, ...]) -> None:
+    """Paths enumerated: a read is free if no path from its value passes an operator with a kernel
+    of its own; a value is internal if all its reads are free and it stays in its block."""
+    graph = trace(Chain(("relu", *steps)), (torch.zeros(2, WIDTH),) * 2, loss_fn=F.mse_loss)
+    table = analyse(graph)
+    graph = cut_blocks(graph, table)
+    found = fuse(graph, table, level)
+    fused = {"relu", "add", *(["layer_norm"] if level == "full" else [])}
+
+    def clear(source: str, target: str, within: Block) -> bool:
+        """Whether every path from value to value makes only values that fuse."""
+        makers = {r: op for op in within.ops for r in op.results}
+        if target == source or target not in makers:
+            return True
+        op = makers[target]
+        passing = [v for v in op.operands if reaches(source, v, within)]
+        return not passing or (op.short in fused and all(clear(source, v, within) for v in passing))
+
+    def reaches(source: str, target: str, within: Block) -> bool:
+        makers = {r: op for op in within.ops for r in op.results}
+        if target == source:
+            return True
+        return target in makers and any(
+            reaches(source, v, within) for v in makers[target].operands
+        )
+
+    for block in graph.blocks:
+        makers = {r: op for op in block.ops for r in op.results}
+        free = {
+            (op.name, i)
+            for op in block.ops
+            for i, value in enumerate(op.operands)
+            if op.short in fused
+            and value in makers
+            and makers[value].short in fused
+            and all(clear(value, v, block) for v in op.operands if reaches(value, v, block))
+        }
+        reads = {
+            v: [(op.name, i) for op in block.ops for i, o in enumerate(op.operands) if o == v]
+            for v in makers
+        }
+        assert {r for r in found.free_reads if r[0] in {op.name for op in block.ops}} == free
+        for value, at in reads.items():
+            inside = bool(at) and set(at) <= free and value not in block.outputs
+            assert (value in found.internal) == inside

@@ -1,0 +1,128 @@
+"""Model states against the formulas of the papers that name the stages, and buffers by hand.
+
+Ψ parameters, n ranks, K bytes of optimizer states per parameter (12 for Adam in mixed precision:
+fp32 copy and two moments). Rajbhandari et al., "ZeRO", 2020: 4Ψ + KΨ; ZeRO-1 4Ψ + KΨ/n; ZeRO-2
+2Ψ + (2 + K)Ψ/n; ZeRO-3 (4 + K)Ψ/n, with gradients of two bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel.memory import (
+    OPTIMIZER_BYTES,
+    model_state_bytes,
+    optimizer_bytes,
+    optimizer_step_bytes,
+    working_bytes,
+)
+from costmodel.target import EAGER, Target
+
+HALF = Target(name="16-bit gradients", gradient_bytes=2)
+RANKS = st.integers(1, 512)
+SIZES = st.integers(1, 10**12)
+
+
+def states(numel: float, zero: int, dp: int, precision: str = "bf16", target: Target = HALF):
+    return model_state_bytes(
+        numel, precision=precision, zero=zero, dp=dp, optimizer="adamw", target=target
+    )
+
+
+@given(SIZES, RANKS)
+def test_states_are_those_of_the_zero_paper(psi: int, n: int) -> None:
+    k = 12
+    assert states(psi, 0, n) == (4 + k) * psi
+    assert states(psi, 2, n) == pytest.approx(2 * psi + (2 + k) * psi / n, rel=1e-12)
+
+
+@given(SIZES, RANKS)
+def test_the_first_stage_hands_the_optimizer_its_gradients_in_fp32(psi: int, n: int) -> None:
+    assert states(psi, 1, n) == pytest.approx(4 * psi + 16 * psi / n, rel=1e-12)
+
+
+@given(SIZES, RANKS)
+def test_the_third_stage_keeps_weights_as_fp32_shards_alone(psi: int, n: int) -> None:
+    """The 16-bit weights exist only while they are used: 2Ψ/n less than the paper's."""
+    assert states(psi, 3, n) == pytest.approx((4 + 12 - 2) * psi / n, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradient_bytes", "per_parameter"),
+    [("fp32", 4, 16), ("fp32", 2, 16), ("bf16", 4, 18), ("fp16", 2, 16)],
+)
+def test_bytes_of_a_parameter_with_adam(
+    precision: str, gradient_bytes: int, per_parameter: int
+) -> None:
+    target = dataclasses.replace(EAGER, gradient_bytes=gradient_bytes)
+    assert states(1000, 0, 1, precision, target) == 1000 * per_parameter
+
+
+def test_without_a_master_copy_mixed_precision_saves_four_bytes() -> None:
+    bare = dataclasses.replace(HALF, master=False)
+    assert states(1000, 0, 1) - states(1000, 0, 1, target=bare) == 4000
+
+
+@given(SIZES, RANKS, st.sampled_from(["fp32", "bf16"]), st.sampled_from([2, 4]))
+def test_a_higher_stage_never_holds_more_from_two_ranks_up(
+    psi: int, n: int, precision: str, gradient_bytes: int
+) -> None:
+    target = dataclasses.replace(EAGER, gradient_bytes=gradient_bytes)
+    held = [states(psi, zero, max(n, 4), precision, target) for zero in (0, 1, 2, 3)]
+    assert all(more >= less * (1 - 1e-12) for more, less in zip(held, held[1:], strict=False))
+
+
+def test_arrays_are_priced_as_numbers() -> None:
+    numels, ranks = np.array([1.0, 50.0, 1e9]), np.array([1.0, 4.0, 64.0])
+    for zero in (0, 1, 2, 3):
+        found = model_state_bytes(numels, precision="bf16", zero=zero, dp=ranks, optimizer="adamw")
+        assert found.tolist() == [
+            model_state_bytes(n, precision="bf16", zero=zero, dp=r, optimizer="adamw")
+            for n, r in zip(numels.tolist(), ranks.tolist(), strict=True)
+        ]
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "dp", "numel", "nbytes"),
+    [
+        (0, 1, 10_000, 0),  # nobody to talk to
+        (0, 4, 10_000, 2000),  # two buckets of 1000 bytes
+        (1, 4, 10_000, 2000),
+        (0, 4, 300, 1200),  # all gradients are less than two buckets
+        (2, 4, 10_000, 4 * 700),  # a block's gradients before they are scattered
+        (3, 4, 10_000, (4 + 2 * 2) * 700),  # and the weights of two blocks
+        (3, 1, 10_000, 0),
+    ],
+)
+def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
+    target = Target(name="small buckets", bucket_bytes=1000, bucket_copies=2)
+    found = working_bytes(numel, 700, weight_bytes=2, zero=zero, dp=dp, target=target)
+    assert found == nbytes
+
+
+def test_gradients_that_lie_in_their_buckets_need_no_others() -> None:
+    target = Target(name="in place", bucket_copies=0)
+    assert working_bytes(10**9, 10**8, weight_bytes=2, zero=1, dp=8, target=target) == 0
+
+
+# --- the optimizer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER_BYTES)
+def test_a_step_reads_weight_and_gradient_and_updates_weight_and_moments(optimizer: str) -> None:
+    moments = optimizer_bytes(optimizer) // 4
+    read, written = 2 + moments, 1 + moments
+    assert optimizer_step_bytes(10, optimizer=optimizer) == 10 * 4 * (read + written)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"optimizer='lamb': .*adagrad.*as many moments as yours"):
+        optimizer_bytes("lamb")

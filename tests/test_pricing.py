@@ -1,0 +1,360 @@
+"""Prices of operators and parameters by hand, on devices where one resource alone costs time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from planning import Traced, cluster, cut
+from torch import nn
+from torch.nn import functional as F
+
+from costmodel.cost import Cost, OpProfile, Setting
+from costmodel.fusion import fuse
+from costmodel.graph import Op
+from costmodel.pricing import VIEW_HOST_SHARE, Pricer
+from costmodel.strategies import R, Strategy, strategies
+from costmodel.target import EAGER, Target
+from profiles.cluster import Cluster
+
+ROWS, LENGTH, WIDTH, WIDE, HEADS = 4, 6, 8, 16, 2
+ENDLESS = 1e30
+
+
+class Net(nn.Module):
+    """A perceptron and an attention over its output; `written` by hand or fused."""
+
+    def __init__(self, *, written: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.written = written
+        self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH, bias=False)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.down.weight.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        b, s, _ = y.shape
+        parts = self.qkv(y).view(b, s, HEADS, 3 * WIDTH // HEADS).transpose(1, 2)
+        q, k, v = parts.chunk(3, -1)
+        y = torch.softmax(q @ k.transpose(-2, -1), -1) @ v if self.written else None
+        y = F.scaled_dot_product_attention(q, k, v) if y is None else y
+        return y.transpose(1, 2).reshape(b, s, WIDTH)
+
+
+@cache
+def net(*, written: bool = False, frozen: bool = False) -> Traced:
+    with torch.device("meta"):
+        batch = (torch.empty(ROWS, LENGTH, WIDTH),) * 2
+        model = Net(written=written, frozen=frozen)
+        return cut(model, batch, F.mse_loss, precision="fp32")
+
+
+def pricer(of: Traced, on: Cluster, *, fusion: str = "none", **given: Any) -> Pricer:
+    setting: dict[str, Any] = {
+        "dp": 1, "tp": 1, "rows": ROWS, "num_microbatches": 1, "precision": "fp32",
+        "optimizer": "adamw", **given,
+    }  # fmt: skip
+    return Pricer(
+        graph=of.graph, table=of.table, setting=Setting(cluster=on, **setting),
+        fusion=fuse(of.graph, of.table, fusion),
+    )  # fmt: skip
+
+
+def costs(found: Pricer, short: str, strategy: str = "replicate") -> list[Cost]:
+    """Of all operators of a kind, in order."""
+    return [
+        found.op_cost(op, named(found, op, strategy))
+        for op in found.graph.ops
+        if op.short == short
+    ]
+
+
+def named(found: Pricer, op: Op, name: str) -> Strategy:
+    options = strategies(found.graph, found.table, op, found.setting.tp)
+    return next(s for s in options if s.name.split(".")[0] == name)
+
+
+def busy() -> Cluster:
+    """One FLOP takes a second, all else nothing."""
+    return cluster(4, flops=1.0, memory_bandwidth=ENDLESS, bandwidth=ENDLESS)
+
+
+def moving() -> Cluster:
+    """One byte of memory takes a second, all else nothing."""
+    return cluster(4, flops=ENDLESS, memory_bandwidth=1.0, bandwidth=ENDLESS)
+
+
+def talking(latency_s: float = 0.0) -> Cluster:
+    """One byte on a wire takes a second, all else nothing."""
+    return cluster(
+        4, flops=ENDLESS, memory_bandwidth=ENDLESS, bandwidth=1.0, latency_s=latency_s
+    )
+
+
+# --- products ------------------------------------------------------------------------------------
+
+UP = DOWN = 2 * ROWS * LENGTH * WIDTH * WIDE
+QKV = 2 * ROWS * LENGTH * WIDTH * 3 * WIDTH
+SCORES = 2 * ROWS * LENGTH * LENGTH * WIDTH  # all heads
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_multiplies_for_wanted_gradients_alone(frozen: bool) -> None:
+    """The input of `up` is data: no dX. A frozen weight has no dW."""
+    up, down, qkv = costs(pricer(net(frozen=frozen), busy()), "linear")
+    assert (up.forward_s, up.backward_s, up.weight_s) == pytest.approx((UP, UP, UP))
+    wanted = (DOWN, DOWN, 0) if frozen else (DOWN, 2 * DOWN, DOWN)
+    assert (down.forward_s, down.backward_s, down.weight_s) == pytest.approx(wanted)
+    assert (qkv.forward_s, qkv.backward_s, qkv.weight_s) == pytest.approx((QKV, 2 * QKV, QKV))
+
+
+def test_products_of_activations_have_no_gradient_that_can_wait() -> None:
+    for cost in costs(pricer(net(written=True), busy()), "matmul"):
+        assert (cost.forward_s, cost.backward_s, cost.weight_s) == pytest.approx(
+            (SCORES, 2 * SCORES, 0)
+        )
+
+
+def test_fused_attention_computes_its_scores_again() -> None:
+    (cost,) = costs(pricer(net(), busy()), "scaled_dot_product_attention")
+    assert cost.forward_s == pytest.approx(2 * SCORES)
+    assert cost.backward_s == pytest.approx(2.5 * cost.forward_s)
+
+
+def test_the_tensor_axis_divides_the_work() -> None:
+    up, *_ = costs(pricer(net(), busy(), tp=2), "linear", "colwise")
+    assert (up.forward_s, up.backward_s) == pytest.approx((UP / 2, UP / 2))
+    (attention,) = costs(pricer(net(), busy(), tp=2), "scaled_dot_product_attention", "heads")
+    assert attention.forward_s == pytest.approx(SCORES)
+
+
+def test_rows_scale_the_work() -> None:
+    up, *_ = costs(pricer(net(), busy(), rows=ROWS * 3), "linear")
+    assert up.forward_s == pytest.approx(3 * UP)
+
+
+# --- traffic -------------------------------------------------------------------------------------
+
+GELU = 4 * ROWS * LENGTH * WIDE
+
+
+def test_a_pointwise_kernel_reads_and_writes() -> None:
+    """Backward: the result's gradient, the saved input, the input's gradient."""
+    (gelu,) = costs(pricer(net(), moving()), "gelu")
+    assert (gelu.forward_s, gelu.backward_s) == pytest.approx((2 * GELU, 3 * GELU))
+
+
+def test_views_move_nothing() -> None:
+    found = pricer(net(), moving())
+    views = [c for short in ("view", "transpose", "chunk") for c in costs(found, short)]
+    assert len(views) == 4
+    assert not any(c.forward_s or c.backward_s for c in views)
+
+
+def test_what_a_fused_kernel_makes_stays_in_registers() -> None:
+    """The softmax's input and result are matrix products' own; a gelu after a scaling is not."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(F.gelu(self.layer(x) * 2.0))
+
+    with torch.device("meta"):
+        batch = (torch.empty(ROWS, WIDTH),) * 2
+        of = cut(Scaled(), batch, F.mse_loss, precision="fp32")
+    of = dataclasses.replace(of, graph=dataclasses.replace(of.graph, blocks=(whole(of),)))
+    size = 4 * ROWS * WIDTH
+    for fusion, scaled, gelu in (("none", 2, 2), ("pointwise", 1, 1)):
+        found = pricer(of, moving(), fusion=fusion)
+        assert costs(found, "mul")[0].forward_s == pytest.approx(scaled * size)
+        assert costs(found, "gelu")[0].forward_s == pytest.approx(gelu * size)
+
+
+def whole(of: Traced) -> Any:
+    """All blocks as one."""
+    first = of.graph.blocks[0]
+    ops = tuple(op for block in of.graph.blocks for op in block.ops)
+    return dataclasses.replace(first, ops=ops, inputs=(), outputs=())
+
+
+# --- the context axis ----------------------------------------------------------------------------
+
+
+def test_context_parallelism_divides_activations_and_work() -> None:
+    of = net()
+    one, two = pricer(of, busy()), pricer(of, busy(), cp=2)
+    for alone, shared in zip(costs(one, "linear"), costs(two, "linear"), strict=True):
+        assert shared.forward_s == pytest.approx(alone.forward_s / 2)
+        assert shared.backward_s == pytest.approx(alone.backward_s / 2)
+    (alone,), (shared,) = (costs(p, "scaled_dot_product_attention") for p in (one, two))
+    assert shared.forward_s == pytest.approx(alone.forward_s / 2)  # own queries, all keys
+    (gelu,) = (op for op in of.graph.ops if op.short == "gelu")
+    assert two.nbytes(gelu.results[0]) == one.nbytes(gelu.results[0]) / 2 == GELU / 2
+    for value in of.graph.parameters:
+        assert two.nbytes(value) == one.nbytes(value)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_context_parallelism_gathers_keys_and_values(cp: int) -> None:
+    """Of K and V together, (n-1)/n come from others; backward again, and their gradients go."""
+    on = cluster(cp, flops=ENDLESS, memory_bandwidth=ENDLESS, bandwidth=1.0)
+    (cost,) = costs(pricer(net(), on, cp=cp), "scaled_dot_product_attention")
+    both = 2 * 4 * ROWS * LENGTH * WIDTH
+    assert cost.forward_comm_s == pytest.approx(both * (cp - 1) / cp)
+    assert cost.backward_comm_s == pytest.approx(2 * both * (cp - 1) / cp)
+    assert not any(c.forward_comm_s for c in costs(pricer(net(), talking(), cp=2), "linear"))
+
+
+def test_ring_attention_hides_the_gathering_behind_the_scores() -> None:
+    ring = dataclasses.replace(EAGER, overlap_parameters=True)
+    on = cluster(4, flops=1.0, memory_bandwidth=ENDLESS, bandwidth=1e3)
+    (cost,) = costs(pricer(net(), on, cp=2, target=ring), "scaled_dot_product_attention")
+    assert cost.forward_comm_s == cost.backward_comm_s == 0
+    assert cost.forward_s == pytest.approx(SCORES)
+
+
+# --- once per step -------------------------------------------------------------------------------
+
+
+def weights(found: Pricer, sum_of: Callable[[Cost], float]) -> float:
+    return sum(sum_of(found.parameter_cost(value, R)) for value in found.graph.parameters)
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(4, 1), (2, 2), (1, 4)])
+def test_gradients_are_reduced_over_all_who_hold_the_weight(dp: int, cp: int) -> None:
+    """Rings: an all-reduce sends 2(n-1)/n of the bytes, scatter and gather half of that."""
+    of = net()
+    target = dataclasses.replace(EAGER, gradient_bytes=2, bucket_copies=0)
+    found = pricer(of, talking(), dp=dp, cp=cp, target=target)
+    numel = of.graph.num_parameters()
+    assert weights(found, lambda c: c.reduce_s) == pytest.approx(2 * numel * 2 * 3 / 4)
+    assert weights(found, lambda c: c.scatter_s) == pytest.approx(2 * numel * 3 / 4)
+    assert weights(found, lambda c: c.gather_s) == pytest.approx(4 * numel * 3 / 4)
+
+
+@pytest.mark.parametrize("unit", ["bucket", "parameter", "block"])
+def test_a_collective_starts_once_per_unit(unit: str) -> None:
+    """Three steps of a ring of four for each unit: a bucket, each of the parameters, or all of a
+    block's."""
+    of = net()
+    target = Target(name="odd", unit=unit, bucket_bytes=1000, bucket_copies=0)
+    quiet, slow = (
+        weights(pricer(of, talking(latency_s), dp=4, target=target), lambda c: c.gather_s)
+        for latency_s in (0.0, 1.0)
+    )
+    blocks = [block for block in of.graph.blocks if block.parameters]
+    count = {
+        "bucket": of.graph.num_parameters() * 4 / 1000,
+        "parameter": len(of.graph.parameters),
+        "block": len(blocks),
+    }[unit]
+    assert slow - quiet == pytest.approx(3 * count)
+
+
+def test_buckets_grow_with_the_ranks() -> None:
+    of = net()
+    target = Target(name="odd", bucket_bytes=1000, bucket_bytes_per_rank=500, bucket_copies=0)
+    found = pricer(of, talking(1.0), dp=4, target=target)
+    quiet = pricer(of, talking(), dp=4, target=target)
+    starts = weights(found, lambda c: c.gather_s) - weights(quiet, lambda c: c.gather_s)
+    assert starts == pytest.approx(3 * of.graph.num_parameters() * 4 / 2000)
+
+
+def test_the_optimizer_passes_over_its_states_and_shards_divide_it() -> None:
+    """AdamW reads weight, gradient and two moments and writes all but the gradient: 7 × 4 bytes."""
+    of = net()
+    twice = dataclasses.replace(EAGER, optimizer_passes=2.0)
+    found = pricer(of, moving(), dp=2, cp=2, target=twice)
+    numel = of.graph.num_parameters()
+    assert weights(found, lambda c: c.optimizer_s) == pytest.approx(2 * 28 * numel)
+    assert weights(found, lambda c: c.shard_s) == pytest.approx(2 * 28 * numel / 4)
+
+
+def test_gradients_of_several_micro_batches_are_added_up() -> None:
+    """Read the sum and the new gradient, write the sum; one micro-batch needs none of it."""
+    of, target = net(), dataclasses.replace(EAGER, gradient_bytes=4)
+    numel = of.graph.num_parameters()
+    for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):
+        found = pricer(of, moving(), num_microbatches=count, target=target)
+        assert weights(found, lambda c: c.backward_s) == pytest.approx(traffic)
+
+
+def test_what_is_not_trained_costs_nothing_once() -> None:
+    found = pricer(net(frozen=True), talking(), dp=4)
+    frozen = next(v for v, fqn in found.graph.parameters.items() if fqn == "down.weight")
+    assert found.parameter_cost(frozen, R) == Cost()
+
+
+def test_another_data_axis_shares_operators_and_not_the_step() -> None:
+    of = net()
+    first = pricer(of, cluster(4, bandwidth=1.0), dp=1, num_microbatches=1)
+    costs(first, "linear")
+    setting = dataclasses.replace(first.setting, dp=4, num_microbatches=3)
+    again, fresh = first.once(setting), Pricer(graph=of.graph, table=of.table, setting=setting)
+    assert costs(again, "linear") == costs(fresh, "linear") == costs(first, "linear")
+    for value in of.graph.parameters:
+        assert again.parameter_cost(value, R) == fresh.parameter_cost(value, R)
+        assert again.parameter_cost(value, R) != first.parameter_cost(value, R)
+
+
+# --- the host and what was measured --------------------------------------------------------------
+
+
+def hosted() -> Cluster:
+    on = cluster(4)
+    return dataclasses.replace(on, device=dataclasses.replace(on.device, host_overhead_s=1.0))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
+def test_the_host_issues_every_operator(scale: float) -> None:
+    """A product's backward is two kernels, a view costs less, what joins a kernel nothing."""
+    found = pricer(net(), hosted(), target=dataclasses.replace(EAGER, host_scale=scale))
+    (gelu,), up, (view,) = (costs(found, short) for short in ("gelu", "linear", "view"))
+    assert (gelu.forward_host_s, gelu.backward_host_s) == pytest.approx((scale, scale))
+    assert (up[0].forward_host_s, up[0].backward_host_s) == pytest.approx((scale, 2 * scale))
+    assert view.forward_host_s == pytest.approx(VIEW_HOST_SHARE * scale)
+
+
+class Measured(OpProfile):
+    """Three seconds of everything."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def op(self, signature_text: str) -> tuple[float, float, str]:
+        return 1.0, 2.0, self.label
+
+    def collective(
+        self, kind: str, nbytes: float, size: int, per_node: int
+    ) -> tuple[float, str] | None:
+        return 5.0, self.label
+
+
+def test_measurements_come_before_models() -> None:
+    for label, field in (("measured", "measured_s"), ("interpolated", "interpolated_s")):
+        found = pricer(net(), busy(), profile=Measured(label))
+        *_, cost = costs(found, "linear")
+        assert (cost.forward_s, cost.backward_s) == (1, 2)
+        assert getattr(cost, field) == cost.measured_s + cost.interpolated_s == 3
+        assert cost.weight_s == pytest.approx(1)  # half of the backward, as modelled
+    split = pricer(net(), busy(), tp=2, profile=Measured("measured"))
+    assert split.comm("all_reduce", 8.0) == 5
+    # signatures hold whole sequences
+    assert costs(pricer(net(), busy(), cp=2, profile=Measured("measured")), "linear")[
+        0
+    ].forward_s == pytest.approx(UP / 2)
+
+
+def test_a_target_may_hide_part_of_the_tensor_axis() -> None:
+    half = dataclasses.replace(EAGER, overlap_tensor=0.75)
+    plain, hidden = pricer(net(), talking(), tp=4), pricer(net(), talking(), tp=4, target=half)
+    assert plain.comm("all_reduce", 100.0) == pytest.approx(2 * 100 * 3 / 4)
+    assert hidden.comm("all_reduce", 100.0) == pytest.approx(2 * 100 * 3 / 4 / 4)
+    assert pricer(net(), talking()).comm("all_reduce", 100.0) == 0

@@ -1,0 +1,203 @@
+"""From sums over blocks to a stage: what is hidden behind what, how often it is paid, what is held.
+
+The sums are made up here, so that every expectation is arithmetic on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import cluster
+
+from costmodel.cost import Setting
+from costmodel.memory import model_state_bytes
+from costmodel.target import EAGER, Target
+from planner.stage_sums import FIELDS, MAXIMA, StageCosts, joined, stage_costs
+
+SECONDS = st.floats(0, 100)
+PARTS = st.floats(0, 1)
+HIDING = Target(name="hiding", overlap_gradients=True, overlap_parameters=True)
+
+
+def stage(
+    *, zero: int = 0, recompute: str = "none", target: Target = EAGER, slowdown: float = 0.0,
+    kind: str = "cuda", precision: str = "fp32", **sums: float,
+) -> StageCosts:  # fmt: skip
+    """A stage of these sums on four data-parallel ranks, others 0."""
+    on = cluster(4)
+    device = dataclasses.replace(on.device, overlap_slowdown=slowdown, kind=kind)
+    setting = Setting(
+        cluster=dataclasses.replace(on, device=device), dp=4, tp=1, rows=1, num_microbatches=3,
+        precision=precision, optimizer="adamw", zero=zero, target=target,
+    )  # fmt: skip
+    assert set(sums) <= set(FIELDS)
+    return stage_costs(np.array([sums.get(name, 0.0) for name in FIELDS]), setting, recompute)
+
+
+# --- beside and after ----------------------------------------------------------------------------
+
+
+@given(SECONDS, SECONDS, PARTS)
+def test_reduction_beside_the_backward_costs_between_the_longer_and_both(
+    compute: float, comm: float, edge: float
+) -> None:
+    found = stage(
+        backward_s=compute, reduce_s=comm, parameters=1000, largest_parameters=1000 * edge,
+        target=HIDING,
+    )  # fmt: skip
+    together = found.backward_s + found.reduce_s
+    assert max(compute, comm) - 1e-9 <= together <= compute + comm + 1e-9
+    # the last block's gradients come when nothing is left to compute
+    assert found.reduce_s >= comm * edge - 1e-9
+
+
+@given(SECONDS, SECONDS, PARTS)
+def test_what_is_not_overlapped_comes_after(compute: float, comm: float, edge: float) -> None:
+    sums = {"backward_s": compute, "parameters": 1000, "largest_parameters": 1000 * edge}
+    assert stage(**sums, reduce_s=comm).reduce_s == pytest.approx(comm)
+    assert stage(**sums, scatter_s=comm, zero=1).reduce_s == pytest.approx(comm)
+
+
+@given(SECONDS, SECONDS, PARTS, PARTS)
+def test_compute_slows_down_while_something_runs_beside(
+    compute: float, comm: float, slowdown: float, more: float
+) -> None:
+    times = [
+        stage(backward_s=compute, reduce_s=comm, target=HIDING, slowdown=s).reduce_s
+        for s in (0.0, slowdown, min(1.0, slowdown + more))
+    ]
+    assert times[0] - 1e-9 <= times[1] <= times[2] + 1e-9
+    assert times[2] <= comm + 1e-9
+    # at most the slowdown, for as long as both run
+    assert times[1] - times[0] <= slowdown * min(compute, comm) + 1e-9
+
+
+def test_by_hand() -> None:
+    """10 s of backward, 4 s of reduction of which the last block's quarter is bare, 20 % slower
+    while 3 s run beside: 10.6 + 1 s."""
+    found = stage(
+        backward_s=10, reduce_s=4, parameters=1000, largest_parameters=250, target=HIDING,
+        slowdown=0.2,
+    )  # fmt: skip
+    assert found.backward_s == 10
+    assert found.reduce_s == pytest.approx(1.6)
+
+
+# --- the stages of ZeRO --------------------------------------------------------------------------
+
+ONCE = {
+    "forward_s": 10.0, "backward_s": 20.0, "reduce_s": 4.0, "scatter_s": 2.5, "gather_s": 1.5,
+    "optimizer_s": 8.0, "shard_s": 2.0, "parameters": 1000.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("zero", "forward_s", "backward_s", "reduce_s", "optimizer_s"),
+    [
+        (0, 10, 20, 4, 8),
+        (1, 10, 20, 4, 2),  # scattered once, gathered once
+        (2, 10, 22.5, 1.5, 2),  # scattered after every micro-batch, gathered once
+        (3, 11.5, 24, 0, 2),  # gathered for every forward and every backward, then scattered
+    ],
+)
+def test_what_is_paid_per_micro_batch_and_what_once(
+    zero: int, forward_s: float, backward_s: float, reduce_s: float, optimizer_s: float
+) -> None:
+    found = stage(**ONCE, zero=zero)
+    got = (found.forward_s, found.backward_s, found.reduce_s, found.optimizer_s)
+    assert got == pytest.approx((forward_s, backward_s, reduce_s, optimizer_s))
+    assert found.forward_comm_s == pytest.approx(forward_s - 10)
+    assert found.backward_comm_s == pytest.approx(backward_s - 20)
+    once = (reduce_s + optimizer_s) / 3
+    assert found.amortised_s(3) == pytest.approx(forward_s + backward_s + once)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_hidden_behind_enough_compute_only_the_edge_is_left(zero: int) -> None:
+    found = stage(**ONCE, zero=zero, target=HIDING, largest_parameters=100)
+    bare = {
+        0: (10, 20, 0.4), 1: (10, 20, 0.4), 2: (10, 20.25, 0.15), 3: (10.15, 20.4, 0),
+    }[zero]  # fmt: skip
+    assert (found.forward_s, found.backward_s, found.reduce_s) == pytest.approx(bare)
+
+
+# --- the host ------------------------------------------------------------------------------------
+
+
+def test_a_stage_takes_the_longer_of_device_and_host() -> None:
+    sums = {"forward_s": 2.0, "backward_s": 9.0, "forward_host_s": 3.0, "backward_host_s": 4.0}
+    found = stage(**sums)
+    assert (found.forward_s, found.backward_s) == (3, 9)
+    again = stage(**sums, recompute="full", full_s=2, full_host_s=8)
+    assert (again.forward_s, again.backward_s) == (3, 12)
+
+
+def test_a_cpu_is_its_own_host() -> None:
+    found = stage(forward_s=2, backward_s=9, forward_host_s=3, backward_host_s=4, kind="cpu")
+    assert (found.forward_s, found.backward_s) == (5, 13)
+
+
+def test_reduction_hides_behind_the_host_as_well() -> None:
+    """A backward that waits for its host leaves as much room beside it."""
+    found = stage(backward_s=1, backward_host_s=10, reduce_s=6, target=HIDING)
+    assert (found.backward_s, found.reduce_s) == (10, 0)
+
+
+# --- recompute and memory ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recompute_repeats_and_frees_what_its_policy_says(policy: str) -> None:
+    sums: dict[str, Any] = {
+        "forward_s": 5.0, "backward_s": 10.0, "saved_bytes": 100.0, "input_bytes": 7.0,
+        "transient_bytes": 11.0, "largest_bytes": 30.0, f"{policy}_s": 2.0,
+        f"{policy}_bytes": 60.0,
+    }  # fmt: skip
+    keep, again = stage(**sums), stage(**sums, recompute=policy)
+    assert (keep.backward_s, keep.activation_bytes) == (10, 107)
+    assert (again.forward_s, again.backward_s, again.activation_bytes) == (5, 12, 47)
+    # a block that runs again whole holds all it saves, in its turn
+    assert (keep.passing_bytes, again.passing_bytes) == (11, 41 if policy == "full" else 11)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
+    """`shard_parameters` is the sum of parameters over their holders: experts, held by fewer ranks,
+    are divided among fewer."""
+    target = dataclasses.replace(EAGER, bucket_copies=0)
+    found = stage(
+        zero=zero, target=target, precision="bf16", parameters=1000, shard_parameters=1000 / 2,
+        frozen_bytes=64,
+    )  # fmt: skip
+    states = model_state_bytes(1000, precision="bf16", zero=zero, dp=2, optimizer="adamw")
+    assert found.static_bytes == pytest.approx(states + 64)
+
+
+@given(st.lists(st.lists(SECONDS, min_size=len(FIELDS), max_size=len(FIELDS)), min_size=1))
+def test_runs_of_blocks_add_up_but_for_their_largest(rows: list[list[float]]) -> None:
+    blocks = np.array(rows)
+    run = np.zeros(len(FIELDS))
+    for block in blocks:
+        run = joined(run, block)
+    count = len(FIELDS) - len(MAXIMA)
+    np.testing.assert_allclose(run[:count], blocks[:, :count].sum(axis=0))
+    np.testing.assert_array_equal(run[count:], blocks[:, count:].max(axis=0))
+
+
+def test_arrays_of_stages_are_priced_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    sums = rng.random((3, 4, len(FIELDS)))
+    setting = Setting(
+        cluster=cluster(4), dp=4, tp=1, rows=1, num_microbatches=3, precision="bf16",
+        optimizer="adamw", zero=2, target=HIDING,
+    )  # fmt: skip
+    whole = stage_costs(sums, setting, "full")
+    for i, j in np.ndindex(3, 4):
+        one = stage_costs(sums[i, j], setting, "full")
+        for name, value in dataclasses.asdict(one).items():
+            assert np.asarray(getattr(whole, name))[i, j] == pytest.approx(value), name
