@@ -88,7 +88,7 @@ _ZERO_3 = replace(
     target=replace(_MEGATRON.target, name="DeepSpeed ZeRO-3", unit="parameter", zero_bandwidth=0.2),
     assumptions=(
         *_MEGATRON.assumptions[:1],
-        "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the links' bandwidth",
+        "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the bandwidth",
     ),
 )
 _HF = Framework(

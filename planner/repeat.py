@@ -22,7 +22,7 @@ def deepen(graph: Graph, stack: str, count: int) -> Graph:
     and one output, and `count` is no less than there are.
     """
     places = [
-        k for k, block in enumerate(graph.blocks) if re.fullmatch(rf"{stack}\.\d+", block.name)
+        k for k, block in enumerate(graph.blocks) if re.fullmatch(rf"{re.escape(stack)}\.\d+", block.name)
     ]
     if len(places) < 3 or count < len(places):
         raise ValueError(

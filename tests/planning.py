@@ -19,8 +19,8 @@ from models import traced as trace_case
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.factors import analyse
 from costmodel.cost import Cost
+from costmodel.factors import analyse
 from costmodel.pricing import Pricer
 from costmodel.strategies import Placement, transition
 from planner.block_price import price_block

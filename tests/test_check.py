@@ -321,7 +321,7 @@ def test_virtual_stages_share_the_ranks_of_their_device() -> None:
     swapped = with_stage(with_stage(plan, 2, ranks=groups[1]), 3, ranks=groups[0])
     with pytest.raises(PlanError, match=r"stage 2: ranks 2-3; schedule='interleaved_1f1b' runs"):
         check_plan(swapped, graph, table)
-    with pytest.raises(PlanError, match="plan: .*1f1b"):
+    with pytest.raises(PlanError, match=r"plan: .*1f1b"):
         check_plan(dataclasses.replace(plan, schedule="1f1b"), graph, table)
 
 

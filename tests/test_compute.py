@@ -98,7 +98,9 @@ def laid_out(device: Device, m: int, n: int, batch: int, tile: tuple[int, int]) 
             range(0, m, rows), range(0, n, columns), range(batch)
         )
     ]
-    waves = [tiles[i : i + device.compute_units] for i in range(0, len(tiles), device.compute_units)]
+    waves = [
+        tiles[i : i + device.compute_units] for i in range(0, len(tiles), device.compute_units)
+    ]
     useful = sum(
         min(rows, m - row) * min(columns, n - column) for wave in waves for row, column, _ in wave
     )

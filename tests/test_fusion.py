@@ -154,9 +154,7 @@ def test_chains_fuse_as_far_as_no_product_lies_between(level: str, steps: tuple[
         makers = {r: op for op in within.ops for r in op.results}
         if target == source:
             return True
-        return target in makers and any(
-            reaches(source, v, within) for v in makers[target].operands
-        )
+        return target in makers and any(reaches(source, v, within) for v in makers[target].operands)
 
     for block in graph.blocks:
         makers = {r: op for op in block.ops for r in op.results}

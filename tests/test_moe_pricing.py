@@ -31,9 +31,11 @@ from planner.check import check_plan, check_runs, fingerprint
 from planner.evaluate import evaluate
 from planner.families import facts_of
 from planner.plan import Plan, PlanError, StagePlan
+from planner.published import Unpriced
 from planner.reference_models import Latent, TransformerDims, build
 from planner.reference_moe import combine, dispatch, grouped_linear
-from planner.validate import Unpriced, predict_row, read_row, traced
+from planner.rows import read_row
+from planner.validate import predict_row, traced
 from profiles.cluster import Cluster, Link
 from profiles.curve import Curve
 

@@ -67,9 +67,7 @@ def pricer(of: Traced, on: Cluster, *, fusion: str = "none", **given: Any) -> Pr
 def costs(found: Pricer, short: str, strategy: str = "replicate") -> list[Cost]:
     """Of all operators of a kind, in order."""
     return [
-        found.op_cost(op, named(found, op, strategy))
-        for op in found.graph.ops
-        if op.short == short
+        found.op_cost(op, named(found, op, strategy)) for op in found.graph.ops if op.short == short
     ]
 
 
@@ -90,9 +88,7 @@ def moving() -> Cluster:
 
 def talking(latency_s: float = 0.0) -> Cluster:
     """One byte on a wire takes a second, all else nothing."""
-    return cluster(
-        4, flops=ENDLESS, memory_bandwidth=ENDLESS, bandwidth=1.0, latency_s=latency_s
-    )
+    return cluster(4, flops=ENDLESS, memory_bandwidth=ENDLESS, bandwidth=1.0, latency_s=latency_s)
 
 
 # --- products ------------------------------------------------------------------------------------

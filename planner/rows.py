@@ -1,0 +1,249 @@
+"""One row of a published table as the planner sees it: what it says, what had to be assumed.
+
+Rows have the columns layers, hidden, heads, kv_heads, ffn, vocab, seq_len, moe_experts, moe_topk,
+gpu, num_gpus, gpus_per_node, precision, tp, pp, cp, ep, vp, dp, zero_stage_fsdp, recompute,
+micro_batch, global_batch, framework, interconnect, model, notes; texts, empty where unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.families import facts_of
+from planner.frameworks import Framework, framework_of, with_experts
+from planner.published import Setup, Unpriced
+from planner.reference_models import TransformerDims
+from profiles.cluster import Cluster
+
+# the first pattern that "gpu | interconnect" matches, to a catalog node
+_NODES = (
+    (r"H100-96GB", "grand-teton-h100"),
+    (r"p5\.48xlarge", "p5.48xlarge"),
+    (r"H100.*PCIe", "pcie-8-h100"),
+    (r"H100", "dgx-h100"),
+    (r"H200", "dgx-h200"),
+    (r"GB200", "gb200-nvl72"),
+    (r"GB300", "gb300-nvl72"),
+    (r"B300.*EFA", "p6-b300.48xlarge"),
+    (r"B300", "dgx-b300"),
+    (r"B200", "dgx-b200"),
+    (r"A100-40GB.*RoCE", "oci-bm.gpu4.8"),
+    (r"A100-80GB.*RoCE", "oci-bm.gpu.a100-v2.8"),
+    (r"A100-80GB.*(OPA|Omni-Path)", "jean-zay-a100"),
+    (r"A100-80GB.*(4x200Gb|800Gb/s)", "dgx-a100-4hdr"),
+    (r"A100-80GB", "dgx-a100"),
+    (r"A100-40GB", "dgx-a100-40gb"),
+    (r"DGX-2", "dgx-2-v100"),
+    (r"V100-16GB|p3\.16xlarge", "p3.16xlarge"),
+    (r"V100", "dgx-1-v100"),
+    (r"RTX ?4090", "pcie-8-rtx-4090"),
+    (r"3090 ?Ti.*P2P_DISABLE", "rtx-3090-ti-pcie-2"),
+    (r"3090 ?Ti", "rtx-3090-ti-nvlink-2"),
+    (r"MI300X", "mi300x-8"),
+)
+_PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "amp": "bf16", "fp32": "fp32"}
+_MODERN = re.compile(
+    r"llama|qwen|mistral|mixtral|gemma|nemotron|phi|olmo|deepseek|kimi|moonlight|glm", re.I
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """A row's cells, and what was assumed while reading them."""
+
+    row: Mapping[str, str]
+    assumptions: list[str] = field(default_factory=list)
+
+    def text(self, name: str) -> str:
+        return (self.row.get(name) or "").strip()
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number; `default` where the cell is empty, which else can't be priced."""
+        text = self.text(name)
+        if not text and default is not None:
+            return default
+        if not text:
+            raise Unpriced(f"column {name} is empty, and the price depends on it")
+        least = 0 if default == 0 else 1
+        number = float(text) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) else -1.0
+        if number < least or not number.is_integer():
+            raise Unpriced(f"column {name} is {text!r}; legal: a whole number from {least}")
+        return int(number)
+
+    def assume(self, what: str) -> None:
+        self.assumptions.append(what)
+
+
+def read_row(row: Mapping[str, str]) -> Setup:
+    """The configuration a row describes, with what had to be assumed; raises `Unpriced`."""
+    cells = _Cells(row)
+    try:
+        framework = framework_of(cells.text("framework"), cells.text("notes"))
+    except ValueError as error:
+        raise Unpriced(str(error)) from None
+    if "offload" in cells.text("zero_stage_fsdp") + cells.text("notes"):
+        raise Unpriced("offloading to the host is not modelled")
+    tp, pp = cells.whole("tp"), cells.whole("pp")
+    cp, chunks, gpus = cells.whole("cp", 1), cells.whole("vp", 1), cells.whole("num_gpus")
+    dp = cells.whole("dp", max(1, gpus // (tp * pp * cp)))
+    if dp * tp * pp * cp != gpus:
+        raise Unpriced(f"dp={dp} × cp={cp} × tp={tp} × pp={pp} is not num_gpus={gpus}")
+    micro, batch = cells.whole("micro_batch", 0), cells.whole("global_batch")
+    if batch % (max(1, micro) * dp):
+        raise Unpriced(f"global_batch={batch} is not a multiple of micro_batch={micro} × dp={dp}")
+    if not micro:
+        cells.assume("micro_batch is unknown: the power of two predicted fastest of those that fit")
+    if not cells.text("vp") and pp > 1:
+        cells.assume("vp is unknown: taken as 1")
+    dims = _dims(cells, framework, tp)
+    if dims.layers < pp * chunks:
+        raise Unpriced(f"{dims.layers} layers can't fill pp={pp} × vp={chunks} stages")
+    adapted = _adapted(framework, cells, pp)
+    return Setup(
+        dims=dims,
+        cluster=_cluster(cells, gpus),
+        framework=adapted,
+        precision=_precision(cells),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=cells.whole("ep", 1),
+        dp=dp,
+        chunks=chunks,
+        zero=_zero(cells),
+        recompute=_recompute(cells),
+        micro_batch=micro,
+        global_batch=batch,
+        assumptions=(*cells.assumptions, *framework.assumptions),
+    )
+
+
+def _dims(cells: _Cells, framework: Framework, tp: int) -> TransformerDims:
+    """Sizes and style of the model: by its family's name where the sizes leave it open."""
+    name, experts, whole = cells.text("model"), cells.whole("moe_experts", 0), cells.whole
+    facts = _facts(cells, name, experts > 1)  # first: it knows what can't be priced at all
+    heads, hidden = whole("heads"), whole("hidden")
+    modern = bool(_MODERN.search(name))
+    squared = "nemotron" in name.lower()
+    vocab = whole("vocab", 51200)
+    padded = math.ceil(vocab / (128 * tp)) * 128 * tp if vocab % tp else vocab
+    if padded != vocab:
+        cells.assume(f"vocabulary of {vocab} padded to {padded}, which tp={tp} divides")
+    kv_heads = whole("kv_heads", heads)
+    if kv_heads < tp and tp % kv_heads == 0:
+        cells.assume(f"{kv_heads} key-value heads repeated for tp={tp}")
+        kv_heads = tp
+    encoder = "bert" in name.lower()
+    ffn = whole("ffn", 4 * hidden)
+    sizes: dict[str, Any] = {"ffn": ffn, **facts}
+    if experts > 1:
+        sizes |= {"experts": experts, "topk": whole("moe_topk"), "expert_ffn": ffn}
+        cells.assume("tokens spread evenly over experts, which are not split by tp")
+    return TransformerDims(
+        **sizes,
+        layers=whole("layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=padded,
+        seq_len=whole("seq_len"),
+        activation="relu2" if squared else "swiglu" if modern else "gelu",
+        norm="rms" if modern and not squared else "layer",
+        positions="rotary" if modern else "none" if re.search("MPT|BLOOM", name) else "learned",
+        bias=not modern and "MPT" not in name,
+        attention=framework.attention,
+        dropout=0.0 if modern else framework.dropout,
+        tied=not modern,
+        causal=not encoder,
+    )
+
+
+def _facts(cells: _Cells, name: str, sparse: bool) -> Mapping[str, Any]:
+    try:
+        facts = facts_of(name)
+    except ValueError as error:
+        raise Unpriced(str(error)) from None
+    if not sparse:  # distilled into a dense model, of which the rest is in the row
+        facts = {key: value for key, value in facts.items() if key == "head_dim"}
+    if facts:
+        cells.assume(f"from the model's public configuration: {dict(facts)}")
+    return facts
+
+
+def _cluster(cells: _Cells, gpus: int) -> Cluster:
+    text, per_node = (
+        f"{cells.text('gpu')} | {cells.text('interconnect')}",
+        cells.whole("gpus_per_node", 8),
+    )
+    node = next((name for pattern, name in _NODES if re.search(pattern, text)), None)
+    if node is None:
+        raise Unpriced(f"gpu {cells.text('gpu')!r} is not in the catalog")
+    if "nvl72" in node:  # what counts is the NVLink domain, of which runs take an even part
+        per_node = max(n for n in range(1, min(gpus, 72) + 1) if gpus % n == 0)
+    nodes = math.ceil(gpus / per_node)
+    cluster = Cluster.from_catalog(
+        node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
+    )
+    # published peaks are an allocator's: without the driver's context
+    device = dataclasses.replace(cluster.device, reserved_bytes=0)
+    return dataclasses.replace(cluster, device=device)
+
+
+def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
+    """The framework as this row runs it."""
+    if cells.whole("moe_experts", 0) > 1:
+        text = f"{cells.text('framework')} {cells.text('notes')}"
+        framework = with_experts(framework, text, cells.assumptions)
+    target = framework.target
+    if "fp32 grad" in cells.text("precision"):
+        target = dataclasses.replace(target, gradient_bytes=4)
+    if target.name == "Megatron-LM" and pp == 1 and "DeepSpeed" not in cells.text("framework"):
+        target = dataclasses.replace(target, overlap_gradients=True, bucket_bytes=25 * 2**20)
+        cells.assume("gradient reduction overlapped (torch DDP) where pp = 1")
+    return dataclasses.replace(framework, target=target)
+
+
+def _precision(cells: _Cells) -> str:
+    text = cells.text("precision").lower()
+    if "fp8" in text or "fp4" in text:
+        raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16")
+    for known, precision in _PRECISIONS.items():
+        if known in text:
+            return precision
+    raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16")
+
+
+def _zero(cells: _Cells) -> int:
+    text = cells.text("zero_stage_fsdp")
+    if "auto" in text:
+        cells.assume("ZeRO chosen by the framework: taken as 2")
+        return 2
+    found = re.search(r"[0-3]", text)
+    if not text and "Megatron-Bridge" in cells.text("framework"):
+        cells.assume("ZeRO stage is unknown: the distributed optimizer of the recipes, 1")
+        return 1
+    if not found:
+        cells.assume(f"ZeRO stage {text!r} is unknown: taken as 0")
+        return 0
+    return int(found[0])
+
+
+def _recompute(cells: _Cells) -> str:
+    text = cells.text("recompute").lower()
+    if text == "selective (op)":
+        return "alternate"
+    for known in ("none", "full", "selective"):
+        if text.startswith(known):
+            if text not in ("none", "full", "selective"):
+                cells.assume(f"recompute {text!r} taken as {known}")
+            return known
+    if "use recompute" in text:
+        cells.assume(f"recompute {text!r} taken as full")
+        return "full"
+    cells.assume(f"recompute {text!r} is unknown: taken as none")
+    return "none"
