@@ -295,7 +295,7 @@ def stages_of_devices(
     return tuple(tuple(range(d, num_stages, num_devices)) for d in range(num_devices))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def compute_orders(
     name: str, *, num_stages: int, num_microbatches: int, num_devices: int | None = None
 ) -> tuple[tuple[Compute, ...], ...]:

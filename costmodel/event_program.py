@@ -76,7 +76,7 @@ def program_of(streams: Sequence[Sequence[Instruction]]) -> Program:
     return _compiled(streams) if isinstance(streams, Streams) else _Compiler(streams).run()
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _compiled(streams: Streams) -> Program:
     return _Compiler(streams).run()
 

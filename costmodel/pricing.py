@@ -430,9 +430,7 @@ class Pricer:
             reduce_s=copied + self._share("all_reduce", value, placement, reduced, "bucket"),
             scatter_s=copied
             + self._share("reduce_scatter", value, placement, reduced, target.unit),
-            gather_s=self._share(
-                "all_gather", value, placement, numel * weight_bytes, target.unit
-            ),
+            gather_s=self._share("all_gather", value, placement, numel * weight_bytes, target.unit),
             optimizer_s=optimizer_s,
             shard_s=optimizer_s / holders,
         )

@@ -142,7 +142,7 @@ def build_schedule(
     return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _build(
     name: str,
     num_stages: int,

@@ -115,7 +115,7 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     profile = commands.add_parser(
         "profile", parents=[common], help="measure this machine for the plans of a model"
     )
-    _model_arguments(profile)
+    _model_arguments(profile, optional=True)
     profile_command.add_arguments(profile)
     profile.set_defaults(command=_profile)
 
@@ -126,9 +126,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
+def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     parser.add_argument(
         "target",
+        nargs="?" if optional else None,
         help="module:function returning (model, example_inputs[, loss_fn])",
     )
     parser.add_argument(
@@ -137,8 +138,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         help="catalog name, name:nodes, local:N, detect, or a TOML file (default local:1)",
     )
     parser.add_argument(
-        "--batch", type=int, required=True, help="global batch size, rows per optimizer step"
-    )
+        "--batch", type=int, required=not optional,
+        help="global batch size, rows per optimizer step",
+    )  # fmt: skip
     parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
     parser.add_argument(
@@ -273,8 +275,15 @@ def _run(args: argparse.Namespace) -> int:
 def _profile(args: argparse.Namespace) -> int:
     cluster = _cluster(args.cluster)
     if args.imported:
-        count = profile_command.import_profile(cluster, args.imported)
-        _say(f"{count} measurements taken in from {args.imported}")
+        imported = profile_command.import_profile(
+            cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
+        )
+        if args.target is None:
+            _print(json.dumps(imported.to_dict(), indent=2) if args.json else str(imported))
+            return 0
+        _say(str(imported))
+    if args.target is None or args.batch is None:
+        raise ValueError("profile: a target and --batch are needed, except with --import FILE")
     model, example, *rest = _target(args.target)
     summary = profile_command.profile_model(
         model, example, rest[0] if rest else None, cluster, batch=args.batch,

@@ -2,7 +2,8 @@
 
 Operators: every call that a strategy on some tensor axis makes, at the rows that micro-batches may
 have, each distinct one once, the most FLOPs first; what the cache knows already is not timed again.
-Collectives: on as many local ranks as the cluster has devices.
+Collectives: on as many local ranks as the cluster has devices. What is not of this machine comes
+from files: measurements that it exported on another, and collectives that others published.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,14 @@ from costmodel.strategies import Strategy, strategies
 from planner.blocks import op_flops
 from planner.trace import batch_rows, trace
 from profiles.cluster import Cluster
+from profiles.import_measurements import (
+    CollectiveRow,
+    is_gpu,
+    read_collectives_csv,
+    read_nccl_tests,
+    timings_for,
+    world_of_log,
+)
 from profiles.measure_collectives import (
     COLLECTIVES,
     SIZES_BYTES,
@@ -35,14 +44,16 @@ from profiles.measure_collectives import (
     shapes,
 )
 from profiles.measure_ops import Skipped, Timing, measure_all
+from profiles.neighbours import neighbours
 from profiles.op_signature import OpSignature
-from profiles.profile import device_name, is_device_of
+from profiles.profile import cores_busy, device_name, is_device_of, published_id
 from profiles.store import DeviceId, Measurements, Store, export_json, import_json
 
 T = TypeVar("T")
 
 BUDGET_S = 120.0
 COLLECTIVES_SHARE = 1 / 3  # of the budget, at most
+LOGS, TABLES = (".log", ".txt"), (".csv",)  # any other file is an export
 MAX_ROWS = 6  # sizes of a micro-batch that are timed; others lie between two of them
 BAR_WIDTH = 30
 
@@ -76,6 +87,28 @@ class Summary:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What came of a file: measurements taken in, others left out (by reason), and whose they are
+    where others published them."""
+
+    path: str
+    taken: int
+    skipped: dict[str, int]
+    sources: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.taken} measurements taken in from {self.path}",
+            *(f"  {count} left out: {why}" for why, count in self.skipped.items()),
+            *(f"  source: {source}" for source in self.sources),
+        ]
+        return "\n".join(lines)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that are the command's own."""
     parser.add_argument(
@@ -84,8 +117,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="time what the cache knows, too")
     parser.add_argument("--export", metavar="FILE", help="write what is known of the device")
     parser.add_argument(
-        "--import", dest="imported", metavar="FILE", help="take in what --export wrote first"
-    )
+        "--import", dest="imported", metavar="FILE",
+        help="take in measurements first: what --export wrote, an nccl-tests log (.log, .txt) or a "
+        "table of collectives (.csv)",
+    )  # fmt: skip
+    log = parser.add_argument_group("of the imported log, where it doesn't say so itself")
+    log.add_argument("--ranks", type=int, metavar="N", help="GPUs of the run")
+    log.add_argument("--nodes", type=int, metavar="K", help="nodes of the run")
+    log.add_argument("--collective", choices=tuple(COLLECTIVES), help="what was measured")
     parser.add_argument(
         "--collectives", action=argparse.BooleanOptionalAction, default=True,
         help="time collectives on local ranks",
@@ -127,11 +166,13 @@ def profile_model(
     timed: dict[str, Timing] = {}
     skipped: Counter[str] = Counter()
     deadline_s = started + budget_s
-    for result in progress(measure_all(missing, device, deadline_s=deadline_s), len(missing)):
-        if isinstance(result, Skipped):
-            skipped[result.reason] += 1
-        else:
-            timed[result[0].text] = result[1]
+    company = cores_busy(cluster) - 1 if device.type == "cpu" else 0
+    with neighbours(company, missing):
+        for result in progress(measure_all(missing, device, deadline_s=deadline_s), len(missing)):
+            if isinstance(result, Skipped):
+                skipped[result.reason] += 1
+            else:
+                timed[result[0].text] = result[1]
     store.add(Measurements(device=here, operators=timed, collectives=tuple(curves)))
     return Summary(
         device=here, cache=str(store.path), calls=len(wanted), known=len(wanted) - len(missing),
@@ -154,13 +195,71 @@ def export_profile(cluster: Cluster, path: str | Path, store: Store | None = Non
     return len(found.operators) + len(found.collectives)
 
 
-def import_profile(cluster: Cluster, path: str | Path, store: Store | None = None) -> int:
-    """Take a file of measurements into the cache, if they are of the cluster's device; how many."""
-    found = import_json(
-        path, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
-    )
-    (store or Store()).add(found)
-    return len(found.operators) + len(found.collectives)
+def import_profile(
+    cluster: Cluster,
+    path: str | Path,
+    store: Store | None = None,
+    *,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    collective: str | None = None,
+) -> Imported:
+    """Take a file of measurements into the cache, if they are of the cluster's device.
+
+    The file is what `export_profile` wrote; or collectives that others published for such nodes: an
+    nccl-tests log, of `ranks` GPUs on `nodes` nodes if it doesn't list them, or a table. Raises
+    ValueError for a file of another device, with both names, and for one that can't be read, with
+    the line.
+    """
+    store, place = store or Store(), Path(path)
+    if place.suffix not in LOGS and (ranks, nodes, collective) != (None, None, None):
+        raise ValueError(
+            f"{place}: ranks, nodes and collective describe an nccl-tests log; legal with "
+            f"{', '.join(LOGS)}"
+        )
+    if place.suffix not in (*LOGS, *TABLES):
+        found = import_json(
+            place, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
+        )
+        store.add(found)
+        taken = len(found.operators) + len(found.collectives)
+        return Imported(path=str(place), taken=taken, skipped={}, sources=())
+    if cluster.backend != "nccl":
+        raise ValueError(
+            f"{place} is of collectives of nccl, but cluster {cluster.name!r} runs "
+            f"{cluster.backend}; name the cluster that was measured, e.g. --cluster dgx-a100:2"
+        )
+    if place.suffix in TABLES:
+        rows = read_collectives_csv(place)
+    else:
+        rows = _rows_of_log(cluster, place, ranks, nodes, collective)
+    timings, skipped = timings_for(rows, cluster)
+    if not timings:
+        reasons = "; ".join(f"{count} {why}" for why, count in skipped.items())
+        raise ValueError(
+            f"{place}: none of {len(rows)} rows holds for cluster {cluster.name!r}"
+            f"{f' ({reasons})' if reasons else ''}"
+        )
+    store.add(Measurements(device=published_id(cluster), operators={}, collectives=timings))
+    sources = tuple(sorted({timing.source for timing in timings}))
+    return Imported(path=str(place), taken=len(timings), skipped=skipped, sources=sources)
+
+
+def _rows_of_log(
+    cluster: Cluster, place: Path, ranks: int | None, nodes: int | None, collective: str | None
+) -> list[CollectiveRow]:
+    """The rows of an nccl-tests log; ValueError where it names another GPU."""
+    source, device = str(place), cluster.device.name
+    text = place.read_text(encoding="utf-8", errors="replace")
+    ranks, nodes = world_of_log(text, ranks=ranks, nodes=nodes, source=source)
+    rows = read_nccl_tests(text, ranks=ranks, nodes=nodes, source=source, collective=collective)
+    gpu = rows[0].gpu
+    if gpu and not is_gpu(gpu, device):
+        raise ValueError(
+            f"{place} is of device {gpu!r}, but the cluster's device is {device!r}; name the "
+            "cluster the log is of"
+        )
+    return [replace(row, gpu=device) for row in rows]  # a log may not name it, the user does
 
 
 def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
@@ -172,7 +271,7 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
             "GPU that torch can use; profile on such a machine with --export FILE, then give "
             "--import FILE here"
         )
-    here = DeviceId.here(kind)
+    here = DeviceId.here(kind, cores_busy(cluster))
     if not is_device_of(cluster, here.name):
         raise ValueError(
             f"cluster {cluster.name!r} is of device {cluster.device.name!r}, but this machine's is "

@@ -6,16 +6,16 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
 from costmodel.factors import FactorTable
-from costmodel.graph import Graph
+from costmodel.graph import Block, Graph
 from costmodel.schedule import EXECUTABLE, SCHEDULES, stages_of_devices
 from costmodel.strategies import Placement, R, transition
 from planner.experts import check_experts
-from planner.layouts import Assignment, BlockLayouts, default_state
+from planner.layouts import Assignment, BlockLayouts, Entry, default_state, translate
 from planner.plan import (
     PRECISIONS,
     RECOMPUTE,
@@ -30,6 +30,7 @@ from planner.plan import (
 from planner.shardings import check_matched, resolve_block
 
 Known = dict[Any, Any]
+
 
 def fingerprint(graph: Graph) -> str:
     """Hash of a model's parameters and program: the same for any batch size and precision."""
@@ -242,18 +243,40 @@ def stage_assignments(
         key = (block.name, stage.tp, decisions, tuple(inputs.items()), leaving)
         if key not in known:
             entries, patterns = resolve_block(graph, block, stage.shardings, place)
-            layouts = BlockLayouts(graph, table, block, stage.tp)
-            try:
-                assignment = layouts.complete(entries, inputs, leaving)
-            except ValueError as error:
-                raise PlanError(f"{place}: {error}") from None
-            _check_states(layouts, assignment, inputs, place)
-            known[key] = assignment, patterns
+            names = (*(op.name for op in block.ops), *block.parameters)
+            alike = (
+                block.class_id,
+                stage.tp,
+                tuple((i, entries[name]) for i, name in enumerate(names) if name in entries),
+                tuple(inputs.get(name) for name in block.inputs),
+                tuple(name in leaving for name in block.outputs),
+            )
+            if alike in known:
+                known[key] = translate(*known[alike], block), patterns
+            else:
+                assignment = _completed(
+                    graph, table, block, stage.tp, entries, inputs, leaving, place
+                )
+                known[alike] = assignment, block
+                known[key] = assignment, patterns
         found[block.name], patterns = known[key]
         matched |= patterns
         states |= {name: found[block.name].states[name] for name in block.outputs}
     check_matched(graph, blocks, stage.shardings, matched, place)
     return found
+
+
+def _completed(
+    graph: Graph, table: FactorTable, block: Block, tp: int, entries: Mapping[str, Entry],
+    inputs: Mapping[str, Placement], leaving: Collection[str], place: str,
+) -> Assignment:  # fmt: skip
+    layouts = BlockLayouts(graph, table, block, tp)
+    try:
+        assignment = layouts.complete(entries, inputs, leaving)
+    except ValueError as error:
+        raise PlanError(f"{place}: {error}") from None
+    _check_states(layouts, assignment, inputs, place)
+    return assignment
 
 
 def _check_states(

@@ -238,3 +238,16 @@ def stored_state(targets: Iterable[Placement]) -> Placement:
     """State in which a parameter is stored: as its first reader takes it."""
     first = next(iter(targets), R)
     return first if first.sharded else R
+
+
+def translate(assignment: Assignment, source: Block, target: Block) -> Assignment:
+    """An assignment of one block carried over to another of the same class, by position."""
+    if source is target:
+        return assignment
+    names = dict(zip(source.parameters, target.parameters, strict=True))
+    strategies = {}
+    for a, b in zip(source.ops, target.ops, strict=True):
+        strategies[b.name] = assignment.strategies[a.name]
+        names |= dict(zip(a.results, b.results, strict=True))
+    states = {names[value]: state for value, state in assignment.states.items()}
+    return Assignment(strategies=strategies, states=states)

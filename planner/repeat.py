@@ -21,9 +21,8 @@ def deepen(graph: Graph, stack: str, count: int) -> Graph:
     Raises ValueError unless there are at least three, the middle ones are one class with one input
     and one output, and `count` is no less than there are.
     """
-    places = [
-        k for k, block in enumerate(graph.blocks) if re.fullmatch(rf"{re.escape(stack)}\.\d+", block.name)
-    ]
+    numbered = re.compile(rf"{re.escape(stack)}\.\d+")
+    places = [k for k, block in enumerate(graph.blocks) if numbered.fullmatch(block.name)]
     if len(places) < 3 or count < len(places):
         raise ValueError(
             f"stack {stack!r} has {len(places)} blocks; legal: three or more to copy from, and no "

@@ -25,7 +25,7 @@ from costmodel.target import EAGER, Target
 from planner.block_price import BlockPrice, price_block
 from planner.blocks import ModelFlops, crossing, model_flops, op_flops
 from planner.intra_op import BlockProgram, BlockTable
-from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.layouts import Assignment, BlockLayouts, Entry, translate
 from planner.stage_sums import FIELDS, components, joined, parameter_sums
 from profiles.cluster import Cluster
 
@@ -91,7 +91,14 @@ class StageCoster:
         self._order = sorted(range(len(work)), key=lambda k: -work[k])
 
     def setting(
-        self, *, dp: int, tp: int, rows: float, microbatches: int, zero: int = 0, cp: int = 1,
+        self,
+        *,
+        dp: int,
+        tp: int,
+        rows: float,
+        microbatches: int,
+        zero: int = 0,
+        cp: int = 1,
         ep: int = 1,
     ) -> Setting:
         return Setting(
@@ -390,16 +397,3 @@ class StageCoster:
 def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:
     """Index into a block table for input state `s` and output state `t`."""
     return tuple(s if name.startswith("in:") else t for name in table.keep)
-
-
-def translate(assignment: Assignment, source: Block, target: Block) -> Assignment:
-    """An assignment of one block carried over to another of the same class, by position."""
-    if source is target:
-        return assignment
-    names = dict(zip(source.parameters, target.parameters, strict=True))
-    strategies = {}
-    for a, b in zip(source.ops, target.ops, strict=True):
-        strategies[b.name] = assignment.strategies[a.name]
-        names |= dict(zip(a.results, b.results, strict=True))
-    states = {names[value]: state for value, state in assignment.states.items()}
-    return Assignment(strategies=strategies, states=states)

@@ -6,6 +6,10 @@ for an all-to-all, which is 1/n of it.
 
 Nothing is stored here and nothing guessed: a line that can't be read is an error that names the
 file, the line and the column.
+
+`timings_for` picks what holds for the groups of a cluster. A test runs one group alone; in a plan,
+groups of one shape tile the cluster and all talk at once. Between nodes that is the same only where
+the group fills its nodes, for their NICs are shared; inside a node, links are each rank's own.
 """
 
 from __future__ import annotations
@@ -14,9 +18,15 @@ import csv
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from profiles.catalog_reader import catalog_names, device_of_driver, read_entry
+from profiles.cluster import Cluster
+from profiles.measure_collectives import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 # name of the nccl-tests program -> collective
@@ -28,6 +38,10 @@ _PROGRAMS = {
     "broadcast": "broadcast",
     "sendrecv": "p2p",
 }
+_RANK = re.compile(
+    r"#\s+Rank\s+(?P<rank>\d+)\b.*\bon\s+(?P<host>\S+)\s+device\s+\d+\s+\[[^\]]*\]"
+    r"\s*(?P<gpu>.*?)\s*$"
+)
 # How a table says what its sizes count; all of them give one rank's buffer for an all-to-all.
 _CONVENTIONS = (
     *("nccl-tests size", "full buffer", "total gathered bytes", "per-rank send buffer"),
@@ -40,6 +54,7 @@ _COLLECTIVE_COLUMNS = (
     *("source", "collective", "gpu", "nodes", "n_gpus"),
     *("inter_link", "size_bytes", "size_convention", "time_us"),
 )
+_FORM_FACTORS = {"sxm", "pcie"}
 _GEMM_COLUMNS = ("source", "gpu", "dtype", "m", "n", "k", "groups", "tflops")
 
 
@@ -81,10 +96,8 @@ def read_nccl_tests(
     """
     if ranks < 2 or not 1 <= nodes <= ranks:
         raise ValueError(f"{source}: {ranks} ranks on {nodes} nodes; legal: 2 or more, on 1 to all")
-    kind = collective or _printed_collective(text, source)
-    if kind not in COLLECTIVES:
-        raise ValueError(f"{source}: collective is {kind!r}; legal: {', '.join(COLLECTIVES)}")
-    gpu = re.search(r"^#\s+Rank\s+0\b.*device\s+\d+\s+\[\w+\]\s+(.+?)\s*$", text, re.MULTILINE)
+    kind = _collective_of(text, collective, source)
+    gpus = [listed["gpu"] for _, listed in _listed_ranks(text)]
     rows = [
         CollectiveRow(
             collective=kind,
@@ -93,7 +106,7 @@ def read_nccl_tests(
             size_bytes=_tensor_bytes(kind, size, ranks),
             time_s=time_us * 1e-6,
             source=source,
-            gpu=gpu.group(1) if gpu else "",
+            gpu=gpus[0] if gpus else "",
             in_place=in_place,
         )
         for size, time_us, in_place in _log_lines(text, source)
@@ -104,6 +117,31 @@ def read_nccl_tests(
             f"has size count type redop [root], then time algbw busbw #wrong twice"
         )
     return rows
+
+
+def world_of_log(
+    text: str, *, ranks: int | None, nodes: int | None, source: str
+) -> tuple[int, int]:
+    """Ranks and nodes of an nccl-tests log: as its header lists them, or as given where it doesn't.
+
+    Raises ValueError where neither says, and where both do and differ.
+    """
+    hosts: dict[str, str] = {}
+    first = 0
+    for line, listed in _listed_ranks(text):
+        first = first or line
+        hosts[listed["rank"]] = listed["host"]
+    if hosts:
+        world = (len(hosts), len(set(hosts.values())))
+        for name, given, found in zip(("ranks", "nodes"), (ranks, nodes), world, strict=True):
+            if given not in (None, found):
+                raise ValueError(f"{source}:{first}: {name} is {given}, but the log lists {found}")
+        return world
+    if ranks is None or nodes is None:
+        raise ValueError(
+            f"{source}: the log lists no ranks; give both --ranks N and --nodes K of that run"
+        )
+    return ranks, nodes
 
 
 def read_collectives_csv(path: str | os.PathLike[str]) -> list[CollectiveRow]:
@@ -171,14 +209,115 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
     return rows
 
 
-def _printed_collective(text: str, source: str) -> str:
-    found = re.search(r"\b(\w+?)_perf\b", text)
-    if found is None or found.group(1) not in _PROGRAMS:
+def timings_for(
+    rows: Iterable[CollectiveRow], cluster: Cluster
+) -> tuple[tuple[CollectiveTiming, ...], dict[str, int]]:
+    """The curves that hold for groups of the cluster, and how many rows were left out, by reason.
+
+    A curve is of one source: of several, the one with the most sizes. Of several rows for one size
+    it has the median. Which of several networks is the cluster's can't be told from their names:
+    then no row between nodes is taken.
+    """
+    judged = [(row, _misfit(row, cluster)) for row in rows]
+    skipped = Counter(misfit for _, misfit in judged if misfit)
+    fitting = [row for row, misfit in judged if not misfit]
+    networks = {row.inter_link for row in fitting if row.nodes > 1}
+    curves: dict[tuple[str, int, int], dict[str, dict[int, list[float]]]] = defaultdict(dict)
+    for row in fitting:
+        if row.nodes > 1 and len(networks) > 1:
+            skipped["between nodes, of several networks: give a file with one's rows"] += 1
+            continue
+        by_source = curves[row.collective, row.n_gpus, row.n_gpus // row.nodes]
+        source = f"{row.source} ({row.inter_link})" if row.inter_link else row.source
+        times = by_source.setdefault(source, {}).setdefault(round(row.size_bytes), [])
+        times.append(row.time_s)
+    timings = []
+    for (kind, size, per_node), by_source in curves.items():
+        chosen = min(by_source, key=lambda source: (-len(by_source[source]), source))
+        for source, points in by_source.items():
+            if source != chosen:
+                skipped["another source has more of the curve"] += sum(map(len, points.values()))
+        for nbytes, times in sorted(by_source[chosen].items()):
+            seconds = statistics.median(times)
+            timings.append(
+                CollectiveTiming(
+                    backend="nccl", kind=kind, ranks=cluster.num_devices, size=size,
+                    per_node=per_node, nbytes=nbytes, seconds=seconds, repetitions=len(times),
+                    spread=_spread(times), source=chosen,
+                )
+            )  # fmt: skip
+    return tuple(timings), dict(skipped)
+
+
+def _spread(times: list[float]) -> float:
+    if len(times) == 1:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def is_gpu(text: str, device: str) -> bool:
+    """Whether a table's or a log's name for a GPU is that of the catalog's `device`.
+
+    That is what a driver calls it, or a text with every part of the catalog's name ("A100-80GB SXM"
+    is a100-80gb, "A100 SXM" may be of 40 GB) and no other form factor than the device has.
+    """
+    if device_of_driver(text) == device:
+        return True
+    parts, wanted = _name_parts(text), _name_parts(device)
+    names = (device, *(read_entry(device).driver_names if device in catalog_names() else ()))
+    own = set().union(*map(_name_parts, names)) & _FORM_FACTORS
+    return wanted <= parts and (not own or parts & _FORM_FACTORS <= own)
+
+
+def _name_parts(text: str) -> set[str]:
+    """`RTX4090-24GB` -> rtx, 4090, 24gb; `A100-SXM4-80GB` -> a100, sxm, 4, 80gb."""
+    return set(re.findall(r"(?<![a-z])[a-z]\d[a-z\d]*|[a-z]+|\d[a-z\d]*", text.lower()))
+
+
+def _misfit(row: CollectiveRow, cluster: Cluster) -> str:
+    """Why a row says nothing about the cluster's groups; empty where it does."""
+    per_node, unequal = divmod(row.n_gpus, row.nodes)
+    if not is_gpu(row.gpu, cluster.device.name):
+        return f"not of {cluster.device.name}"
+    if row.in_place:
+        return "in place, and plans run collectives out of place"
+    if unequal:
+        return "not as many GPUs on each node"
+    if row.nodes > cluster.num_nodes or per_node > cluster.devices_per_node:
+        return f"more than {cluster.num_nodes} nodes of {cluster.devices_per_node} GPUs"
+    if row.nodes > 1 and per_node < cluster.devices_per_node:
+        return "leaves GPUs of its nodes idle, whose NICs it has to itself"
+    if row.collective == "p2p" and row.n_gpus != 2:
+        return "sends in a ring, and plans send in pairs"
+    return ""
+
+
+def _listed_ranks(text: str) -> Iterator[tuple[int, re.Match[str]]]:
+    """Line number and rank, host and gpu of each rank in the header of a log."""
+    for line, content in enumerate(text.splitlines(), start=1):
+        if listed := _RANK.match(content):
+            yield line, listed
+
+
+def _collective_of(text: str, given: str | None, source: str) -> str:
+    """What a log is of: as its programs' names say and as given, which must not differ."""
+    if given is not None and given not in COLLECTIVES:
+        raise ValueError(f"{source}: collective is {given!r}; legal: {', '.join(COLLECTIVES)}")
+    programs = re.findall(r"\b(\w+?)_perf\b", text)
+    printed = {_PROGRAMS[program] for program in programs if program in _PROGRAMS}
+    if len(printed) > 1:
         raise ValueError(
-            f"{source}: the log doesn't say which collective it measured; pass collective=, one of "
-            f"{', '.join(COLLECTIVES)}"
+            f"{source}: the log is of {' and '.join(sorted(printed))}; give each run a file"
         )
-    return _PROGRAMS[found.group(1)]
+    if given and printed and printed != {given}:
+        raise ValueError(f"{source}: collective is {given!r}, but the log is of {printed.pop()!r}")
+    if not printed and not given:
+        raise ValueError(
+            f"{source}: the log doesn't say which collective it measured; pass collective= "
+            f"(--collective), one of {', '.join(COLLECTIVES)}"
+        )
+    return given or printed.pop()
 
 
 def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
@@ -205,14 +344,18 @@ def _csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mappi
     """Line number and cells of every row."""
     with place.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file, strict=True)
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{place}:1: no column {', '.join(missing)}; needed: {needed}")
-        for cells in reader:
-            for name in needed:
-                if cells[name] is None:
-                    raise ValueError(f"{place}:{reader.line_num}: the row ends before {name}")
-            yield reader.line_num, cells
+        try:
+            missing = [name for name in needed if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"{place}:1: no column {', '.join(missing)}; needed: {needed}")
+            for cells in reader:
+                for name in needed:
+                    if cells[name] is None:
+                        raise ValueError(f"{place}:{reader.line_num}: the row ends before {name}")
+                yield reader.line_num, cells
+        except (csv.Error, UnicodeDecodeError) as error:
+            where = f"{place}:{reader.line_num + 1}"
+            raise ValueError(f"{where}: not a row of a CSV file in UTF-8 ({error})") from None
 
 
 def _number(text: str, what: str) -> float:

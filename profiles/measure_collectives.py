@@ -50,7 +50,10 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:
     """Seconds of one collective in groups of `size` ranks, `per_node` of them on a node, tiling a
-    world of `ranks`: median over `repetitions`, `spread` its interquartile range over it."""
+    world of `ranks`: median over `repetitions`, `spread` its interquartile range over it.
+
+    `source` says who measured, where that was not this program.
+    """
 
     backend: str
     kind: str
@@ -61,6 +64,7 @@ class CollectiveTiming:
     seconds: float
     repetitions: int
     spread: float
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

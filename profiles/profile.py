@@ -8,7 +8,8 @@
 A size may stand in several dims at once (rows in all operands of an addition); it is one size if
 all of them differ by the same ratio. A collective is timed at a ladder of message
 sizes; between two steps seconds are affine in bytes, below the first they are its own, above the
-last they grow by the bandwidth of the last two.
+last they grow by the bandwidth of the last two. Curves that others published for such a node count
+as measured where the device's own are missing; each says its source.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import bisect
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
 
-from profiles.catalog_reader import device_of_driver
+from profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from profiles.cluster import Cluster
+from profiles.measure_collectives import CollectiveTiming
 from profiles.measure_ops import Timing
 from profiles.op_signature import OpSignature
 from profiles.store import DeviceId, Measurements, Store
@@ -107,7 +109,8 @@ def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None
     """What the cache knows of a cluster's device; None where it knows nothing.
 
     A CPU's measurements hold for this machine, driver and torch alone; a GPU's for that GPU: where
-    several drivers or torch versions were measured, this machine's, else the latest.
+    several drivers or torch versions were measured, this machine's, else the latest. Curves that
+    others measured on such nodes stand in for those that were not measured here.
     """
     store = store or Store()
     if not store.path.exists():
@@ -117,9 +120,21 @@ def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None
     chosen = here if here in accepted else None
     if chosen is None and cluster.device.kind == "cuda" and accepted:
         chosen = max(accepted, key=lambda d: (d.torch, d.driver))
+    published = store.read(published_id(cluster))
     if chosen is None:
-        return None
-    return profile_of(cluster, store.read(chosen))
+        return profile_of(cluster, published) if published.collectives else None
+    return profile_of(cluster, _completed(store.read(chosen), published.collectives))
+
+
+def _completed(found: Measurements, published: Iterable[CollectiveTiming]) -> Measurements:
+    """Measurements with others' curves for the groups that have none."""
+    own = {_curve_of(c) for c in found.collectives}
+    added = tuple(c for c in published if _curve_of(c) not in own)
+    return replace(found, collectives=found.collectives + added)
+
+
+def _curve_of(c: CollectiveTiming) -> tuple[str, str, int, int, int]:
+    return c.backend, c.kind, c.ranks, c.size, c.per_node
 
 
 def profile_of(cluster: Cluster, found: Measurements) -> Profile:
@@ -136,18 +151,34 @@ def is_device_of(cluster: Cluster, name: str) -> bool:
     """Whether a device that calls itself `name` is the cluster's."""
     if cluster.device.kind == "cuda":
         return device_of_driver(name) == cluster.device.name
-    return name == DeviceId.here("cpu").name
+    return name == DeviceId.here("cpu", cores_busy(cluster)).name
+
+
+def published_id(cluster: Cluster) -> DeviceId:
+    """Under whose name others' collectives are kept: the device in its node, as two nodes with the
+    same GPUs have different networks; of no driver and no torch that is known."""
+    name, device = cluster.name, cluster.device.name
+    if name in catalog_names():  # a device's name stands for its usual node
+        name = read_entry(name).texts.get("usual_node", name)
+    return DeviceId(name=f"{device} in {name}", driver="", torch="")
 
 
 def device_name(cluster: Cluster) -> str:
     """What to call the cluster's device beside a profile's."""
-    return cluster.device.name if cluster.device.kind == "cuda" else DeviceId.here("cpu").name
+    if cluster.device.kind == "cuda":
+        return cluster.device.name
+    return DeviceId.here("cpu", cores_busy(cluster)).name
+
+
+def cores_busy(cluster: Cluster) -> int:
+    """Cores of this machine that the cluster's ranks keep busy at once."""
+    return min(cluster.devices_per_node, os.cpu_count() or 1)
 
 
 def _here(cluster: Cluster) -> DeviceId | None:
     if cluster.device.kind == "cuda" and not torch.cuda.is_available():
         return None
-    return DeviceId.here(cluster.device.kind)
+    return DeviceId.here(cluster.device.kind, cores_busy(cluster))
 
 
 # --- interpolation --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +33,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 1  # of the JSON
+SCHEMA = 2  # of the file; 1 had no column for the source of a collective
 KIND = "meshwright profile"
 LOCK_TIMEOUT_S = 5.0
+_UPGRADE = "ALTER TABLE collectives ADD COLUMN source TEXT NOT NULL DEFAULT ''"
 _SCHEMA = """
 CREATE TABLE operators (
     device TEXT, driver TEXT, torch TEXT, dtype TEXT, signature TEXT,
@@ -44,6 +46,7 @@ CREATE TABLE operators (
 CREATE TABLE collectives (
     device TEXT, driver TEXT, torch TEXT, backend TEXT, kind TEXT, ranks INTEGER, size INTEGER,
     per_node INTEGER, nbytes INTEGER, seconds REAL, repetitions INTEGER, spread REAL,
+    source TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (device, driver, torch, backend, kind, ranks, size, per_node, nbytes));
 """
 
@@ -57,12 +60,14 @@ class DeviceId:
     torch: str
 
     @staticmethod
-    def here(kind: str) -> DeviceId:
-        """This machine's device of a kind, "cpu" or "cuda"."""
+    def here(kind: str, at_once: int = 1) -> DeviceId:
+        """This machine's device of a kind, "cpu" or "cuda"; of a CPU one core, while `at_once`
+        cores are busy."""
         if kind == "cuda":
             name, driver = torch.cuda.get_device_name(0), _nvidia_driver()
         else:
             name, driver = _cpu_name(), torch.backends.cpu.get_cpu_capability()
+            name += f", {at_once} cores busy" if at_once > 1 else ""
         return DeviceId(name=name, driver=driver, torch=torch.__version__)
 
 
@@ -149,9 +154,11 @@ class Store:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version == 0 and not connection.execute("PRAGMA schema_version").fetchone()[0]:
                 connection.execute("PRAGMA journal_mode=WAL")
-                connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={FORMAT};COMMIT;")
-            elif version != FORMAT:
-                raise ValueError(f"format {version}; this version reads {FORMAT}")
+                connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={SCHEMA};COMMIT;")
+            elif version == 1:
+                _upgrade(connection)
+            elif version != SCHEMA:
+                raise ValueError(f"format {version}; this version reads {SCHEMA}")
             return work(connection)
 
     def _move_aside(self, error: Exception) -> None:
@@ -165,6 +172,15 @@ class Store:
             "run `meshwright profile` again",
             self.path, error, aside.name,
         )  # fmt: skip
+
+
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """A file of schema 1 to the present one, unless another process has just done it."""
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        if connection.execute("PRAGMA user_version").fetchone()[0] == 1:
+            connection.execute(_UPGRADE)
+            connection.execute(f"PRAGMA user_version={SCHEMA}")
 
 
 def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
@@ -209,8 +225,8 @@ def _check(found: Measurements, place: str) -> None:
         check_number(f"{where}: spread", timing.spread, zero=True)
     for c in found.collectives:
         where = f"{place} {c.kind!r} of {c.nbytes!r} bytes"
-        if not isinstance(c.kind, str) or not isinstance(c.backend, str):
-            raise ValueError(f"{where}: kind and backend must be texts")
+        if not all(isinstance(text, str) for text in (c.kind, c.backend, c.source)):
+            raise ValueError(f"{where}: kind, backend and source must be texts")
         for name in ("ranks", "size", "per_node", "nbytes", "repetitions"):
             check_whole(f"{where}: {name}", getattr(c, name))
         check_number(f"{where}: seconds", c.seconds)
@@ -281,7 +297,9 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
 
 
 def _picked(kind: Callable[..., T], row: Mapping[str, Any]) -> T:
-    return _made(kind, [row[field.name] for field in fields(kind)])  # type: ignore[arg-type]
+    known = fields(kind)  # type: ignore[arg-type]
+    values = (row[f.name] if f.default is MISSING else row.get(f.name, f.default) for f in known)
+    return _made(kind, values)
 
 
 @contextlib.contextmanager

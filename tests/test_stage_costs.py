@@ -18,8 +18,8 @@ from costmodel.strategies import Placement, R
 from planner.block_price import price_block
 from planner.candidates import Candidate, Variant, make_candidate
 from planner.check import check_plan
-from planner.layouts import Assignment, BlockLayouts, Entry
-from planner.stage_costs import ChainCosts, StageCoster, translate
+from planner.layouts import Assignment, BlockLayouts, Entry, translate
+from planner.stage_costs import ChainCosts, StageCoster
 from planner.stage_sums import FIELDS, StageCosts, recomputable, stage_costs
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")

@@ -95,6 +95,17 @@ def test_a_published_peak_is_in_the_band() -> None:
     assert peak_bytes / 2**30 == pytest.approx(8.738, rel=BAND)
 
 
+def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
+    row = {
+        **MEGATRON, "layers": "2", "hidden": "512", "heads": "8", "kv_heads": "8", "ffn": "2048",
+        "vocab": "1024", "seq_len": "128", "num_gpus": "2", "tp": "1", "dp": "2",
+        "global_batch": "24",
+    }  # fmt: skip
+    times = [predict_row({**row, "micro_batch": size}).step_time_s for size in ("1", "2", "4")]
+    assert len(set(times)) == 3
+    assert predict_row({**row, "micro_batch": ""}).step_time_s == min(times)
+
+
 # --- refused -------------------------------------------------------------------------------------
 
 
@@ -103,7 +114,7 @@ def test_a_published_peak_is_in_the_band() -> None:
     [
         ({"tp": ""}, "column tp is empty, and the price depends on it"),
         ({"pp": ""}, "column pp is empty"),
-        ({"micro_batch": ""}, "column micro_batch is empty"),
+        ({"global_batch": ""}, "column global_batch is empty"),
         ({"layers": ""}, "column layers is empty"),
         ({"layers": "32.5"}, "column layers is '32.5'; legal: a whole number from 1"),
         ({"tp": "0"}, "column tp is '0'; legal: a whole number from 1"),
@@ -160,6 +171,7 @@ def test_a_row_says_what_is_built() -> None:
     ("changes", "says"),
     [
         ({"pp": "2", "dp": "16", "vp": ""}, "vp is unknown: taken as 1"),
+        ({"micro_batch": ""}, "micro_batch is unknown: the power of two predicted fastest"),
         ({"recompute": ""}, "recompute '' is unknown: taken as none"),
         ({"recompute": "full (uniform)"}, "recompute 'full (uniform)' taken as full"),
         ({"zero_stage_fsdp": "?"}, "ZeRO stage '?' is unknown: taken as 0"),
