@@ -16,19 +16,12 @@ from costmodel.auto_rules import is_pointwise
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph, Op
 
-ROWWISE = frozenset(
-    (
-        "softmax",
-        "_softmax",
-        "log_softmax",
-        "layer_norm",
-        "rms_norm",
-        "native_layer_norm",
-        "mean",
-        "cross_entropy_loss",
-    )
-)
-ROWWISE |= frozenset(("sum", "amax", "amin", "var", "rsqrt"))
+SOFTMAX = frozenset(("softmax", "_softmax"))
+# norms (rsqrt is part of one), reductions and copies
+ROWWISE = frozenset((
+    "log_softmax", "layer_norm", "rms_norm", "native_layer_norm", "rsqrt", "mean", "sum", "amax",
+    "amin", "var", "cross_entropy_loss", "cat", "stack",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +82,6 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
 
 
 def _fusible(op: Op, level: str) -> bool:
-    if op.short in ("softmax", "_softmax"):
-        return True
-    if op.short in ROWWISE or op.short in ("cat", "stack"):
+    if op.short in ROWWISE:
         return level == "full"
-    return is_pointwise(op)
+    return op.short in SOFTMAX or is_pointwise(op)

@@ -179,7 +179,10 @@ class Pricer:
         )
 
     def _measured(self, op: Op, strategy: Strategy) -> tuple[float, float, str] | None:
-        setting = self.setting
+        """What was timed of an operator that runs by itself, as it was timed."""
+        setting, fusion = self.setting, self.fusion
+        if op.name in fusion.joined or not fusion.internal.isdisjoint(op.results):
+            return None
         if setting.profile is None or setting.cp > 1 or setting.ep > 1:  # not in signatures
             return None
         found = signature(self.graph, self.table, op, strategy, rows=setting.rows, tp=setting.tp)

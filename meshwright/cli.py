@@ -142,9 +142,11 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
         help="global batch size, rows per optimizer step",
     )  # fmt: skip
     parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
+    if optional:
+        return
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
     parser.add_argument(
-        "--software", default="eager", help=f"what the prices are for: {', '.join(TARGETS)}"
+        "--software", default="eager", choices=tuple(TARGETS), help="what the prices are for"
     )
     parser.add_argument(
         "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
@@ -279,6 +281,7 @@ def _profile(args: argparse.Namespace) -> int:
             cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
         )
         if args.target is None:
+            _export(args, cluster)
             _print(json.dumps(imported.to_dict(), indent=2) if args.json else str(imported))
             return 0
         _say(str(imported))
@@ -290,11 +293,15 @@ def _profile(args: argparse.Namespace) -> int:
         precision=args.precision, budget_s=args.budget, collectives=args.collectives,
         again=args.again,
     )  # fmt: skip
+    _export(args, cluster)
+    _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))
+    return 0
+
+
+def _export(args: argparse.Namespace, cluster: Cluster) -> None:
     if args.export:
         count = profile_command.export_profile(cluster, args.export)
         _say(f"{count} measurements written to {args.export}")
-    _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))
-    return 0
 
 
 def _repeated(example: Any, batch: int) -> Any:

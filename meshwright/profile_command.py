@@ -167,6 +167,7 @@ def profile_model(
     skipped: Counter[str] = Counter()
     deadline_s = started + budget_s
     company = cores_busy(cluster) - 1 if device.type == "cpu" else 0
+    company *= time.monotonic() < deadline_s
     with neighbours(company, missing):
         for result in progress(measure_all(missing, device, deadline_s=deadline_s), len(missing)):
             if isinstance(result, Skipped):

@@ -70,19 +70,22 @@ def check_plan(
 
 def check_runs(plan: Plan) -> None:
     """Refuse a legal plan that can be priced but not run yet."""
+    found: list[tuple[str, str, Any, tuple[Any, ...]]] = [
+        ("plan", "schedule", plan.schedule, EXECUTABLE)
+    ]
     for k, stage in enumerate(plan.stages):
-        for name, value, legal in (
-            ("schedule", plan.schedule, EXECUTABLE),
-            ("zero", stage.zero, RUNS["zero"]),
-            ("recompute", stage.recompute, RUNS["recompute"]),
-            ("cp", stage.cp, (1,)),
-            ("ep", stage.ep, (1,)),
-        ):
-            if value not in legal:
-                raise PlanError(
-                    f"plan: stage {k}: {name}={value!r} can be priced, but not run yet; the "
-                    f"executor runs {', '.join(map(str, legal))}"
-                )
+        found += [
+            (f"plan: stage {k}", "zero", stage.zero, RUNS["zero"]),
+            (f"plan: stage {k}", "recompute", stage.recompute, RUNS["recompute"]),
+            (f"plan: stage {k}", "cp", stage.cp, (1,)),
+            (f"plan: stage {k}", "ep", stage.ep, (1,)),
+        ]
+    for place, name, value, legal in found:
+        if value not in legal:
+            raise PlanError(
+                f"{place}: {name}={value!r} can be priced, but not run yet; the executor runs "
+                f"{', '.join(map(str, legal))}"
+            )
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:

@@ -28,12 +28,14 @@ from profiles.cluster import Cluster
 class Prediction:
     """What a plan is expected to do: seconds per step, peak bytes of a device of each stage (of
     each device group, where a schedule runs several stages on one), share of the pipeline's time
-    that devices wait, model FLOPs utilisation of the whole cluster."""
+    that devices wait, model FLOPs utilisation of the whole cluster; `assumptions` say what was
+    taken for granted of a configuration that leaves something open."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
     bubble_fraction: float
     mfu: float
+    assumptions: tuple[str, ...] = ()
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
@@ -213,9 +215,11 @@ def transfer_seconds(
     plan: Plan, coster: StageCoster, edge: tuple[int, int], values: Sequence[str]
 ) -> float:
     """Seconds to move `values` of one micro-batch between two stages; the slower side's share
-    counts."""
+    counts. Stages on the same ranks hand over what they hold."""
     cluster = coster.cluster
     ends = [plan.stages[k] for k in edge]
+    if ends[0].ranks == ends[1].ranks:
+        return 0.0
     rows = plan.microbatch_rows / min(stage.dp for stage in ends)
     cp = min(stage.cp for stage in ends)
     setting = coster.setting(dp=1, tp=1, rows=rows, microbatches=plan.num_microbatches, cp=cp)

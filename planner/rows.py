@@ -45,6 +45,9 @@ _NODES = (
     (r"3090 ?Ti.*P2P_DISABLE", "rtx-3090-ti-pcie-2"),
     (r"3090 ?Ti", "rtx-3090-ti-nvlink-2"),
     (r"MI300X", "mi300x-8"),
+    (r"L40S", "pcie-8-l40s"),
+    (r"\bL4\b", "pcie-8-l4"),
+    (r"A10G", "pcie-8-a10g"),
 )
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "amp": "bf16", "fp32": "fp32"}
 _MODERN = re.compile(
@@ -91,6 +94,8 @@ def read_row(row: Mapping[str, str]) -> Setup:
     tp, pp = cells.whole("tp"), cells.whole("pp")
     cp, chunks, gpus = cells.whole("cp", 1), cells.whole("vp", 1), cells.whole("num_gpus")
     dp = cells.whole("dp", max(1, gpus // (tp * pp * cp)))
+    if cp > 1 and framework.attention == "written":
+        raise Unpriced(f"cp={cp}: context parallelism is priced for fused attention alone")
     if dp * tp * pp * cp != gpus:
         raise Unpriced(f"dp={dp} × cp={cp} × tp={tp} × pp={pp} is not num_gpus={gpus}")
     micro, batch = cells.whole("micro_batch", 0), cells.whole("global_batch")
@@ -129,7 +134,7 @@ def _dims(cells: _Cells, framework: Framework, tp: int) -> TransformerDims:
     facts = _facts(cells, name, experts > 1)  # first: it knows what can't be priced at all
     heads, hidden = whole("heads"), whole("hidden")
     modern = bool(_MODERN.search(name))
-    squared = "nemotron" in name.lower()
+    squared = "nemotron" in name.lower() and "llama" not in name.lower()
     vocab = whole("vocab", 51200)
     padded = math.ceil(vocab / (128 * tp)) * 128 * tp if vocab % tp else vocab
     if padded != vocab:
@@ -223,14 +228,15 @@ def _zero(cells: _Cells) -> int:
     if "auto" in text:
         cells.assume("ZeRO chosen by the framework: taken as 2")
         return 2
-    found = re.search(r"[0-3]", text)
+    found = re.search(r"(?:^|zero[-_ ]?|stage[-_ ]?)([0-3])\b", text, re.I)
     if not text and "Megatron-Bridge" in cells.text("framework"):
         cells.assume("ZeRO stage is unknown: the distributed optimizer of the recipes, 1")
         return 1
     if not found:
-        cells.assume(f"ZeRO stage {text!r} is unknown: taken as 0")
-        return 0
-    return int(found[0])
+        stage = 3 if "fsdp" in text.lower() else 0
+        cells.assume(f"ZeRO stage {text!r} is unknown: taken as {stage}")
+        return stage
+    return int(found[1])
 
 
 def _recompute(cells: _Cells) -> str:

@@ -23,12 +23,10 @@ from collections.abc import Sequence
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op
+from costmodel.pricing import ATTENTION
 from costmodel.saved import Call, keep
 from costmodel.storage import Local, fresh
 from planner.blocks import op_flops
-
-ATTENTION = "scaled_dot_product_attention"
-
 
 POLICIES = ("selective", "alternate")
 

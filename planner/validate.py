@@ -30,8 +30,9 @@ def predict_row(row: Mapping[str, str]) -> Prediction:
     """Step time and peak memory of a published configuration.
 
     `peak_memory_bytes` is what the framework's allocator holds at most, per stage; the driver's
-    context and communication libraries, which no allocator sees, are not in it. Raises `Unpriced`
-    with the reason where a row can't be priced.
+    context and communication libraries, which no allocator sees, are not in it. `assumptions` lists
+    what the row leaves open and how it was taken. Raises `Unpriced` with the reason where a row
+    can't be priced.
     """
     try:
         return predict(read_row(row))
@@ -59,10 +60,11 @@ def _price(setup: Setup) -> Prediction:
         assignments = check_plan(plan, graph, table)
     except ValueError as error:
         raise Unpriced(str(error)) from error
-    return evaluate(
+    priced = evaluate(
         plan, graph, table, setup.cluster, assignments, optimizer="adamw",
         target=setup.framework.target,
-    ).prediction  # fmt: skip
+    )  # fmt: skip
+    return dataclasses.replace(priced.prediction, assumptions=setup.assumptions)
 
 
 @lru_cache(maxsize=64)

@@ -111,6 +111,8 @@ def _checked(points: object) -> Points:
             real = isinstance(number, int | float) and not isinstance(number, bool)
             if not real or not math.isfinite(number) or number <= least:
                 raise ValueError(f"curve: {name} is {number!r}; legal: finite, above {least:g}")
+        if checked and math.log(x) <= math.log(last_x):
+            raise ValueError(f"curve: x is {x!r} after {last_x!r}; legal: further apart")
         checked.append((float(x), float(y)))
         last_x = float(x)
     return tuple(checked)

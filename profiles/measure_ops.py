@@ -13,7 +13,7 @@ the eager step (229, 61 and 25 ms): one set in use all the time 0.84, 64 MiB of 
 On a GPU all sets of a repetition are enqueued between two events, so that the time is the device's
 and not that of one launch. On a CPU one thread runs, as a rank has, and its own time is taken: what
 else the machine was doing is no property of the operator, and of ranks that share a core each has
-its part. (Two ranks at once, a core each, took as long as one alone.)
+its part. What ranks on other cores do to the memory they share is in that time: `neighbours.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ as measured where the device's own are missing; each says its source.
 from __future__ import annotations
 
 import bisect
+import logging
 import os
+import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +31,8 @@ from profiles.measure_collectives import CollectiveTiming
 from profiles.measure_ops import Timing
 from profiles.op_signature import OpSignature
 from profiles.store import DeviceId, Measurements, Store
+
+log = logging.getLogger(__name__)
 
 MEASURED, INTERPOLATED = "measured", "interpolated"
 
@@ -110,11 +114,24 @@ def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None
 
     A CPU's measurements hold for this machine, driver and torch alone; a GPU's for that GPU: where
     several drivers or torch versions were measured, this machine's, else the latest. Curves that
-    others measured on such nodes stand in for those that were not measured here.
+    others measured on such nodes stand in for those that were not measured here. A cache that can
+    neither be read nor begun anew (another user's, a full disk) is as good as none, with a warning.
     """
     store = store or Store()
     if not store.path.exists():
         return None
+    try:
+        return _loaded(cluster, store)
+    except (OSError, sqlite3.Error) as error:
+        log.warning(
+            "the profile cache %s is left alone (%s), and nothing in it is used; name another "
+            "folder in MESHWRIGHT_CACHE",
+            store.path, error,
+        )  # fmt: skip
+        return None
+
+
+def _loaded(cluster: Cluster, store: Store) -> Profile | None:
     accepted = [d for d in store.devices() if is_device_of(cluster, d.name)]
     here = _here(cluster)
     chosen = here if here in accepted else None

@@ -152,8 +152,9 @@ def main() -> None:
                     f"{c}{row[c]}" for c in ("tp", "pp", "cp", "vp", "dp", "micro_batch")
                 )
                 print(
-                    f"  {row['model']} {row['num_gpus']} GPUs {degrees}: {scored.measured_s:.4g} s, "
-                    f"predicted {scored.predicted_s:.4g} ({100 * scored.error:+.1f} %)"
+                    f"  {row['model']} {row['num_gpus']} GPUs {degrees}: "
+                    f"{scored.measured_s:.4g} s, predicted {scored.predicted_s:.4g} "
+                    f"({100 * scored.error:+.1f} %)"
                 )
         for part, scores in found.items():
             print(line(name, part, scores), flush=True)

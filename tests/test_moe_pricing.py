@@ -263,13 +263,13 @@ def test_the_exchange_hides_behind_compute_as_far_as_there_is_some() -> None:
     assignments = check_plan(plan, graph, table)
 
     def seconds(overlap: float) -> float:
-        target = Target(name="test", overlap_experts=overlap)
+        target = Target(name="test", overlap_experts=overlap, host_scale=0.0)  # device-bound
         return evaluate(
             plan, graph, table, cluster, assignments, optimizer="adamw", target=target
         ).stages[0].forward_s  # fmt: skip
 
     times = [seconds(overlap) for overlap in (0.0, 0.5, 1.0)]
-    assert times == sorted(times, reverse=True)
+    assert times[0] > times[1] >= times[2]
     with pytest.raises(ValueError, match=r"overlap_experts=1\.5; legal: 0 to 1"):
         seconds(1.5)
 

@@ -171,6 +171,10 @@ def test_what_a_fused_kernel_makes_stays_in_registers() -> None:
         found = pricer(of, moving(), fusion=fusion)
         assert costs(found, "mul")[0].forward_s == pytest.approx(scaled * size)
         assert costs(found, "gelu")[0].forward_s == pytest.approx(gelu * size)
+    # what was timed of an operator by itself says nothing about its part of a fused kernel
+    known = pricer(of, moving(), fusion="pointwise", profile=Measured("measured"))
+    assert costs(known, "linear")[0].measured_s == 3
+    assert not costs(known, "mul")[0].measured_s and not costs(known, "gelu")[0].measured_s
 
 
 def whole(of: Traced) -> Any:

@@ -192,6 +192,19 @@ def test_without_a_cache_there_is_no_profile(store: Store) -> None:
     assert not store.path.exists()
 
 
+def test_a_cache_that_cannot_be_replaced_is_left_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.path.write_bytes(b"not a database, and in a folder of somebody else's")
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refused)
+    assert load_profile(host(2), store) is None
+    assert "is left alone" in caplog.text and str(store.path) in caplog.text
+
+
 def test_a_cpus_profile_is_this_machines_own(store: Store) -> None:
     here = DeviceId.here("cpu")
     store.add(measured(dataclasses.replace(here, name="another"), 9.0))

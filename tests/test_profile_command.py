@@ -18,7 +18,7 @@ from meshwright.profile_command import calls, microbatch_rows, profile_model, pr
 from profiles import measure_ops
 from profiles.cluster import Cluster
 from profiles.measure_collectives import COLLECTIVES, SIZES_BYTES, CollectiveTiming
-from profiles.profile import MEASURED, load_profile
+from profiles.profile import MEASURED, cores_busy, load_profile
 from profiles.store import DeviceId, Measurements, Store, export_json
 
 TARGET = """
@@ -168,7 +168,7 @@ def test_whole_curves_are_not_timed_again(store: Store, launches: list[tuple[int
             )
             for kind in COLLECTIVES for k in range(known)
         ]  # fmt: skip
-        here = DeviceId.here("cpu")
+        here = DeviceId.here("cpu", cores_busy(cluster))
         store.add(Measurements(device=here, operators={}, collectives=tuple(found)))
         launches.clear()
         profiled(store, cluster, budget_s=1e-6)

@@ -103,7 +103,9 @@ def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
     }  # fmt: skip
     times = [predict_row({**row, "micro_batch": size}).step_time_s for size in ("1", "2", "4")]
     assert len(set(times)) == 3
-    assert predict_row({**row, "micro_batch": ""}).step_time_s == min(times)
+    chosen = predict_row({**row, "micro_batch": ""})
+    assert chosen.step_time_s == min(times)
+    assert any("micro_batch is unknown" in text for text in chosen.assumptions)
 
 
 # --- refused -------------------------------------------------------------------------------------
@@ -130,6 +132,7 @@ def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
         ({"gpu": "Abacus"}, "gpu 'Abacus' is not in the catalog"),
         ({"framework": "homebrew"}, "framework 'homebrew' is not known; known: torchtitan"),
         ({"dp": "16"}, r"dp=16 × cp=1 × tp=4 × pp=1 is not num_gpus=128"),
+        ({"cp": "2", "dp": "16"}, "cp=2: context parallelism is priced for fused attention alone"),
         ({"global_batch": "500"}, "global_batch=500 is not a multiple of micro_batch=16 × dp=32"),
         ({"pp": "64", "dp": "1", "tp": "2", "micro_batch": "1"}, "36 layers can't fill pp=64"),
         ({"heads": "33"}, "hidden must be a multiple of heads"),
@@ -175,6 +178,7 @@ def test_a_row_says_what_is_built() -> None:
         ({"recompute": ""}, "recompute '' is unknown: taken as none"),
         ({"recompute": "full (uniform)"}, "recompute 'full (uniform)' taken as full"),
         ({"zero_stage_fsdp": "?"}, "ZeRO stage '?' is unknown: taken as 0"),
+        ({"zero_stage_fsdp": "FSDP2"}, "ZeRO stage 'FSDP2' is unknown: taken as 3"),
         ({"zero_stage_fsdp": "auto"}, "ZeRO chosen by the framework: taken as 2"),
         ({"kv_heads": "2"}, "2 key-value heads repeated for tp=4"),
     ],
