@@ -100,6 +100,20 @@ def test_plan_as_json(capsys: Captured) -> None:
     assert data["summary"]["step_time_s"] > 0
 
 
+@pytest.mark.parametrize("software", ["eager", "megatron"])
+def test_the_prices_are_for_the_software_that_is_named(capsys: Captured, software: str) -> None:
+    assert main([*FOUR, "--json", "--no-profile", "--software", software]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any(f"target {software}:" in text for text in found["assumptions"])
+
+
+def test_software_that_is_not_known_is_refused_with_the_known(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*FOUR, "--software", "abacus"])
+    assert stopped.value.code == 1
+    assert "'abacus' (choose from" in capsys.readouterr().err
+
+
 def test_overrides_are_flags(capsys: Captured) -> None:
     flags = [
         "--tp=2", "--dp=2", "--pp=2", "--num-microbatches=4", "--schedule=gpipe", "--zero=1",
