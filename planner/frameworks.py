@@ -2,7 +2,8 @@
 
 A published row names its framework, hardly ever its kernels. What is taken for granted about each
 is written here, in the terms of `costmodel.target.Target` and of the reference models, and is
-reported with every prediction as an assumption.
+reported with every prediction as an assumption. Numbers that were fitted or assumed have a name and
+their source first; where a source was fitted, it was on every other of its models in order of size.
 """
 
 from __future__ import annotations
@@ -10,8 +11,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from costmodel.target import Target
+from costmodel.target import MEGATRON, Target
 
+# the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
+# checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed
+MEGATRON_HOST = 7.2
+FSDP_HOST = 2.0
+COMPILED_HOST = 0.3
+# Triton's attention with ALiBi against FlashAttention-2: fitted to llm-foundry
+TRITON_ATTENTION = 0.5
+# the part of the links that DeepSpeed's ZeRO-3 of 2021 reaches: fitted to the 175B rows of Megatron
+# SC21's table 2 (the 530B rows score it)
+ZERO_3_BANDWIDTH = 0.2
 # Megatron-Core with experts, as in `Target`. The host's work is fitted to steps with one row per
 # micro-batch of DeepSeek-V3 and Qwen3-30B-A3B (aws-samples/awsome-distributed-ai) and of Moonlight
 # (Megatron-Bridge); the seconds a message of DeepEP over EFA lie between what DeepSeek-V3 (0.4 to
@@ -42,7 +53,8 @@ class Framework:
 
 _MEGATRON = Framework(
     target=Target(
-        bucket_copies=0, name="Megatron-LM", fusion="pointwise", host_scale=7.2, gradient_bytes=2,
+        bucket_copies=0, name="Megatron-LM", fusion="pointwise", host_scale=MEGATRON_HOST,
+        gradient_bytes=2,
         optimizer_passes=2.0, bucket_bytes=2**30, overlap_sends=False,
         scatter_sends=True,
     ),
@@ -54,11 +66,7 @@ _MEGATRON = Framework(
     ),
 )  # fmt: skip
 _CORE = Framework(
-    target=Target(
-        bucket_copies=0, name="Megatron-Core", fusion="full", host_scale=0.5, gradient_bytes=4,
-        overlap_gradients=True, overlap_parameters=True, overlap_tensor=0.5,
-        bucket_bytes=160_000_000, bucket_bytes_per_rank=4_000_000,
-    ),
+    target=replace(MEGATRON, name="Megatron-Core"),
     sequence_parallel=True,
     assumptions=(
         "fused attention and norms, no dropout, sequence parallelism where tp > 1",
@@ -69,7 +77,7 @@ _CORE = Framework(
 _FSDP = Framework(
     target=Target(
         bucket_copies=0, name="FSDP", unit="block", overlap_gradients=True, overlap_parameters=True,
-        gradient_bytes=2, host_scale=2.0, attention_scale=0.5,
+        gradient_bytes=2, host_scale=FSDP_HOST, attention_scale=TRITON_ATTENTION,
     ),
     assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
 )  # fmt: skip
@@ -85,7 +93,9 @@ _NEMO_LAUNCHER = replace(
 )
 _ZERO_3 = replace(
     _MEGATRON,
-    target=replace(_MEGATRON.target, name="DeepSpeed ZeRO-3", unit="parameter", zero_bandwidth=0.2),
+    target=replace(
+        _MEGATRON.target, name="DeepSpeed ZeRO-3", unit="parameter", zero_bandwidth=ZERO_3_BANDWIDTH
+    ),
     assumptions=(
         *_MEGATRON.assumptions[:1],
         "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the bandwidth",
@@ -134,7 +144,9 @@ def framework_of(name: str, notes: str = "") -> Framework:
             f"framework {name!r} is not known; known: {', '.join(known for known, _ in _KNOWN)}"
         )
     if framework.target.name == "FSDP" and "torch.compile" in f"{name} {notes}":
-        target = replace(framework.target, name="FSDP, compiled", fusion="full", host_scale=0.3)
+        target = replace(
+            framework.target, name="FSDP, compiled", fusion="full", host_scale=COMPILED_HOST
+        )
         framework = replace(
             framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
         )
@@ -155,7 +167,7 @@ def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Fra
             target = replace(target, dispatch="per_node", message_s=seconds)
             assumptions.append("a token is sent once to each node that has experts for it")
             break
-    if re.search(r"CUDA graphs?(?! off)|TE graphs|Megatron-Bridge/Megatron-Core", text):
+    if re.search(r"CUDA graphs?(?! off)|TE graphs", text):
         target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
         assumptions.append("part of each layer captured in CUDA graphs")
     if re.search(r"(?<!no )\b(EP|a2a) overlap(?! off)", text):

@@ -23,7 +23,7 @@ from typing import Any
 from profiles.curve import FULL, Curve
 
 CATALOG_DIR = Path(__file__).parent / "catalog"
-SOURCE_KINDS = ("datasheet", "published", "measured", "assumed")
+SOURCE_KINDS = ("datasheet", "published", "measured", "fitted", "assumed")
 
 # unit -> (dimension, factor to the SI unit of that dimension)
 _UNITS: Mapping[str, tuple[str, float]] = MappingProxyType(
@@ -157,11 +157,11 @@ class Entry:
         return value
 
     def assumptions(self) -> tuple[str, ...]:
-        """One sentence per number of this file that is assumed, not sourced."""
+        """One sentence per number of this file that is assumed, or fitted to whole steps."""
         return tuple(
-            f"{self.name}: {key} = {quantity.text} is assumed ({quantity.source})"
+            f"{self.name}: {key} = {quantity.text} is {quantity.kind} ({quantity.source})"
             for key, quantity in self.quantities.items()
-            if quantity.kind == "assumed"
+            if quantity.kind in ("assumed", "fitted")
         )
 
 

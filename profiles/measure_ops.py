@@ -11,9 +11,9 @@ the eager step (229, 61 and 25 ms): one set in use all the time 0.84, 64 MiB of 
 256 MiB 0.94 to 1.00.
 
 On a GPU all sets of a repetition are enqueued between two events, so that the time is the device's
-and not that of one launch. On a CPU one thread runs, as a rank has, and its own time is taken: what
-else the machine was doing is no property of the operator, and of ranks that share a core each has
-its part. What ranks on other cores do to the memory they share is in that time: `neighbours.py`.
+and not that of one launch. On a CPU one thread runs, as a rank has, in the company of the other
+ranks (`neighbours.py`), by the clock on the wall: what a host takes away from a virtual machine is
+missing in a step, too.
 """
 
 from __future__ import annotations
@@ -241,15 +241,12 @@ def _repetition(calls: Sequence[_Call], device: torch.device) -> tuple[float, fl
 
 
 Stamp = float | torch.cuda.Event
-# the thread's own time, where the system counts it finely enough
-_FINE = time.get_clock_info("thread_time").resolution <= 1e-6
-_CPU_CLOCK = time.thread_time if _FINE else time.perf_counter
 
 
 def _stamp(device: torch.device) -> Stamp:
-    """Now, on the device's own clock: on a CPU the thread's."""
+    """Now, on the device's own clock."""
     if device.type != "cuda":
-        return _CPU_CLOCK()
+        return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from profiles import cluster as cluster_module
-from profiles.catalog_reader import CATALOG_DIR, catalog_names, read_file
+from profiles.catalog_reader import CATALOG_DIR, SOURCE_KINDS, catalog_names, read_file
 from profiles.cluster import Cluster
 
 FILES = sorted(CATALOG_DIR.glob("*.json"))
@@ -51,7 +51,7 @@ class TestCatalog:
         for number in numbers:
             assert {"unit", "source", "kind", "date"} < set(number)
             assert len({"value", "points"} & set(number)) == 1
-            assert number["kind"] in ("datasheet", "published", "measured", "assumed")
+            assert number["kind"] in SOURCE_KINDS
             assert len(number["source"]) >= 10
             assert re.fullmatch(r"20\d\d-\d\d", number["date"])
 
