@@ -38,7 +38,9 @@ def model_state_bytes(
     if zero == 0:
         return numel * (weight + gradient + master + moments)
     if zero == 1:
-        return numel * (weight + gradient + (4 + 4 + moments) / dp)
+        # the fp32 shard the optimizer reads is a part of the gradients where they lie in buckets
+        shard = 0 if target.bucket_copies == 0 and gradient == 4 else 4
+        return numel * (weight + gradient + (4 + shard + moments) / dp)
     if zero == 2:
         return numel * (weight + (gradient + master + moments) / dp)
     return numel * ((max(weight, master) + gradient + moments) / dp)

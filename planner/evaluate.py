@@ -196,6 +196,8 @@ def _simulate(
             forward_s=float(s.forward_s) + sending,
             backward_s=float(s.backward_s) + returning,
             weight_s=float(s.weight_s),
+            # of a forward and a backward together, one computes while the other communicates
+            overlap_s=min(float(s.forward_comm_s + s.backward_comm_s), float(s.forward_s)),
             reduce_s=float(s.reduce_s),
             optimizer_s=float(s.optimizer_s),
         )

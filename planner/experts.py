@@ -1,8 +1,8 @@
 """Where a stage may share its experts out: over ranks that have tokens of their own.
 
 The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
-of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism), and
-the experts' matrices are whole.
+of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism) and
+not the experts' matrices.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def check_experts(
             if count % stage.ep:
                 raise PlanError(
                     f"{place}: ep={stage.ep} does not divide the {count} experts of {op.module}"
+                )
+            split = strategies[op.name].operands[1].sharded
+            if split and (stage.dp * stage.cp) % stage.ep:
+                raise PlanError(
+                    f"{place}: ep={stage.ep} does not divide dp={stage.dp} × cp={stage.cp}, and "
+                    f"the tp={stage.tp} ranks split the matrices of {op.module}; legal: a divisor of "
+                    "it, or whole matrices"
                 )
         if op.short == DISPATCH:
             own = stage.tp if strategies[op.name].results[0].sharded else 1
