@@ -43,8 +43,8 @@ def check_experts(
             if split and (stage.dp * stage.cp) % stage.ep:
                 raise PlanError(
                     f"{place}: ep={stage.ep} does not divide dp={stage.dp} × cp={stage.cp}, and "
-                    f"the tp={stage.tp} ranks split the matrices of {op.module}; legal: a divisor of "
-                    "it, or whole matrices"
+                    f"the tp={stage.tp} ranks split the matrices of {op.module}; legal: a divisor "
+                    "of it, or whole matrices"
                 )
         if op.short == DISPATCH:
             own = stage.tp if strategies[op.name].results[0].sharded else 1
