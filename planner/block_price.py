@@ -48,9 +48,11 @@ class BlockPrice:
 
 
 def price_block(
-    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
-) -> BlockPrice:
-    """Cost and memory of a block from its assignment alone, as the executor will run it."""
+    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
+    inputs: Mapping[str, Placement], policies: Sequence[str] = POLICIES,
+) -> BlockPrice:  # fmt: skip
+    """Cost and memory of a block from its assignment alone, as the executor will run it; what
+    repeats under which recompute `policies`."""
     block, graph = layouts.block, layouts.graph
     cost = Cost()
     for op in block.ops:
@@ -95,7 +97,7 @@ def price_block(
             (_gradient_bytes(pricer, op, assignment.strategies[op.name]) for op in block.ops),
             default=0.0,
         ),
-        repeats={name: _repeats(name, pricer, block, assignment, memory) for name in POLICIES},
+        repeats={name: _repeats(name, pricer, block, assignment, memory) for name in policies},
     )
 
 

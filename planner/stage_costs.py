@@ -350,7 +350,8 @@ class StageCoster:
             value: program.inputs[value][table.choices[index][f"in:{value}"]]
             for value in program.block.inputs
         }
-        return price_block(pricer, program.layouts, assignment, inputs)
+        # the search recomputes all of a block or nothing
+        return price_block(pricer, program.layouts, assignment, inputs, policies=())
 
     def send_seconds(self, setting: Setting) -> np.ndarray:
         """Seconds to send what crosses each cut, one micro-batch, one direction: every rank its own

@@ -93,7 +93,7 @@ def components(price: BlockPrice, block: Block) -> np.ndarray:
         own[f"{policy}_s"] = repeats.seconds * again
         own[f"{policy}_host_s"] = repeats.host_s * again
         own[f"{policy}_bytes"] = repeats.freed_bytes * again
-    return np.array([own[name] for name in FIELDS])
+    return np.array([own.get(name, 0.0) for name in FIELDS])
 
 
 def joined(before: np.ndarray, added: np.ndarray) -> np.ndarray:

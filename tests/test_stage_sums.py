@@ -174,7 +174,9 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
         zero=zero, target=target, precision="bf16", parameters=1000, shard_parameters=1000 / 2,
         frozen_bytes=64,
     )  # fmt: skip
-    states = model_state_bytes(1000, precision="bf16", zero=zero, dp=2, optimizer="adamw")
+    states = model_state_bytes(
+        1000, precision="bf16", zero=zero, dp=2, optimizer="adamw", target=target
+    )
     assert found.static_bytes == pytest.approx(states + 64)
 
 
