@@ -45,7 +45,7 @@ class Pricer:
     fusion: Fusion = field(default_factory=Fusion)
     tensor_group: Group = field(init=False)
     data_group: Group = field(init=False)
-    unit_numel: Mapping[str, float] = field(init=False)
+    unit_numel: Mapping[str, float] = field(default_factory=dict)
     sequence: int | None = field(init=False)
     _comm: dict[tuple[str, float], float] = field(default_factory=dict)
     _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
@@ -56,7 +56,8 @@ class Pricer:
         self.tensor_group = group_for(cluster, size=setting.tp, stride=1)
         # replicas of a weight: context-parallel ranks hold the same one
         self.data_group = group_for(cluster, size=setting.dp * setting.cp, stride=setting.tp)
-        self.unit_numel = self._units() if setting.target.unit == "block" else {}
+        if setting.target.unit == "block" and not self.unit_numel:
+            self.unit_numel = self._units()
         self.sequence = self.table.sequence if setting.cp > 1 else None
 
     def _units(self) -> dict[str, float]:
@@ -113,7 +114,7 @@ class Pricer:
         and rows."""
         return Pricer(
             graph=self.graph, table=self.table, setting=setting, fusion=self.fusion,
-            _comm=self._comm, _ops=self._ops, _moves=self._moves,
+            unit_numel=self.unit_numel, _comm=self._comm, _ops=self._ops, _moves=self._moves,
         )  # fmt: skip
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:

@@ -19,7 +19,8 @@ from executor.runtime import Runtime
 from meshwright.model import ParallelModel
 from planner.blocks import cut_blocks
 from planner.check import check_plan, check_runs
-from planner.evaluate import Prediction, evaluate
+from planner.evaluate import Prediction
+from planner.evaluator import Evaluator
 from planner.explain import explain_plan, explain_search
 from planner.overrides import Overrides, check_overrides
 from planner.plan import PRECISIONS, Plan, PlanError
@@ -169,11 +170,10 @@ def _given(
             f"devices ({cluster.describe()}); use a cluster of {plan.num_ranks} devices, or plan "
             "again"
         )
-    assignments = check_plan(plan, traced.graph, traced.table)
-    priced = evaluate(
-        plan, traced.graph, traced.table, cluster, assignments, optimizer=optimizer,
+    priced = Evaluator(
+        graph=traced.graph, table=traced.table, cluster=cluster, optimizer=optimizer,
         target=prices.target, profile=prices.profile,
-    )  # fmt: skip
+    ).price(plan)  # fmt: skip
     _check_memory(priced.prediction, cluster)
     report = explain_plan(priced, traced.graph, traced.table, cluster, traced.phases_s)
     return plan, report, priced.prediction

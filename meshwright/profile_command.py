@@ -166,8 +166,8 @@ def profile_model(
     timed: dict[str, Timing] = {}
     skipped: Counter[str] = Counter()
     deadline_s = started + budget_s
-    company = cores_busy(cluster) - 1 if device.type == "cpu" else 0
-    company *= time.monotonic() < deadline_s
+    timing = device.type == "cpu" and time.monotonic() < deadline_s
+    company = cores_busy(cluster) - 1 if timing else 0
     with neighbours(company, missing):
         for result in progress(measure_all(missing, device, deadline_s=deadline_s), len(missing)):
             if isinstance(result, Skipped):

@@ -49,10 +49,11 @@ class BlockPrice:
 
 def price_block(
     pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
-    inputs: Mapping[str, Placement], policies: Sequence[str] = POLICIES,
+    inputs: Mapping[str, Placement], *, memory: BlockMemory | None = None,
+    policies: Sequence[str] = POLICIES,
 ) -> BlockPrice:  # fmt: skip
     """Cost and memory of a block from its assignment alone, as the executor will run it; what
-    repeats under which recompute `policies`."""
+    repeats under which recompute `policies`. `memory` is the block's, where it is known."""
     block, graph = layouts.block, layouts.graph
     cost = Cost()
     for op in block.ops:
@@ -71,7 +72,7 @@ def price_block(
     for value in block.inputs:
         targets = layouts.targets(value, assignment.strategies)
         cost = cost + _read(pricer, value, inputs.get(value, R), targets, hub=True)
-    memory = block_memory(pricer, layouts, assignment, inputs)
+    memory = memory or block_memory(pricer, layouts, assignment, inputs)
     parameters = shard = frozen = 0.0
     for value in block.parameters:
         state = assignment.states[value]

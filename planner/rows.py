@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from costmodel.target import BUCKET_BYTES
 from planner.families import facts_of
 from planner.frameworks import Framework, framework_of, with_experts
 from planner.published import Setup, Unpriced
@@ -208,7 +209,7 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
     if "fp32 grad" in cells.text("precision"):
         target = dataclasses.replace(target, gradient_bytes=4)
     if target.name == "Megatron-LM" and pp == 1 and "DeepSpeed" not in cells.text("framework"):
-        target = dataclasses.replace(target, overlap_gradients=True, bucket_bytes=25 * 2**20)
+        target = dataclasses.replace(target, overlap_gradients=True, bucket_bytes=BUCKET_BYTES)
         cells.assume("gradient reduction overlapped (torch DDP) where pp = 1")
     return dataclasses.replace(framework, target=target)
 

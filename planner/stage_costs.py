@@ -26,6 +26,7 @@ from planner.block_price import BlockPrice, price_block
 from planner.blocks import ModelFlops, crossing, model_flops, op_flops
 from planner.intra_op import BlockProgram, BlockTable
 from planner.layouts import Assignment, BlockLayouts, Entry, translate
+from planner.saved import BlockMemory, block_memory
 from planner.stage_sums import FIELDS, components, joined, parameter_sums
 from profiles.cluster import Cluster
 
@@ -71,6 +72,7 @@ class StageCoster:
     _order: list[int] = field(default_factory=list)
     _fusion: Fusion = field(init=False)
     _components: dict[Any, np.ndarray] = field(default_factory=dict)
+    _memory: dict[Any, BlockMemory] = field(default_factory=dict)
     _decisions: dict[Any, int] = field(default_factory=dict)
     _numbers: dict[int, tuple[int, Assignment]] = field(default_factory=dict)
     blocks: dict[str, Block] = field(init=False)
@@ -128,19 +130,33 @@ class StageCoster:
         key = (block.class_id, where, several, decided, tuple(inputs.values()))
         if key not in self._components:
             layouts = BlockLayouts(self.graph, self.table, block, pricer.setting.tp)
+            memory = self._memory_of(pricer, layouts, assignment, inputs)
             self._components[key] = components(
-                price_block(pricer, layouts, assignment, inputs), block
+                price_block(pricer, layouts, assignment, inputs, memory=memory), block
             )
         return self._components[key]
+
+    def _memory_of(
+        self, pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
+        inputs: Mapping[str, Placement],
+    ) -> BlockMemory:  # fmt: skip
+        """What a block keeps, found once for all data axes with the same rows per device: only
+        whether the batch is split and cut into several micro-batches counts of them."""
+        setting, block = pricer.setting, layouts.block
+        split = setting.dp > 1, setting.num_microbatches > 1
+        where = (setting.tp, setting.cp, setting.ep, setting.rows, *split)
+        # by name: it tells which operator keeps what
+        key = (block.name, where, _decisions(block, assignment), tuple(inputs.values()))
+        if key not in self._memory:
+            self._memory[key] = block_memory(pricer, layouts, assignment, inputs)
+        return self._memory[key]
 
     def _decided(self, block: Block, assignment: Assignment) -> int:
         """A number that equal decisions about blocks of one class share."""
         known = self._numbers.get(id(assignment))
         if known is None:
-            chosen = tuple(assignment.strategies[op.name].name for op in block.ops)
-            names = (*(r for op in block.ops for r in op.results), *block.parameters)
-            states = tuple(assignment.states[name] for name in names)
-            number = self._decisions.setdefault((chosen, states), len(self._decisions))
+            found = _decisions(block, assignment)
+            number = self._decisions.setdefault(found, len(self._decisions))
             known = self._numbers[id(assignment)] = (number, assignment)  # kept: ids are reused
         return known[0]
 
@@ -351,7 +367,8 @@ class StageCoster:
             for value in program.block.inputs
         }
         # the search recomputes all of a block or nothing
-        return price_block(pricer, program.layouts, assignment, inputs, policies=())
+        memory = self._memory_of(pricer, program.layouts, assignment, inputs)
+        return price_block(pricer, program.layouts, assignment, inputs, memory=memory, policies=())
 
     def send_seconds(self, setting: Setting) -> np.ndarray:
         """Seconds to send what crosses each cut, one micro-batch, one direction: every rank its own
@@ -398,3 +415,10 @@ class StageCoster:
 def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:
     """Index into a block table for input state `s` and output state `t`."""
     return tuple(s if name.startswith("in:") else t for name in table.keep)
+
+
+def _decisions(block: Block, assignment: Assignment) -> tuple[Any, ...]:
+    """An assignment by position, equal for equal decisions about blocks of one class."""
+    chosen = tuple(assignment.strategies[op.name].name for op in block.ops)
+    names = (*(r for op in block.ops for r in op.results), *block.parameters)
+    return chosen, tuple(assignment.states[name] for name in names)

@@ -132,9 +132,7 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCost
     """Components of a stage from the sums of its blocks (last axis: `FIELDS`)."""
     get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
     target, shards = setting.target, setting.dp * setting.cp
-    again = {"none": (0.0, 0.0, 0.0, 0.0)}.get(recompute) or tuple(
-        get.get(f"{recompute}_{name}", 0.0) for name in ("s", "comm_s", "host_s", "bytes")
-    )
+    again = [get.get(f"{recompute}_{name}", 0.0) for name in ("s", "comm_s", "host_s", "bytes")]
     hidden = [_hidden(get[f"{way}_s"], get[f"{way}_exchange_s"], target) for way in WAYS]
     device = setting.cluster.device
     both = np.maximum if device.kind == "cuda" else np.add

@@ -15,8 +15,8 @@ from functools import lru_cache
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph
 from planner.blocks import cut_blocks
-from planner.check import check_plan
-from planner.evaluate import Prediction, evaluate
+from planner.evaluate import Prediction
+from planner.evaluator import Evaluator
 from planner.published import Setup, Unpriced, make_plan
 from planner.reference_models import TransformerDims, build
 from planner.repeat import deepen
@@ -56,14 +56,13 @@ def predict(setup: Setup) -> Prediction:
 def _price(setup: Setup) -> Prediction:
     graph, table = traced(setup.dims, setup.precision)
     plan = make_plan(setup, graph)
+    evaluator = Evaluator(
+        graph=graph, table=table, cluster=setup.cluster, target=setup.framework.target
+    )
     try:
-        assignments = check_plan(plan, graph, table)
+        priced = evaluator.price(plan)
     except ValueError as error:
         raise Unpriced(str(error)) from error
-    priced = evaluate(
-        plan, graph, table, setup.cluster, assignments, optimizer="adamw",
-        target=setup.framework.target,
-    )  # fmt: skip
     return dataclasses.replace(priced.prediction, assumptions=setup.assumptions)
 
 
