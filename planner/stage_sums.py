@@ -15,6 +15,7 @@ and the first one of a forward have nothing to hide behind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,58 @@ def recomputable(block: Block) -> bool:
     return not any(op.short == "batch_norm" and op.args[5] for op in block.ops)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Seconds of both passes with what the data axis adds to them, that part by itself, and what is
+    not hidden of the reductions and gathers that come once per step."""
+
+    forward_s: Any
+    backward_s: Any
+    forward_comm_s: Any
+    backward_comm_s: Any
+    reduce_s: Any
+
+
+def _with_data_axis(
+    get: Mapping[str, Any], forward: Any, backward: Any, setting: Setting
+) -> _Passes:
+    """The two passes beside ZeRO's gathers and scatters and the reduction of gradients."""
+    target, slowdown = setting.target, setting.cluster.device.overlap_slowdown
+    # the part of a communication that no compute can hide: its first or last block
+    edge = get["largest_parameters"] / np.maximum(get["parameters"], 1.0)
+
+    def added(compute: Any, comm: Any, overlapped: bool) -> Any:
+        """Seconds that a communication adds to compute."""
+        if not overlapped:
+            return comm
+        body = comm * (1 - edge)
+        beside = np.maximum(compute + slowdown * np.minimum(compute, body), body)
+        return beside + comm * edge - compute
+
+    gather, scatter = get["gather_s"], get["scatter_s"]
+    to_forward: Any = 0.0
+    to_backward: Any = 0.0
+    reduce: Any = 0.0
+    if setting.zero == 3:
+        to_forward = added(forward, gather, target.overlap_parameters)
+        to_backward = added(backward, gather + scatter, target.overlap_parameters)
+    elif setting.zero == 2:
+        to_backward = added(backward, scatter, target.overlap_gradients)
+        reduce = added(forward, gather, target.overlap_parameters)
+    else:
+        once = scatter if setting.zero else get["reduce_s"]
+        reduce = added(backward, once, target.overlap_gradients)
+        if setting.zero:
+            reduce = reduce + added(forward, gather, target.overlap_parameters)
+    return _Passes(
+        forward_s=forward + to_forward,
+        backward_s=backward + to_backward,
+        forward_comm_s=to_forward,
+        backward_comm_s=to_backward,
+        reduce_s=reduce,
+    )
+
+
 def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCosts:
     """Components of a stage from the sums of its blocks (last axis: `FIELDS`)."""
     get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
@@ -138,36 +191,7 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCost
     both = np.maximum if device.kind == "cuda" else np.add
     forward = both(get["forward_s"] - hidden[0], get["forward_host_s"])
     backward = both(get["backward_s"] - hidden[1] + again[0], get["backward_host_s"] + again[2])
-    slowdown = device.overlap_slowdown
-    # the part of a communication that no compute can hide: its first or last block
-    edge = get["largest_parameters"] / np.maximum(get["parameters"], 1.0)
-
-    def beside(compute: Any, comm: Any, overlapped: bool) -> Any:
-        """Seconds of both together."""
-        if not overlapped:
-            return compute + comm
-        body = comm * (1 - edge)
-        return np.maximum(compute + slowdown * np.minimum(compute, body), body) + comm * edge
-
-    gather, scatter = get["gather_s"], get["scatter_s"]
-    forward_comm, backward_comm = get["forward_comm_s"], get["backward_comm_s"] + again[1]
-    reduce: Any = 0.0
-    if setting.zero == 3:
-        plain = forward, backward
-        forward = beside(forward, gather, target.overlap_parameters)
-        backward = beside(backward, gather + scatter, target.overlap_parameters)
-        forward_comm = forward_comm + forward - plain[0]
-        backward_comm = backward_comm + backward - plain[1]
-    elif setting.zero == 2:
-        plain = forward, backward
-        backward = beside(backward, scatter, target.overlap_gradients)
-        backward_comm = backward_comm + backward - plain[1]
-        reduce = beside(forward, gather, target.overlap_parameters) - forward
-    else:
-        once = scatter if setting.zero else get["reduce_s"]
-        reduce = beside(backward, once, target.overlap_gradients) - backward
-        if setting.zero:
-            reduce = reduce + beside(forward, gather, target.overlap_parameters) - forward
+    passes = _with_data_axis(get, forward, backward, setting)
     # ranks that hold a parameter, on average: experts are held by fewer than the rest
     holders = get["parameters"] / np.maximum(get["shard_parameters"], 1e-9)
     states = model_state_bytes(
@@ -181,14 +205,14 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCost
     # what one backward holds besides: a block computed again, one operator's gradients
     passing = get["transient_bytes"] + (get["largest_bytes"] if recompute == "full" else 0.0)
     return StageCosts(
-        forward_s=forward,
-        backward_s=backward,
-        weight_s=np.minimum(get["weight_s"], backward),
-        forward_comm_s=forward_comm,
-        backward_comm_s=backward_comm,
+        forward_s=passes.forward_s,
+        backward_s=passes.backward_s,
+        weight_s=np.minimum(get["weight_s"], passes.backward_s),
+        forward_comm_s=get["forward_comm_s"] + passes.forward_comm_s,
+        backward_comm_s=get["backward_comm_s"] + again[1] + passes.backward_comm_s,
         measured_s=get["measured_s"],
         interpolated_s=get["interpolated_s"],
-        reduce_s=reduce,
+        reduce_s=passes.reduce_s,
         optimizer_s=get["shard_s" if setting.zero else "optimizer_s"],
         static_bytes=states + work + get["frozen_bytes"] + passing,
         passing_bytes=passing,

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from rank_correlation import spearman
 from torch import nn
 from torch.nn import functional as F
 
@@ -249,15 +250,6 @@ def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
     ]
 
 
-def spearman(rows: Sequence[Row]) -> float:
-    """Rank correlation of predicted and measured times."""
-    ranked = [
-        [sorted(values).index(value) for value in values]
-        for values in ([r.predicted_s for r in rows], [r.measured_s for r in rows])
-    ]
-    return statistics.correlation(*ranked)
-
-
 def show(name: str, rows: Sequence[Row]) -> None:
     print(f"{name}")
     for row in rows:
@@ -266,10 +258,11 @@ def show(name: str, rows: Sequence[Row]) -> None:
             f"measured {row.measured_s * 1e3:8.1f} ms  {row.error:+7.1%}"
         )
     mean = statistics.fmean(abs(row.error) for row in rows)
+    order = spearman([row.predicted_s for row in rows], [row.measured_s for row in rows])
     bias = statistics.fmean(row.error for row in rows)
     print(
         f"  {len(rows)} plans: mean error {mean:.1%}, bias {bias:+.1%}, "
-        f"Spearman {spearman(rows):.3f}",
+        f"Spearman {order:.3f}",
         flush=True,
     )
 

@@ -22,6 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rank_correlation import spearman
+
 from planner.validate import Unpriced, predict_row
 
 # family -> (text in the row's source, test on the row)
@@ -77,20 +79,6 @@ def score(row: Mapping[str, str]) -> Scored:
     )
 
 
-def spearman(scored: Sequence[Scored]) -> float:
-    """Rank correlation of predicted and measured."""
-    if len(scored) < 3:
-        return float("nan")
-    ranks = []
-    for values in ([s.measured_s for s in scored], [s.predicted_s for s in scored]):
-        order = sorted(range(len(values)), key=values.__getitem__)
-        rank = [0.0] * len(values)
-        for place, index in enumerate(order):
-            rank[index] = float(place)
-        ranks.append(rank)
-    return statistics.correlation(*ranks)
-
-
 def regret(scored: Iterable[Scored]) -> float:
     """Mean over groups of the same model, GPUs, batch and sequence: how much slower the plan
     predicted to be best is than the best."""
@@ -110,11 +98,12 @@ def line(name: str, part: str, scored: Sequence[Scored]) -> str:
     if not scored:
         return f"{name:34} {part:6} {0:5}"
     errors = [s.error for s in scored]
+    measured, predicted = [s.measured_s for s in scored], [s.predicted_s for s in scored]
     memory = [abs(s.memory_error) for s in scored if s.memory_error is not None]
     return (
         f"{name:34} {part:6} {len(scored):5} {100 * statistics.mean(map(abs, errors)):7.1f} "
         f"{100 * statistics.mean(errors):+7.1f} {100 * max(errors, key=abs):+7.0f} "
-        f"{spearman(scored):9.3f} {100 * regret(scored):7.1f} "
+        f"{spearman(measured, predicted):9.3f} {100 * regret(scored):7.1f} "
         + (f"{100 * statistics.mean(memory):7.1f} ({len(memory)})" if memory else "      –")
     )
 
