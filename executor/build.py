@@ -96,7 +96,9 @@ def build_stage(
         loss_scale=1.0 / plan.num_microbatches,
         updates=updates,
         recompute=frozenset(
-            b.name for b in blocks if stage.recompute == "full" and recomputable(b)
+            b.name
+            for b, policy in zip(blocks, stage.policies, strict=True)
+            if policy == "full" and recomputable(b)
         ),
         differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
     )

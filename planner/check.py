@@ -76,7 +76,11 @@ def check_runs(plan: Plan) -> None:
     for k, stage in enumerate(plan.stages):
         found += [
             (f"plan: stage {k}", "zero", stage.zero, RUNS["zero"]),
-            (f"plan: stage {k}", "recompute", stage.recompute, RUNS["recompute"]),
+            *(
+                (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
+                for policy in dict.fromkeys(stage.policies)
+            ),
+            (f"plan: stage {k}", "dp_shard", stage.shards, (stage.dp * stage.cp,)),
             (f"plan: stage {k}", "cp", stage.cp, (1,)),
             (f"plan: stage {k}", "ep", stage.ep, (1,)),
         ]
@@ -131,20 +135,53 @@ def _check_step(plan: Plan) -> None:
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
+    named = [stage.recompute] if isinstance(stage.recompute, str) else list(stage.recompute)
     for name, value, legal in (
         ("zero", stage.zero, ZERO),
-        ("recompute", stage.recompute, RECOMPUTE),
+        *(("recompute", policy, RECOMPUTE) for policy in named),
     ):
         if isinstance(value, bool) or value not in legal:
             raise PlanError(f"{place}: {name}={value!r}; legal: {', '.join(map(str, legal))}")
+    _check_recompute(stage, place)
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
+    _check_shards(stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
             f"{place}: dp={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
             f"(global_batch_size={plan.global_batch_size} / "
             f"num_microbatches={plan.num_microbatches}); "
             f"legal: {_divisors(plan.microbatch_rows)}, or fewer micro-batches"
+        )
+
+
+def _check_recompute(stage: StagePlan, place: str) -> None:
+    """Blocks named by a policy are the stage's, each once."""
+    if isinstance(stage.recompute, str):
+        return
+    count = Counter(name for names in stage.recompute.values() for name in names)
+    legal = ", ".join(compress_names(stage.blocks))
+    for name, times in count.items():
+        if name not in stage.blocks:
+            raise PlanError(f"{place}: recompute: {name!r} is no block of it; legal: {legal}")
+        if times > 1:
+            raise PlanError(f"{place}: recompute: block {name!r} has {times} policies; legal: one")
+
+
+def _check_shards(stage: StagePlan, place: str) -> None:
+    if stage.dp_shard is None:
+        return
+    _check_whole(stage.dp_shard, f"{place}: dp_shard")
+    ranks = stage.dp * stage.cp
+    if ranks % stage.dp_shard:
+        raise PlanError(
+            f"{place}: dp_shard={stage.dp_shard} does not divide the {ranks} ranks of the data "
+            f"axis (dp·cp); legal: {_divisors(ranks)}"
+        )
+    if not stage.zero:
+        raise PlanError(
+            f"{place}: dp_shard={stage.dp_shard} with zero=0: nothing is divided; choose zero 1, 2 "
+            "or 3, or drop dp_shard"
         )
 
 

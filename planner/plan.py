@@ -33,6 +33,10 @@ class StagePlan:
     the sequence of every activation, and `ep` neighbours share the experts out. Schedules with
     several stages per device list the device's ranks in each of them.
 
+    ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
+    for all of them. `recompute` is one policy for all blocks, or policy -> blocks (the others keep
+    everything).
+
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
     """
@@ -44,8 +48,34 @@ class StagePlan:
     cp: int = 1
     ep: int = 1
     zero: int = 0
-    recompute: str = "none"
+    dp_shard: int | None = None
+    recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides."""
+        return self.dp_shard or self.dp * self.cp
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The recompute policy of each block."""
+        if isinstance(self.recompute, str):
+            return (self.recompute,) * len(self.blocks)
+        found = {name: policy for policy, names in self.recompute.items() for name in names}
+        return tuple(found.get(name, "none") for name in self.blocks)
+
+
+def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
+    """Policies of blocks as a stage's `recompute`: the inverse of `StagePlan.policies`."""
+    if len(set(policies)) == 1:
+        return policies[0]
+    pairs = list(zip(blocks, policies, strict=True))
+    return {
+        policy: tuple(name for name, own in pairs if own == policy)
+        for policy in RECOMPUTE
+        if policy != "none" and policy in policies
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +132,12 @@ class Plan:
                 "ranks": compress_ranks(stage.ranks),
                 "mesh": {"dp": stage.dp, "tp": stage.tp}
                 | ({"cp": stage.cp} if stage.cp > 1 else {})
-                | ({"ep": stage.ep} if stage.ep > 1 else {}),
+                | ({"ep": stage.ep} if stage.ep > 1 else {})
+                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {}),
                 "zero": stage.zero,
-                "recompute": stage.recompute,
+                "recompute": stage.recompute
+                if isinstance(stage.recompute, str)
+                else {policy: compress_names(names) for policy, names in stage.recompute.items()},
                 "shardings": dict(sorted(stage.shardings.items())),
             }
             for stage in self.stages
@@ -121,8 +154,8 @@ class Plan:
         text = json.dumps(top, indent=2)
         return (
             re.sub(
-                r'\{\s+("dp": \d+),\s+("tp": \d+)(?:,\s+("cp": \d+))?(?:,\s+("ep": \d+))?\s+\}',
-                lambda found: "{" + ", ".join(filter(None, found.groups())) + "}",
+                r'\{\s+"dp": \d+,[^{}\[\]]*\}',
+                lambda found: "{" + ", ".join(re.findall(r'"\w+": \d+', found[0])) + "}",
                 text,
             )
             + "\n"
@@ -171,10 +204,11 @@ def _stage(data: Any, place: str) -> StagePlan:
         raise PlanError(
             f'{place}: blocks={_shown(blocks)}; legal: a list of names, e.g. ["embed", "h.0-11"]'
         )
-    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep"} != {"dp", "tp"}:
+    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep", "dp_shard"} != {"dp", "tp"}:
         raise PlanError(
             f'{place}: mesh={_shown(mesh)}; legal: {{"dp": n, "tp": n}}, and "cp": n where the '
-            'sequence is split, "ep": n where experts are'
+            'sequence is split, "ep": n where experts are, "dp_shard": n where ZeRO divides among '
+            "a part of the data axis"
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
@@ -189,9 +223,23 @@ def _stage(data: Any, place: str) -> StagePlan:
         cp=_whole(mesh.get("cp", 1), f"{place}: cp"),
         ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
-        recompute=_text(data["recompute"], f"{place}: recompute"),
+        dp_shard=_whole(mesh["dp_shard"], f"{place}: dp_shard") if "dp_shard" in mesh else None,
+        recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
     )
+
+
+def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
+    """One policy, or policy -> blocks."""
+    if not isinstance(value, dict):
+        return _text(value, place)
+    for policy, names in value.items():
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise PlanError(
+                f"{place}: {policy}={_shown(names)}; legal: a list of block names, e.g. "
+                '{"full": ["h.0-5"]}'
+            )
+    return {policy: expand_names(names) for policy, names in value.items()}
 
 
 def _whole(value: Any, place: str, least: int = 1) -> int:

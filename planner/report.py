@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.evaluate import Evaluation
-from planner.plan import Plan, compress_names, compress_ranks
+from planner.plan import RECOMPUTE, Plan, compress_names, compress_ranks
 
 GIB = 2**30
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
@@ -223,12 +224,27 @@ def describe(plan: Plan) -> str:
     ]
     if len(plan.stages) > 1:
         words.insert(1, plan.schedule)
-    zero, recompute = {s.zero for s in plan.stages}, {s.recompute for s in plan.stages}
-    if zero != {0}:
-        words.append("ZeRO-1" if zero == {1} else "ZeRO-1 on some stages")
-    if recompute != {"none"}:
-        words.append("full recompute" if recompute == {"full"} else "recompute on some stages")
-    return ", ".join(words)
+    words += [_zero_words(plan), _recompute_words(plan)]
+    return ", ".join(filter(None, words))
+
+
+def _zero_words(plan: Plan) -> str:
+    """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-1 on some stages; nothing where there is none."""
+    found = dict.fromkeys((s.zero, s.dp_shard) for s in plan.stages)
+    stages = [(z, shard) for z, shard in found if z]
+    within = {shard for _, shard in stages if shard}
+    text = "/".join(f"{z}" for z in sorted({z for z, _ in stages}))
+    text = f"ZeRO-{text}" + (f" within {max(within)} ranks" if within else "")
+    return (text + (" on some stages" if len(found) > len(stages) else "")) if stages else ""
+
+
+def _recompute_words(plan: Plan) -> str:
+    """full recompute, selective/full recompute of some blocks; nothing where there is none."""
+    found = {policy for stage in plan.stages for policy in stage.policies}
+    used = [policy for policy in RECOMPUTE if policy in found - {"none"}]
+    if not used:
+        return ""
+    return "/".join(used) + " recompute" + (" of some blocks" if "none" in found else "")
 
 
 def _many(count: int, thing: str, ending: str = "s") -> str:
@@ -244,6 +260,12 @@ def why_slower(chosen: Components, other: Components) -> str:
     return "; ".join([*parts, *gains]) or "equal in every component"
 
 
+def _policy_counts(policies: Sequence[str]) -> str:
+    """full, or 6 full 2 none."""
+    counts = Counter(policies)
+    return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
+
+
 def stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     """The stage table as data."""
     rows = []
@@ -255,7 +277,7 @@ def stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
                 "dp": stage.dp,
                 "tp": stage.tp,
                 "zero": stage.zero,
-                "recompute": stage.recompute,
+                "recompute": _policy_counts(stage.policies),
                 "forward_s": float(costs.forward_s),
                 "backward_s": float(costs.backward_s),
                 "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),
