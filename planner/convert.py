@@ -18,6 +18,8 @@ import torch
 from torch import fx, nn
 
 from costmodel.graph import Graph, Ref, TensorMeta, map_refs, verify_graph
+from planner.alike import Alike
+from planner.copied_calls import MARKS, CopiedCalls
 from planner.functional import (
     Builder,
     Place,
@@ -40,6 +42,7 @@ from planner.fx_nodes import (
     source_of,
     where,
 )
+from planner.traced_state import TracedState
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")
@@ -67,14 +70,15 @@ def convert(
     inputs: Sequence[tuple[str, bool]],
     rows: int,
     notes: tuple[str, ...],
+    groups: Sequence[Alike] = (),
 ) -> Graph:
     """The Graph of an exported loss.
 
     `module` is what was exported: the model under the name `model`, the loss under `loss_fn`;
     `model` and `loss_fn` are the user's own. `inputs` are (path, is batched) of the tensor
-    arguments.
+    arguments. `groups` are the layers of which only some were traced (`stand_ins.py`).
     """
-    converter = _Converter(program, module, model, loss_fn, inputs)
+    converter = _Converter(program, module, model, loss_fn, inputs, groups)
     graph = converter.graph(rows, notes)
     verify_graph(graph)
     return graph
@@ -83,36 +87,32 @@ def convert(
 class _Converter:
     def __init__(
         self, program: torch.export.ExportedProgram, module: nn.Module, model: nn.Module,
-        loss_fn: Any, inputs: Sequence[tuple[str, bool]],
+        loss_fn: Any, inputs: Sequence[tuple[str, bool]], groups: Sequence[Alike],
     ) -> None:  # fmt: skip
         self.program, self.module, self.loss_fn = program, module, loss_fn
         self.builder = Builder()
         self.slots = Slots(builder=self.builder)
-        self.parameters: dict[str, str] = {}
-        self.by_fqn: dict[str, str] = {}
-        self.buffers: dict[str, str] = {}
-        self.constants: dict[str, torch.Tensor] = {}
+        self.state = TracedState(model, self.builder, self.slots)
+        self.copies = CopiedCalls(self.builder, self.slots, self.state, model, groups)
         self.inputs: dict[str, str] = {}
         self.batched: set[str] = set()
         self.user = iter(inputs)
-        self.aliases: dict[str, str] = {}
-        kept: dict[int, str] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            self.aliases[name] = kept.setdefault(id(p), name)
 
     def graph(self, rows: int, notes: tuple[str, ...]) -> Graph:
         scope = _Scope()
         self._placeholders(scope)
         loss = self._loss(self._run(self.program.graph_module, scope), scope)
-        updates = {b: self.slots.read(b) for b in self.buffers if self.slots.read(b) != b}
-        for value, fqn in self.parameters.items():
+        self.copies.check()
+        state = self.state
+        updates = {b: self.slots.read(b) for b in state.buffers if self.slots.read(b) != b}
+        for value, fqn in state.parameters.items():
             if self.slots.read(value) != value:
                 raise TraceError(
                     f"the forward changes parameter {fqn} in place; make it a buffer, or change "
                     "it between steps"
                 )
         values = self.builder.values
-        raw = {*self.inputs, *self.buffers, *self.constants}
+        raw = {*self.inputs, *state.buffers, *state.constants}
         derived, ops = partition(self.builder.ops, {loss, *updates.values()}, raw)
         if not values[loss].requires_grad:
             raise TraceError(
@@ -127,13 +127,13 @@ class _Converter:
             derived=tuple(derived),
             inputs=self.inputs,
             batched=frozenset(self.batched),
-            parameters=_only(self.parameters, used),
-            buffers=_only(self.buffers, used),
-            constants=_only(self.constants, used),
+            parameters=_only(state.ordered(state.parameters), used),
+            buffers=_only(state.ordered(state.buffers), used),
+            constants=_only(state.constants, used),
             loss=loss,
             batch_size=rows,
             updates=updates,
-            aliases={k: v for k, v in self.aliases.items() if k != v},
+            aliases={k: v for k, v in state.aliases.items() if k != v},
             notes=notes,
         )
 
@@ -145,7 +145,7 @@ class _Converter:
                 loss = output
             elif spec.kind.name == "BUFFER_MUTATION":
                 fqn = str(spec.target).removeprefix("model.")
-                buffer = next(b for b, name in self.buffers.items() if name == fqn)
+                buffer = next(b for b, name in self.state.buffers.items() if name == fqn)
                 self.slots.write(buffer, self.slots.read(output), Place())
         if isinstance(loss, Unknown):
             raise loss.error()
@@ -172,7 +172,7 @@ class _Converter:
                 scope.names[name] = self._buffer(signature.inputs_to_buffers[name], node)
             elif name in constants:
                 tensor = self.program.constants[constants[name]]
-                scope.names[name] = self._constant(name, tensor, meta_of(node.meta["val"]))
+                scope.names[name] = self.state.constant(name, tensor, meta_of(node.meta["val"]))
             else:
                 path, batched = next(self.user)
                 value = self.builder.define(name, meta_of(node.meta["val"]))
@@ -182,30 +182,16 @@ class _Converter:
                 scope.names[name] = self.slots.new(value)
 
     def _parameter(self, path: str) -> str:
-        fqn = path.removeprefix("model.")
-        fqn = self.aliases.get(fqn, fqn)
-        if fqn in self.by_fqn:
-            return self.by_fqn[fqn]
         p = self.module.get_parameter(path)
         meta = TensorMeta(shape=tuple(p.shape), dtype=p.dtype, requires_grad=p.requires_grad)
-        value = self.builder.define("p_" + fqn.replace(".", "_"), meta)
-        self.parameters[value] = fqn
-        self.by_fqn[fqn] = self.slots.new(value)
-        return value
+        return self.state.parameter(path.removeprefix("model."), meta)
 
     def _buffer(self, path: str, node: fx.Node) -> str:
         meta = meta_of(node.meta["val"])
         if path.startswith("loss_fn."):  # the model's state does not have it
             tensor = self.loss_fn.get_buffer(path.removeprefix("loss_fn."))
-            return self._constant(node.name, tensor.detach().to(meta.dtype), meta)
-        value = self.builder.define(node.name, meta)
-        self.buffers[value] = path.removeprefix("model.")
-        return self.slots.new(value)
-
-    def _constant(self, name: str, tensor: torch.Tensor, meta: TensorMeta) -> str:
-        value = self.builder.define(name, meta)
-        self.constants[value] = tensor
-        return self.slots.new(value)
+            return self.state.constant(node.name, tensor.detach().to(meta.dtype), meta)
+        return self.state.buffer(path.removeprefix("model."), node.name, meta)
 
     # --- nodes ---
 
@@ -217,7 +203,7 @@ class _Converter:
                 for part in str(node.target).split("."):
                     found = getattr(found, part)
                 if isinstance(found, torch.Tensor):
-                    found = self._constant(node.name, found, meta_of(found))
+                    found = self.state.constant(node.name, found, meta_of(found))
                 scope.names[node.name] = found
             elif node.op == "output":
                 return fx.map_arg(node.args[0], scope.value)
@@ -227,6 +213,10 @@ class _Converter:
 
     def _call(self, node: fx.Node, scope: _Scope) -> Any:
         target = node.target
+        if target in MARKS:
+            tensors, member, *rest = tuple[Any, ...](node.args)
+            slots = [scope.value(n) for n in tensors]
+            return self.copies.mark(target, slots, member, *rest[:1])
         operands = [scope.value(n) for n in node.all_input_nodes]
         unknown = next((u for u in operands if isinstance(u, Unknown)), None)
         if unknown is not None:
@@ -333,6 +323,7 @@ class _Converter:
             self.builder, str(node.target), args, kwargs, place, name=node.name, grad=scope.grad
         )
         slot: str = scope.value(written)
+        self.copies.check_write(slot)
         self.slots.write(slot, value, place)
         return slot
 

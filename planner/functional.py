@@ -114,6 +114,28 @@ class Builder:
             )
         )
 
+    def repeat(self, op: Op, names: dict[str, str], name: str, module: str) -> None:
+        """Append `op` again in another module; `names` are the operands' values there, and get
+        those of the results."""
+        name = self.unique(name)
+        several = op.results != (op.name,)
+        for i, result in enumerate(op.results):
+            made = self.unique(f"{name}_{i}") if several else name
+            self.values[made] = self.values[result]
+            names[result] = made
+
+        def moved(value: str) -> Ref:
+            return Ref(names.get(value, value))
+
+        self._append(
+            op.target,
+            map_refs(op.args, moved),
+            map_refs(op.kwargs, moved),
+            tuple(names[r] for r in op.results),
+            name,
+            Place(module=module, source=op.source),
+        )
+
     def cast(self, value: str, dtype: torch.dtype, place: Place, *, grad: bool = True) -> str:
         """The value in another dtype; itself where it has it."""
         if self.values[value].dtype == dtype:

@@ -13,8 +13,9 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from costmodel.graph import Graph
+from planner.alike import Alike, find_alike
 from planner.convert import convert
 from planner.functional import TraceError
 from planner.fx_nodes import mixed_operands
 from planner.hf_adapter import adapted
+from planner.stand_ins import Irregular, StandIns
 from planner.trace_context import explain, quiet, recorded_gradients
 
 log = logging.getLogger(__name__)
@@ -132,22 +135,32 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return _copy(model, dtype, lambda t, d: torch.empty_like(t, device="meta", dtype=d))
 
 
-def _copy(model: nn.Module, dtype: torch.dtype, like: Like, *, cast_buffers: bool = False) -> Any:
+def _copy(
+    model: nn.Module,
+    dtype: torch.dtype,
+    like: Like,
+    *,
+    cast_buffers: bool = False,
+    replaced: Mapping[int, Any] = MappingProxyType({}),
+) -> Any:
+    """A copy with tensors made by `like`; `replaced` holds what stands for modules and their
+    tensors, by id."""
+    memo: dict[int, Any] = dict(replaced)
+    modules = list(_modules(model, replaced))
     kept = {
         id(p)
-        for module in model.modules()
+        for module in modules
         if getattr(module, "running_mean", None) is not None
         for p in module.parameters(recurse=False)
     }
-    memo: dict[int, Any] = {}
-    for module in model.modules():  # tensors that are no state: constants, shared with the user's
+    for module in modules:  # tensors that are no state: constants, shared with the user's
         plain = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
         memo |= {id(t): t.detach() for t in plain}
-    for p in model.parameters():
+    for p in (p for module in modules for p in module.parameters(recurse=False)):
         cast = p.is_floating_point() and id(p) not in kept
         new = like(p, dtype if cast else p.dtype)
         memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
-    for b in model.buffers():
+    for b in (b for module in modules for b in module.buffers(recurse=False)):
         memo[id(b)] = like(b, dtype if cast_buffers and b.is_floating_point() else b.dtype)
     try:
         return copy.deepcopy(model, memo)
@@ -158,13 +171,29 @@ def _copy(model: nn.Module, dtype: torch.dtype, like: Like, *, cast_buffers: boo
         ) from error
 
 
+def _modules(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """Its modules, less those replaced and what is below them."""
+    seen = set(replaced)
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += reversed([m for m in module._modules.values() if m is not None])
+
+
 class _Loss(nn.Module):
     """`batch -> loss` as a module of flat tensor arguments."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Any) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Any,
+        stand_ins: StandIns,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.stand_ins = stand_ins
         named, self.spec = input_leaves(example)
         self.leaves = [leaf for _, leaf in named]
 
@@ -173,7 +202,7 @@ class _Loss(nn.Module):
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         batch = pytree.tree_unflatten(leaves, self.spec)
         args, kwargs, targets = split_batch(batch, self.loss_fn)
-        with _written_buffers(self.model):
+        with _written_buffers(self.model), self.stand_ins.watched():
             output = self.model(*args, **kwargs)
         loss = self.loss_fn(output, *targets) if self.loss_fn else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -218,11 +247,14 @@ def trace(
     loss_fn: Callable[..., Any] | None = None,
     batch_size: int | None = None,
     precision: str = "fp32",
+    repeats: bool = True,
 ) -> Graph:
     """Trace forward and loss for one micro-batch of `batch_size` rows (default: the example's).
 
-    Raises `ValueError` for a batch that does not fit, and `TraceError` with the user's source line
-    where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
+    With `repeats`, only some of the layers that are built alike are traced, where that gives the
+    graph of a full trace up to the names of values. Raises `ValueError` for a batch that does not
+    fit, and `TraceError` with the user's source line where neither `torch.export` nor
+    `torch.fx.symbolic_trace` can follow the model.
     """
     if precision not in DTYPES:
         raise ValueError(f"precision={precision!r}; legal: {', '.join(DTYPES)}")
@@ -242,27 +274,44 @@ def trace(
     dtype = DTYPES[precision]
     example, inputs = _fake_batch(example_inputs, fakes, dtype, rows, wanted)
 
-    def make(cast_buffers: bool) -> _Loss:
-        def like(t: torch.Tensor, d: torch.dtype) -> torch.Tensor:
-            with fakes:
-                return torch.empty(t.shape, dtype=d)
+    def traced(groups: Sequence[Alike]) -> Graph:
+        def make(cast_buffers: bool) -> _Loss:
+            def like(t: torch.Tensor, d: torch.dtype) -> torch.Tensor:
+                with fakes:
+                    return torch.empty(t.shape, dtype=d)
 
-        def fake(module: Any) -> Any:
-            return _copy(module, dtype, like, cast_buffers=cast_buffers)
+            def fake(module: Any, replaced: Mapping[int, Any]) -> Any:
+                return _copy(module, dtype, like, cast_buffers=cast_buffers, replaced=replaced)
 
-        loss = fake(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-        return _Loss(fake(model), loss, example)
+            stand_ins = StandIns(model, groups)
+            loss = fake(loss_fn, {}) if isinstance(loss_fn, nn.Module) else loss_fn
+            copied = fake(model, stand_ins.memo())
+            stand_ins.dress(copied)
+            return _Loss(copied, loss, example, stand_ins)
 
-    program, module, notes = _export(make, mixed=precision != "fp32")
-    return convert(
-        program,
-        module=module,
-        model=model,
-        loss_fn=loss_fn,
-        inputs=inputs,
-        rows=wanted,
-        notes=notes,
-    )
+        program, module, notes = _export(make, mixed=precision != "fp32", short=bool(groups))
+        return convert(
+            program,
+            module=module,
+            model=model,
+            loss_fn=loss_fn,
+            inputs=inputs,
+            rows=wanted,
+            notes=notes,
+            groups=groups,
+        )
+
+    return (_shortened(model, traced) if repeats else None) or traced(())
+
+
+def _shortened(model: nn.Module, traced: Callable[[Sequence[Alike]], Graph]) -> Graph | None:
+    """The graph by way of layers that are alike; None where only a full trace can tell."""
+    try:
+        groups = find_alike(model)
+        return traced(groups) if groups else None
+    except Exception:  # a full trace is the judge of whatever went wrong, and gives the message
+        log.debug("traced in full", exc_info=True)
+        return None
 
 
 def _fake_batch(
@@ -287,13 +336,16 @@ def _fake_batch(
 
 
 def _export(
-    make: Callable[[bool], _Loss], *, mixed: bool
+    make: Callable[[bool], _Loss], *, mixed: bool, short: bool
 ) -> tuple[torch.export.ExportedProgram, _Loss, tuple[str, ...]]:
     """The exported loss, by the first way that works, and notes on the way taken."""
     attempts: list[tuple[bool, bool, tuple[str, ...]]] = [(False, False, ())]
     if mixed:
         attempts.append((True, False, ("floating buffers are in the compute dtype too",)))
-    attempts.append((False, True, ("traced by torch.fx.symbolic_trace, not torch.export alone",)))
+    if not short:
+        attempts.append(
+            (False, True, ("traced by torch.fx.symbolic_trace, not torch.export alone",))
+        )
     first: Exception | None = None
     for cast_buffers, symbolic, notes in attempts:
         if cast_buffers and "dtype" not in str(first):
@@ -305,7 +357,8 @@ def _export(
                 if symbolic:
                     wrapper.model = _symbolic(wrapper)
                 program = torch.export.export(wrapper, tensors, strict=False)
-        except TraceError:
+                wrapper.stand_ins.check()
+        except (TraceError, Irregular):
             raise
         except Exception as error:  # whatever export raises, another way may work
             log.debug("tracing failed", exc_info=True)

@@ -1,0 +1,283 @@
+"""The operators of layers that were not traced, copied from one that was.
+
+In the exported program, marks enclose the calls of the first, the second and the last layer of a
+group (`stand_ins.py`), and `repeated` nodes stand for those between. Between two marks the
+converter makes operators as ever; at a `repeated` node those of the second layer are appended
+again, with
+
+    an input            -> the same input of this call
+    an own parameter    -> the parameter of that name in this layer, buffers alike
+    a result            -> a new value
+    a constant          -> the same where the first and second layer share it, else a new one
+    anything else       -> itself
+
+At the end the three traced calls must prove to be one program under that renaming, and nothing may
+have passed between a call and the rest of the graph other than through inputs and outputs: no
+write, no alias, no value read from outside. Otherwise `Irregular` is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from costmodel.graph import Op, Ref, map_refs
+from planner.alike import Alike
+from planner.functional import Builder, Slots
+from planner.stand_ins import ENTER, LEAVE, REPEATED, Irregular
+from planner.traced_state import TracedState
+
+MARKS = (ENTER, LEAVE, REPEATED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A traced call: the operators `start` to `stop` of the graph, and the values it takes and
+    makes."""
+
+    start: int
+    stop: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A call between its marks; `outer` are the slots from before it."""
+
+    member: str
+    start: int
+    inputs: tuple[str, ...]
+    outer: frozenset[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Program:
+    """A call with names that do not depend on the layer: one line for each operator, what it calls
+    its own (value -> path below the layer), and the values from elsewhere in order of use."""
+
+    lines: list[str] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    outside: list[str] = field(default_factory=list)
+
+
+class CopiedCalls:
+    """The layers of `groups` in a graph that is being made by a `Builder`."""
+
+    def __init__(
+        self, builder: Builder, slots: Slots, state: TracedState, model: nn.Module,
+        groups: Sequence[Alike],
+    ) -> None:  # fmt: skip
+        self.builder, self.slots, self.state, self.model = builder, slots, state, model
+        self.groups = {name: group for group in groups for name in group.members}
+        self.calls: dict[str, _Call] = {}
+        self.open: _Open | None = None
+        self.copies: dict[str, list[str]] = {}  # spared member -> the slots it makes
+        self.programs: dict[str, _Program] = {}
+        self.given: set[str] = set()
+
+    # --- while the graph is made ---
+
+    def mark(
+        self, target: Any, operands: Sequence[Any], member: str, position: int = 0
+    ) -> str | None:
+        """Handle a mark on slots; the slot that a `repeated` node stands for."""
+        if not all(isinstance(x, str) for x in operands):
+            raise Irregular(f"{member} meets a value that is no tensor of the graph")
+        if target is REPEATED:
+            if member not in self.copies:
+                self.copies[member] = self._copy(member, self._read(operands))
+                self.given.update(self.copies[member])
+            return self.copies[member][position]
+        if target is ENTER:
+            if self.open is not None:
+                raise Irregular(f"{member} is called inside of {self.open.member}")
+            self.open = _Open(
+                member=member,
+                inputs=self._read(operands),
+                start=len(self.builder.ops),
+                outer=frozenset(self.slots.held),
+            )
+        else:
+            self._close(member, operands)
+        return None
+
+    def _close(self, member: str, outputs: Sequence[str]) -> None:
+        call, self.open = self.open, None
+        if call is None or call.member != member:
+            raise Irregular(f"the call of {member} does not end where it began")
+        if any(self.slots.root(slot) in call.outer for slot in outputs):
+            raise Irregular(f"{member} gives a view of its input")
+        self.calls[member] = _Call(
+            start=call.start,
+            inputs=call.inputs,
+            outputs=self._read(outputs),
+            stop=len(self.builder.ops),
+        )
+
+    def _read(self, slots: Sequence[str]) -> tuple[str, ...]:
+        before = len(self.builder.ops)
+        values = tuple(map(self.slots.read, slots))
+        if len(self.builder.ops) != before:
+            raise Irregular("a layer is given a view of memory that was written to")
+        return values
+
+    def check_write(self, slot: str) -> None:
+        """Raise where a write passes the border of a call."""
+        root = self.slots.root(slot)
+        if root in self.given or (self.open is not None and root in self.open.outer):
+            raise Irregular("a write passes the border of a layer")
+
+    def _copy(self, member: str, inputs: Sequence[str]) -> list[str]:
+        """Append the operators of a spared member; the slots of its results."""
+        group = self.groups[member]
+        first, second, _ = group.traced
+        if first not in self.calls or second not in self.calls or self.open is not None:
+            raise Irregular(f"{member} is called before {second} ends")
+        call, program = self.calls[second], self._program(second)
+        values = self.builder.values
+        if any(values[a] != values[b] for a, b in zip(call.inputs, inputs, strict=True)):
+            raise Irregular(f"{member} takes other tensors than {second}")
+        suffix = group.members.index(member)
+        names = self._constants(first, second, suffix)
+        names |= dict(zip(call.inputs, inputs, strict=True))
+        for value, path in program.parameters.items():
+            names[value] = self._value(self.state.parameter(f"{member}.{path}", values[value]))
+        for value, path in program.buffers.items():
+            name = f"{value}_copy{suffix}"
+            names[value] = self._value(self.state.buffer(f"{member}.{path}", name, values[value]))
+        for op in self.builder.ops[call.start : call.stop]:
+            module = _moved(op.module, second, member)
+            self.builder.repeat(op, names, f"{op.name}_copy{suffix}", module)
+        return [self.slots.new(names[output]) for output in call.outputs]
+
+    def _value(self, slot: str) -> str:
+        (value,) = self._read([slot])
+        return value
+
+    def _constants(self, first: str, second: str, suffix: int) -> dict[str, str]:
+        """New constants for those that the first and the second layer have each for itself."""
+        pairs = zip(self._program(first).outside, self._program(second).outside, strict=False)
+        return {
+            b: self.state.constant(
+                f"{b}_copy{suffix}", self.state.constants[b], self.builder.values[b]
+            )
+            for a, b in pairs
+            if a != b and b in self.state.constants
+        }
+
+    # --- what a call is ---
+
+    def _program(self, member: str) -> _Program:
+        if member not in self.programs:
+            self.programs[member] = self._described(member, self.calls[member])
+        return self.programs[member]
+
+    def _described(self, member: str, call: _Call) -> _Program:
+        program = _Program()
+        tokens: dict[str, str] = {}
+        for k, value in enumerate(call.inputs):
+            tokens.setdefault(value, f"input {k}")
+        own = self._own_parameters(member)
+
+        def token(value: str) -> str:
+            if value not in tokens:
+                fqn = self.state.buffers.get(value, "")
+                if value in own:
+                    program.parameters[value] = own[value]
+                    tokens[value] = f"parameter {own[value]}"
+                elif fqn.startswith(f"{member}."):
+                    path = fqn.removeprefix(f"{member}.")
+                    program.buffers[value] = path
+                    tokens[value] = f"buffer {path}"
+                else:
+                    tokens[value] = f"outside {len(program.outside)}"
+                    program.outside.append(value)
+            return tokens[value]
+
+        for k, op in enumerate(self.builder.ops[call.start : call.stop]):
+            program.lines.append(self._line(op, member, token))
+            tokens |= {result: f"result {k} {j}" for j, result in enumerate(op.results)}
+        program.lines.append(str([token(value) for value in call.outputs]))
+        return program
+
+    def _own_parameters(self, member: str) -> dict[str, str]:
+        """The values of a layer's parameters, and their paths below it."""
+        module = self.model.get_submodule(member)
+        own: dict[str, str] = {}
+        for path, _ in module.named_parameters(remove_duplicate=False):
+            slot = self.state.known_parameter(f"{member}.{path}")
+            if slot is not None:
+                own.setdefault(self.slots.held[slot], path)
+        return own
+
+    def _line(self, op: Op, member: str, token: Any) -> str:
+        call = map_refs((op.args, op.kwargs), lambda value: Ref(token(value)))
+        metas = [self.builder.values[r] for r in op.results]
+        sizes = [(meta.shape, meta.dtype) for meta in metas]
+        several = op.results != (op.name,)
+        return repr((op.target, call, sizes, several, _moved(op.module, member, ""), op.source))
+
+    # --- at the end ---
+
+    def check(self) -> None:
+        """Raise unless the traced layers of each group are one program, closed but for inputs and
+        outputs."""
+        if self.open is not None:
+            raise Irregular(f"the call of {self.open.member} does not end")
+        groups = {group.members: group for group in self.groups.values()}
+        for group in groups.values():
+            if not all(name in self.calls for name in group.traced):
+                raise Irregular(f"{group.members[0]} and its like are not all traced")
+            first, second, last = (self._program(name) for name in group.traced)
+            if self._shared(first, second) != self._shared(second, last):
+                raise Irregular(f"{group.traced[0]} and its like share not the same tensors")
+            flows = [
+                [self.builder.values[r].requires_grad for op in self._ops(name) for r in op.results]
+                for name in group.traced[1:]
+            ]
+            if flows[0] != flows[1]:
+                raise Irregular(f"gradients flow otherwise through {group.traced[2]}")
+        self._check_closed()
+
+    def _ops(self, member: str) -> Sequence[Op]:
+        call = self.calls[member]
+        return self.builder.ops[call.start : call.stop]
+
+    def _shared(self, a: _Program, b: _Program) -> list[bool]:
+        """For each value from elsewhere, whether two calls of one program have the same."""
+        if a.lines != b.lines or len(a.outside) != len(b.outside):
+            raise Irregular("two layers that are built alike compute differently")
+        same = [x == y for x, y in zip(a.outside, b.outside, strict=True)]
+        constants = self.state.constants
+        for x, y, equal in zip(a.outside, b.outside, same, strict=True):
+            alike = x in constants and y in constants and _equal(constants[x], constants[y])
+            if not equal and not alike:
+                raise Irregular(f"two layers that are built alike read {x} and {y}")
+        return same
+
+    def _check_closed(self) -> None:
+        inside: dict[str, str] = {}
+        at: dict[int, str] = {}
+        for member, call in self.calls.items():
+            at |= dict.fromkeys(range(call.start, call.stop), member)
+            results = {r for op in self._ops(member) for r in op.results}
+            inside |= dict.fromkeys(results.difference(call.outputs), member)
+        for k, op in enumerate(self.builder.ops):
+            here = at.get(k)
+            if any(inside.get(name, here) != here for name in op.operands):
+                raise Irregular(f"{op.key} reads what a layer keeps to itself")
+
+
+def _moved(module: str, old: str, new: str) -> str:
+    inside = module == old or module.startswith(f"{old}.")
+    return new + module.removeprefix(old) if inside else module
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

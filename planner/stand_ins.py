@@ -1,0 +1,346 @@
+"""Stand-ins for layers that are built alike, while the model around them is exported.
+
+The user's own forward runs, its loops included; only inside of the spared members of a group
+(`alike.py`) nothing is traced. A call of a member that is traced in full is put between the marks
+
+    enter(inputs, member)  ...  leave(outputs, member)
+
+and one of a spared member becomes, for every tensor it makes,
+
+    repeated(inputs, member, position, size, stride, dtype)
+
+`copied_calls.py` then puts the operators of the group's second member in its place. That is right
+only if the spared member would have done the same. So `Irregular` is raised, and the model traced
+in full, unless every call has the arguments of the second member's (equal structure, tensors of
+equal shape, stride, dtype and `requires_grad`, the very same tensor where the second and the last
+member share one, equal other arguments, equal autograd and autocast state), every member is called
+at most once, the traced ones give results of the same kind and change no attribute, nobody looks
+into a spared member, and no operation uses an integer that holds a member's own position. What no
+comparison sees is a layer that asks something outside of the model and of its arguments (a
+module-level counter, a clock) and that by this differs in the middle of a stack only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from planner.alike import PLAIN, STATE, Alike, held_state, snapshot
+
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+_LIBRARY.define("enter(Tensor[] inputs, str member) -> ()")
+_LIBRARY.define("leave(Tensor[] outputs, str member) -> ()")
+_LIBRARY.define(
+    "repeated(Tensor[] inputs, str member, int position, int[] size, int[] stride, "
+    "ScalarType dtype) -> Tensor"
+)
+ENTER = torch.ops.meshwright.enter.default
+LEAVE = torch.ops.meshwright.leave.default
+REPEATED = torch.ops.meshwright.repeated.default
+for _mark in (ENTER, LEAVE):
+    fx.has_side_effect(_mark)
+    torch.library.register_fake(_mark, lambda tensors, member: None, lib=_LIBRARY)
+
+
+@torch.library.register_fake(REPEATED, lib=_LIBRARY)
+def _repeated(
+    inputs: list[torch.Tensor], member: str, position: int, size: list[int], stride: list[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty_strided(size, stride, dtype=dtype, device=inputs[0].device)
+
+
+class Irregular(Exception):
+    """A short trace can't be shown to be the full one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call of a member. `results` describes its output's leaves: a tensor made, an input's
+    number, or a plain value."""
+
+    arguments: Any
+    inputs: tuple[torch.Tensor, ...]
+    results: tuple[Any, ...] = ()
+    spec: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that a member makes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class StandIns:
+    """The groups of one model while it is copied and exported once."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Alike]) -> None:
+        self.groups = groups
+        self.watching = False
+        self.reason = ""
+        self.calls: dict[str, _Call] = {}
+        self.modules: dict[str, list[nn.Module]] = {}  # a member's, whose state must not change
+        self.before: dict[str, Any] = {}
+        spared = [name for group in groups for name in group.spared]
+        self.originals = {name: model.get_submodule(name) for name in spared}
+        self.blank = {name: nn.Module.__new__(nn.Module) for name in spared}
+
+    def refuse(self, why: str) -> None:
+        """Note that the export is of no use, should the model's code catch what is raised."""
+        self.reason = self.reason or why
+        raise Irregular(why)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The model's own forward runs inside."""
+        self.before = {name: snapshot(modules) for name, modules in self.modules.items()}
+        self.watching = True
+        try:
+            yield
+        finally:
+            self.watching = False
+
+    # --- the copy ---
+
+    def memo(self) -> dict[int, Any]:
+        """For `copy.deepcopy`: spared members become blank, and nothing they own is copied."""
+        memo: dict[int, Any] = {}
+        for name, original in self.originals.items():
+            for tensor in (*original.parameters(), *original.buffers()):
+                memo[id(tensor)] = _Missing()
+            memo[id(original)] = self.blank[name]
+        return memo
+
+    def dress(self, model: nn.Module) -> None:
+        """Make a copy's members record their calls, and its blank ones stand in."""
+        for group in self.groups:
+            for name, position in zip(group.members, group.positions, strict=True):
+                if name in group.traced:
+                    self._dress_traced(model.get_submodule(name), name, group, position)
+            source = model.get_submodule(group.traced[1])
+            at = dict(zip(group.members, group.positions, strict=True))
+            for name in group.spared:
+                self._dress_spared(self.blank[name], source, name, group, at[name])
+
+    def _dress_traced(self, module: nn.Module, name: str, group: Alike, position: int) -> None:
+        for path, attribute in group.numbers:
+            vars(module.get_submodule(path))[attribute] = _Number(position, self)
+        modules = self.modules[name] = list(module.modules())
+        forward = type(module).forward
+
+        def traced(proxy: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = self._called(name, args, kwargs)
+            held = held_state(modules)
+            ENTER(list(call.inputs), name)
+            output = forward(proxy, *args, **kwargs)
+            if snapshot(modules) != self.before[name] or held_state(modules) != held:
+                self.refuse(f"{name} keeps state")
+            if _flat(args, kwargs)[2] != call.arguments:
+                self.refuse(f"{name} changes its arguments")
+            made, results, spec = self._results(name, output, call.inputs)
+            LEAVE(made, name)
+            self.calls[name] = _Call(
+                arguments=call.arguments, inputs=call.inputs, results=results, spec=spec
+            )
+            return output
+
+        _override(module, type(module), traced)
+
+    def _dress_spared(
+        self, blank: nn.Module, source: nn.Module, name: str, group: Alike, position: int
+    ) -> None:
+        held = vars(blank)
+        held.update(vars(source))
+        held.update({table: _Closed(self, name) for table in STATE})
+        for path, attribute in group.numbers:
+            if not path:
+                held[attribute] = _Number(position, self)
+        self.modules[name] = [blank]
+        copied = group.traced[1]
+
+        def stand_in(proxy: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = self._called(name, args, kwargs)
+            pattern = self.calls.get(copied)
+            if pattern is None or call.arguments != pattern.arguments:
+                self.refuse(f"{name} is not called as {copied}")
+            assert pattern is not None
+            self.calls[name] = call
+            return self._stand_in(name, call, pattern)
+
+        # the class of the copied member before it was overridden
+        _override(blank, type(source).__mro__[1], stand_in)
+
+    def _stand_in(self, name: str, call: _Call, pattern: _Call) -> Any:
+        leaves: list[Any] = []
+        made = 0
+        inputs = list(call.inputs)
+        for result in pattern.results:
+            if isinstance(result, _Made):
+                leaf = REPEATED(inputs, name, made, result.size, result.stride, result.dtype)
+                if leaf.requires_grad != result.requires_grad:
+                    self.refuse(f"{name} would give another requires_grad")
+                made += 1
+            else:
+                kind, value = result
+                leaf = call.inputs[value] if kind == "input" else value
+            leaves.append(leaf)
+        if not made or not inputs:
+            self.refuse(f"{name} takes or makes no tensor")
+        return pytree.tree_unflatten(leaves, pattern.spec)
+
+    # --- calls ---
+
+    def _called(self, name: str, args: Any, kwargs: Any) -> _Call:
+        if name in self.calls:
+            self.refuse(f"{name} is called twice")
+        if snapshot(self.modules[name]) != self.before[name]:
+            self.refuse(f"{name} was changed")
+        leaves, inputs, arguments = _flat(args, kwargs)
+        odd = [x for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN))]
+        if odd:
+            self.refuse(f"{name} is given a {type(odd[0]).__name__}")
+        return _Call(arguments=arguments, inputs=inputs)
+
+    def _results(
+        self, name: str, output: Any, inputs: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], tuple[Any, ...], Any]:
+        leaves, spec = pytree.tree_flatten(output)
+        places = {id(t): k for k, t in enumerate(inputs)}
+        made: list[torch.Tensor] = []
+        results: list[Any] = []
+        for leaf in leaves:
+            if id(leaf) in places:
+                results.append(("input", places[id(leaf)]))
+            elif isinstance(leaf, torch.Tensor):
+                if any(leaf is other for other in made):
+                    self.refuse(f"{name} gives a tensor twice")
+                made.append(leaf)
+                size, stride = tuple(leaf.shape), tuple(leaf.stride())
+                results.append(_Made(size, stride, leaf.dtype, leaf.requires_grad))
+            elif isinstance(leaf, PLAIN):
+                results.append(("value", leaf))
+            else:
+                self.refuse(f"{name} gives a {type(leaf).__name__}")
+        return made, tuple(results), spec
+
+    def check(self) -> None:
+        """After the export: the calls of every group's members are the same."""
+        if self.reason:
+            raise Irregular(self.reason)
+        for group in self.groups:
+            first, second, last = (self.calls.get(name) for name in group.traced)
+            if first is None or second is None or last is None:
+                raise Irregular(f"{group.members[0]} and its like are not all called")
+            if (second.arguments, second.results, second.spec) != (
+                last.arguments, last.results, last.spec,
+            ):  # fmt: skip
+                raise Irregular(f"{group.members[-1]} is not called as {group.members[1]}")
+            pairs = zip(second.inputs, last.inputs, strict=True)
+            shared = [k for k, (a, b) in enumerate(pairs) if a is b]
+            for name in group.spared:
+                call = self.calls.get(name)
+                if call and any(call.inputs[k] is not second.inputs[k] for k in shared):
+                    raise Irregular(f"{name} has a tensor of its own where others share one")
+
+
+def _flat(args: Any, kwargs: Any) -> tuple[list[Any], tuple[torch.Tensor, ...], Any]:
+    """Leaves, tensors, and all that must be equal between two calls."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    inputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
+    first: dict[int, int] = {}
+    described = [
+        (
+            type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad,
+            first.setdefault(id(x), k),
+        )
+        if isinstance(x, torch.Tensor)
+        else (type(x), repr(x) if isinstance(x, (float, complex)) else x)
+        for k, x in enumerate(leaves)
+    ]  # fmt: skip
+    cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return leaves, inputs, (spec, described, torch.is_grad_enabled(), cast)
+
+
+def _override(module: nn.Module, base: type, forward: Callable[..., Any]) -> None:
+    """Give one module a forward of its own, by a class that looks like its own (an attribute would
+    bypass the proxies through which export follows module paths)."""
+    body = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    module.__class__ = type(base.__name__, (base,), body)
+
+
+class _Missing:
+    """In place of a tensor of a spared member, where something else reaches for it."""
+
+
+class _Closed(dict[str, Any]):
+    """The empty state of a spared member; the model's code may not look at it."""
+
+    def __init__(self, stand_ins: StandIns, member: str) -> None:
+        super().__init__()
+        self.stand_ins, self.member = stand_ins, member
+
+
+def _looked(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def look(self: _Closed, *args: Any) -> Any:
+        if self.stand_ins.watching:
+            self.stand_ins.refuse(f"the model looks into {self.member}")
+        return plain(self, *args)
+
+    return look
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__",
+    "__reversed__", "get", "keys", "values", "items", "pop", "setdefault", "update", "copy",
+):  # fmt: skip
+    setattr(_Closed, _name, _looked(_name))
+
+
+class _Number:
+    """An integer that holds a member's own position, and tells when something depends on it."""
+
+    def __init__(self, value: int, stand_ins: StandIns) -> None:
+        self.value, self.stand_ins = value, stand_ins
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+
+def _used(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def use(self: _Number, *args: Any) -> Any:
+        if self.stand_ins.watching:
+            self.stand_ins.refuse("a layer depends on its own position")
+        return plain(self.value, *args)
+
+    return use
+
+
+for _name in (
+    *(f"__{op}__" for op in ("index", "int", "float", "bool", "hash", "repr", "str", "format")),
+    *(f"__{op}__" for op in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")),
+    *(
+        f"__{side}{op}__"
+        for side in ("", "r")
+        for op in (
+            "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
+            "lshift", "rshift",
+        )
+    ),
+    "__round__", "__trunc__", "__floor__", "__ceil__",
+):  # fmt: skip
+    setattr(_Number, _name, _used(_name))

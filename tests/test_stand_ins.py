@@ -1,0 +1,185 @@
+"""Short traces of models with repeated layers are the full ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from stacks import DEPTH, Layer, Stack, nested, refusals, with_layer
+from torch import nn
+from traced import VOCAB, WIDTH, agree, ids, rows
+
+from planner.alike import find_alike
+from planner.trace import trace
+
+# --- models of transformers ----------------------------------------------------------------------
+
+
+def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    special = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    common = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4, "max_position_embeddings": 16, **special,
+    }  # fmt: skip
+    batch = {"input_ids": ids(), "labels": ids()}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=DEPTH, n_embd=16, n_head=4, n_positions=16, **special
+        )
+        return transformers.GPT2LMHeadModel(config), batch
+    if name == "llama":
+        config = transformers.LlamaConfig(num_key_value_heads=2, **common)
+        return transformers.LlamaForCausalLM(config), batch
+    if name == "t5":  # the first layer of a stack makes the position bias of the others
+        config = transformers.T5Config(
+            d_model=16, d_kv=4, d_ff=16, num_layers=DEPTH, num_heads=4, vocab_size=VOCAB,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config), batch
+    return transformers.BertForMaskedLM(transformers.BertConfig(**common)), batch
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("gpt2", "bf16"), ("llama", "fp32"), ("bert", "fp32"), ("t5", "fp32")],
+)
+def test_transformers_models(name: str, precision: str) -> None:
+    model, batch = hugging_face(name)
+    assert find_alike(model)
+    assert not refusals(model, batch, precision=precision)
+
+
+def test_a_short_trace_computes_what_the_model_does() -> None:
+    model, batch = hugging_face("gpt2")
+    assert find_alike(model)
+    agree(model.eval(), batch)
+
+
+def test_gradient_checkpointing_of_transformers() -> None:
+    model, batch = hugging_face("llama")
+    model.gradient_checkpointing_enable()
+    assert not refusals(model, batch)
+
+
+def test_hidden_states_that_hooks_record() -> None:
+    model, batch = hugging_face("bert")
+    model.config.output_hidden_states = True
+    refusals(model, batch)
+
+
+# --- stacks that are shortened -------------------------------------------------------------------
+
+
+def collected(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    kept = []
+    for k, layer in enumerate(self.layers):
+        x = layer(x)
+        if k in (0, 3, 5):
+            kept.append(self.head(x))
+    return torch.stack(kept).sum(0)
+
+
+def between(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    """Views, in-place operations of the parent's own, and layers that are skipped or turned."""
+    for k, layer in enumerate(self.layers):
+        if k == 2:
+            continue
+        y = layer(x.flip(0) if k % 2 else x)
+        x = y.relu() + k
+    return x
+
+
+def run_nested(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    state: Any = (x, {"gain": x.mean(0), "times": 2.0})
+    for layer in self.layers:
+        y, more = layer(state)
+        state = (y, {k: more[k] for k in ("gain", "times")})
+    return state[0]
+
+
+def under_autocast(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in self.layers:
+            x = layer(x)
+    return x.float()
+
+
+def frozen_trunk(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        for layer in self.layers:
+            x = layer(x)
+    return self.head(x)
+
+
+def own_constant(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.l(x) * torch.tensor([1.0] * WIDTH) + torch.arange(WIDTH)
+
+
+def inner_writes(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x).relu_()
+    y[:, 0] = 0
+    return x + y.chunk(2, dim=1)[1].sum()
+
+
+def no_grad_inside(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        gate = self.l(x).sigmoid()
+    return x + self.l(x) * gate
+
+
+def tied_everywhere(stack: Stack) -> Stack:
+    for layer in stack.layers[1:]:
+        layer.l.bias = stack.layers[0].l.bias
+    return stack
+
+
+SHORT: dict[str, Callable[[], nn.Module]] = {
+    "plain": Stack,
+    "collected": lambda: Stack(run=collected),
+    "between": lambda: Stack(run=between),
+    "sequential": lambda: nn.Sequential(*(Layer() for _ in range(DEPTH)), nn.Linear(WIDTH, 4)),
+    "nested structures": lambda: Stack(with_layer(nested), run_nested),
+    "constants": lambda: Stack(with_layer(own_constant)),
+    "writes inside": lambda: Stack(with_layer(inner_writes)),
+    "no_grad inside": lambda: Stack(with_layer(no_grad_inside)),
+    "autocast": lambda: Stack(run=under_autocast),
+    "frozen trunk": lambda: Stack(run=frozen_trunk),
+    "tied everywhere": lambda: tied_everywhere(Stack()),
+    "two kinds in turn": lambda: Stack(
+        with_layer(lambda self, x: x + self.l(x) * self.gain, gain=lambda k: 1.0 + k % 2), depth=11
+    ),
+    "frozen input": lambda: nn.Sequential(*(Layer() for _ in range(DEPTH))),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_stacks_with_a_short_trace(name: str) -> None:
+    model = SHORT[name]()
+    assert find_alike(model)
+    loss_fn = None if isinstance(model, Stack) else lambda y: y.square().mean()
+    assert not refusals(model, (rows(WIDTH),), loss_fn=loss_fn)
+
+
+def test_only_three_layers_are_run() -> None:
+    calls: list[int] = []
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + self.l(x)
+
+    trace(Stack(with_layer(counted)), (rows(WIDTH),))
+    assert len(calls) == 3
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Stack()
+    classes = [type(m) for m in model.modules()]
+    before = [dict(vars(m)) for m in model.modules()]
+    trace(model, (rows(WIDTH),))
+    assert [type(m) for m in model.modules()] == classes
+    assert [vars(m) for m in model.modules()] == before
