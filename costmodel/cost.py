@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
+from operator import attrgetter
 from typing import Protocol
 
+from costmodel.collectives import Group, collective_time, group_for
 from costmodel.target import EAGER, Target
 from profiles.cluster import Cluster
 
@@ -26,7 +29,12 @@ class OpProfile(Protocol):
 class Setting:
     """Where and how a block runs: `rows` batch rows per device and micro-batch, on a (dp, cp, tp)
     mesh, tp innermost; cp splits the sequence of every activation. `ep` ranks of that mesh,
-    neighbours, share out the experts, which are whole or replicated on the other axes."""
+    neighbours, share out the experts, which are whole or replicated on the other axes.
+
+    ZeRO divides among `dp_shard` neighbours on the data axis and replicates across the others; 0
+    for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
+    contiguous, more where other stages lie between them.
+    """
 
     cluster: Cluster
     dp: int
@@ -38,8 +46,34 @@ class Setting:
     zero: int = 0
     cp: int = 1
     ep: int = 1
+    dp_shard: int = 0
+    spread: int = 1
     target: Target = EAGER
     profile: OpProfile | None = None
+
+    def group(self, *, size: int, stride: int) -> Group:
+        """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own
+        order."""
+        if self.spread == 1 or size * stride <= self.tp:
+            return group_for(self.cluster, size=size, stride=stride)
+        if stride % self.tp == 0:
+            return group_for(self.cluster, size=size, stride=stride * self.spread)
+        # several ranks of each tensor group: they are neighbours, wherever the next ones lie
+        near = self.tp // stride
+        rows = group_for(self.cluster, size=-(-size // near), stride=self.tp * self.spread)
+        return Group(
+            size=size,
+            per_node=min(size, near * rows.per_node),
+            concurrent=max(1, rows.concurrent // near),
+        )
+
+    def collective_s(self, kind: str, nbytes: float, group: Group) -> float:
+        """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled."""
+        if self.profile and (found := self.profile.collective(
+            kind, nbytes, group.size, group.per_node
+        )):  # fmt: skip
+            return found[0]
+        return float(collective_time(kind, nbytes, group, self.cluster))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +85,9 @@ class Cost:
     the part of the backward that is gradients of weights, `*_host_s` the host's seconds to issue
     them; `measured_s` and `interpolated_s` are the seconds of both that rest on measurement. Once
     per step: `reduce_s` (all-reduce of gradients), `scatter_s` and `gather_s` (reduce-scatter of
-    gradients and all-gather of weights, for ZeRO), `optimizer_s`, of which `shard_s` is left where
-    ZeRO divides it among the ranks that hold the same parameters.
+    gradients and all-gather of weights, for ZeRO), `replicate_s` (all-reduce of the scattered
+    gradients among the replicas of a shard), `optimizer_s`, of which `shard_s` is left where ZeRO
+    divides it among the ranks that hold the same parameters.
     """
 
     forward_s: float = 0.0
@@ -69,16 +104,25 @@ class Cost:
     reduce_s: float = 0.0
     scatter_s: float = 0.0
     gather_s: float = 0.0
+    replicate_s: float = 0.0
     optimizer_s: float = 0.0
     shard_s: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(**{name: getattr(self, name) + getattr(other, name) for name in COST_FIELDS})
+        return total((self, other))
 
-    def seconds(self, num_microbatches: int) -> float:
+    def seconds(self, num_microbatches: float) -> float:
         """Device seconds per micro-batch with the once-per-step work spread over them."""
         once = (self.reduce_s + self.optimizer_s) / num_microbatches
         return self.forward_s + self.backward_s + once
 
 
 COST_FIELDS = tuple(each.name for each in dataclass_fields(Cost))
+NOTHING = Cost()
+_values = attrgetter(*COST_FIELDS)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """The sum of any number of costs."""
+    columns = zip(*(_values(cost) for cost in costs if cost is not NOTHING), strict=True)
+    return Cost(**dict(zip(COST_FIELDS, map(sum, columns), strict=False)))

@@ -2,7 +2,8 @@
 
 Model states with AdamW (field's notation, per parameter): fp32 training holds 4 weight + 4 gradient
 + 8 moments = 16 bytes. bf16/fp16 holds 2 weight + the gradient as accumulated (4, or 2 where the
-target keeps it in 16 bits) + 4 master + 8 moments = 18. Over n data-parallel ranks
+target keeps it in 16 bits) + 4 master + 8 moments = 18. Among n ranks that hold the same
+parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
 
     ZeRO-1   divides master, moments and the gradient shard handed to the optimizer
     ZeRO-2   the accumulated gradient, too

@@ -9,8 +9,8 @@
 What a fused kernel keeps in registers is not moved (`fusion.py`). Beside the device's seconds runs
 the host, which issues every operator: a stage takes the longer of the two (`planner/stage_sums`).
 
-Parameters are paid for once per step: reduction of their gradients over the data axis (and over the
-tensor axis where they come out partial), the gathering of sharded ones, the optimizer's traffic.
+Parameters are paid for once per step (`parameter_costs.py`); where their gradients come out partial
+on the tensor axis, they are reduced over it as well.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from costmodel.collectives import Group, collective_time, group_for
+from costmodel.collectives import Group, collective_time
 from costmodel.compute import attention_seconds, matmul_seconds, stream_seconds
-from costmodel.cost import DTYPE_BYTES, Cost, Setting
+from costmodel.cost import DTYPE_BYTES, NOTHING, Cost, Setting
 from costmodel.factors import FactorTable
 from costmodel.fusion import Fusion, is_free
 from costmodel.graph import Graph, Op, argument
-from costmodel.memory import optimizer_step_bytes
 from costmodel.moe_costs import exchange_seconds
 from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED
+from costmodel.parameter_costs import ParameterPricer, unit_numels
 from costmodel.signature import signature
 from costmodel.strategies import Placement, R, Strategy, transition
 
@@ -44,57 +45,36 @@ class Pricer:
     setting: Setting
     fusion: Fusion = field(default_factory=Fusion)
     tensor_group: Group = field(init=False)
-    data_group: Group = field(init=False)
     unit_numel: Mapping[str, float] = field(default_factory=dict)
+    parameters: ParameterPricer = field(init=False)
     sequence: int | None = field(init=False)
     _comm: dict[tuple[str, float], float] = field(default_factory=dict)
     _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
-    _moves: dict[tuple[str, Placement, Placement], Cost | None] = field(default_factory=dict)
+    _moves: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
+    _numels: dict[tuple[str, bool], float] = field(default_factory=dict)
+    _once: dict[Any, Cost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        setting, cluster = self.setting, self.setting.cluster
-        self.tensor_group = group_for(cluster, size=setting.tp, stride=1)
-        # replicas of a weight: context-parallel ranks hold the same one
-        self.data_group = group_for(cluster, size=setting.dp * setting.cp, stride=setting.tp)
-        if setting.target.unit == "block" and not self.unit_numel:
-            self.unit_numel = self._units()
-        self.sequence = self.table.sequence if setting.cp > 1 else None
-
-    def _units(self) -> dict[str, float]:
-        """Parameter -> elements of its block's parameters."""
-        found: dict[str, float] = {}
-        for block in self.graph.blocks:
-            numel = sum(self.graph.values[value].numel for value in block.parameters)
-            found |= dict.fromkeys(block.parameters, float(numel))
-        return found
-
-    def _share(
-        self, kind: str, value: str, placement: Placement, nbytes: float, unit: str
-    ) -> float:
-        """Seconds of a parameter's `nbytes` in a collective over the data axis that moves a whole
-        unit at once."""
-        target, group = self.setting.target, self.replicas(value, placement)
-        whole = float(max(target.bucket_bytes, target.bucket_bytes_per_rank * group.size))
-        if unit == "parameter":
-            whole = nbytes
-        elif unit == "block":
-            whole = nbytes * self.unit_numel[value] / self.graph.values[value].numel
-        slowed = 1.0 if kind == "all_reduce" else target.zero_bandwidth
-        return self._collective(kind, whole / slowed, group) * nbytes / whole if nbytes else 0.0
-
-    def replicas(self, value: str, placement: Placement) -> Group:
-        """The ranks that hold the same part of a parameter."""
-        if not self.table.has_experts(value):
-            return self.data_group
         setting = self.setting
-        parts = setting.ep * (setting.tp if placement.sharded else 1)
-        size = setting.dp * setting.cp * setting.tp // parts
-        return group_for(setting.cluster, size=size, stride=parts)
+        self.tensor_group = setting.group(size=setting.tp, stride=1)
+        if setting.target.unit == "block" and not self.unit_numel:
+            self.unit_numel = unit_numels(self.graph)
+        self.parameters = ParameterPricer(
+            graph=self.graph, table=self.table, setting=setting, numel=self.numel,
+            unit_numel=self.unit_numel, known=self._once,
+        )  # fmt: skip
+        self.sequence = self.table.sequence if setting.cp > 1 else None
 
     # --- sizes ---
 
     def numel(self, value: str, placement: Placement = R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
+        key = value, placement.sharded
+        if key not in self._numels:
+            self._numels[key] = self._numel(value, placement.sharded)
+        return self._numels[key]
+
+    def _numel(self, value: str, sharded: bool) -> float:
         numel = float(self.graph.values[value].numel)
         if self.table.has_batch(value):
             numel *= self.setting.rows / self.graph.batch_size
@@ -102,7 +82,7 @@ class Pricer:
             numel /= self.setting.cp
         if self.table.has_experts(value):
             numel /= self.setting.ep
-        return numel / self.setting.tp if placement.sharded else numel
+        return numel / self.setting.tp if sharded else numel
 
     def nbytes(self, value: str, placement: Placement = R) -> float:
         return self.numel(value, placement) * self.graph.values[value].dtype.itemsize
@@ -110,11 +90,12 @@ class Pricer:
     # --- operators ---
 
     def once(self, setting: Setting) -> Pricer:
-        """The same prices per micro-batch (caches shared) with another data axis: same tp, cp, ep
-        and rows."""
+        """The same prices per micro-batch (caches shared) with another data axis: same tp, cp, ep,
+        rows and spread."""
         return Pricer(
             graph=self.graph, table=self.table, setting=setting, fusion=self.fusion,
             unit_numel=self.unit_numel, _comm=self._comm, _ops=self._ops, _moves=self._moves,
+            _numels=self._numels, _once=self._once,
         )  # fmt: skip
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
@@ -129,9 +110,10 @@ class Pricer:
     def _statistics(self, op: Op) -> Cost:
         """Statistics of a batch split over the data axis: sums and squares are added up in both
         directions, by operators that pass over the tensor some four times more than one kernel."""
-        group = group_for(self.setting.cluster, size=self.setting.dp, stride=self.setting.tp)
-        each = self._collective("all_reduce", 4.0 * self.graph.values[op.operands[-1]].numel, group)
-        passes = stream_seconds(self.setting.cluster.device, 4 * self.nbytes(op.operands[0]))
+        setting, channels = self.setting, self.graph.values[op.operands[-1]].numel
+        group = setting.group(size=setting.dp, stride=setting.tp)
+        each = setting.collective_s("all_reduce", 4.0 * channels, group)
+        passes = stream_seconds(setting.cluster.device, 4 * self.nbytes(op.operands[0]))
         return Cost(
             forward_s=2 * each + passes,
             backward_s=2 * each + passes,
@@ -327,7 +309,7 @@ class Pricer:
         setting = self.setting
         if self.sequence is None or op.short != ATTENTION:
             return 0.0, 0.0
-        group = group_for(setting.cluster, size=setting.cp, stride=setting.tp)
+        group = setting.group(size=setting.cp, stride=setting.tp)
         whole = setting.cp * sum(
             self.nbytes(v, p) for v, p in zip(op.operands[1:3], strategy.operands[1:3], strict=True)
         )
@@ -348,7 +330,7 @@ class Pricer:
         return exchange_seconds(
             self.nbytes(wide[0], placed[0]),
             shape[2],
-            group_for(setting.cluster, size=setting.ep, stride=1 if folded else setting.tp),
+            setting.group(size=setting.ep, stride=1 if folded else setting.tp),
             setting.cluster,
             once_per_node=setting.target.dispatch == "per_node",
             message_s=setting.target.message_s,
@@ -364,32 +346,26 @@ class Pricer:
         key = (kind, nbytes)
         if key not in self._comm:
             exposed = 1.0 - self.setting.target.overlap_tensor
-            self._comm[key] = exposed * self._collective(kind, nbytes, self.tensor_group)
+            self._comm[key] = exposed * self.setting.collective_s(kind, nbytes, self.tensor_group)
         return self._comm[key]
-
-    def _collective(self, kind: str, nbytes: float, group: Group) -> float:
-        profile = self.setting.profile
-        found = profile.collective(kind, nbytes, group.size, group.per_node) if profile else None
-        if found:
-            return found[0]
-        return float(collective_time(kind, nbytes, group, self.setting.cluster))
 
     def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
         """Moving an activation between two states, once per micro-batch; None where it is
         illegal."""
-        key = (value, source, target)
-        if key not in self._moves:
-            self._moves[key] = self._reshard(value, source, target)
-        return self._moves[key]
-
-    def _reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
         kinds = transition(source, target)
         if kinds is None:
             return None
-        forward, backward = kinds
+        key = (value, *kinds)
+        if key not in self._moves:
+            self._moves[key] = self._moved(value, *kinds)
+        return self._moves[key]
+
+    def _moved(self, value: str, forward: str, backward: str) -> Cost:
         nbytes = self.nbytes(value)
         if not self.graph.values[value].requires_grad:
             backward = ""
+        if not forward and not backward:
+            return NOTHING
         f, b = self.comm(forward, nbytes), self.comm(backward, nbytes)
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
         return Cost(
@@ -405,7 +381,7 @@ class Pricer:
         """As `reshard`, but a gradient that comes out partial is reduced once per step, not per
         micro-batch."""
         if source == R and target.kind == "Rp" and self.table.has_experts(value):
-            return Cost()  # reduced with all ranks that hold it, `parameter_cost`
+            return NOTHING  # reduced with all ranks that hold it, `parameter_cost`
         if source == R and target.kind == "Rp":
             return Cost(reduce_s=self.comm("all_reduce", self.numel(value) * 4))
         return self.reshard(value, source, target)
@@ -414,30 +390,8 @@ class Pricer:
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
         """Gradient reduction over the data axis, gathering, accumulation over micro-batches and the
-        optimizer step of one parameter, as if nothing were sharded by ZeRO."""
-        if not self.graph.values[value].requires_grad:
-            return Cost()
-        setting, target = self.setting, self.setting.target
-        numel = self.numel(value, placement)
-        reduced = numel * target.gradient_bytes
-        weight_bytes = DTYPE_BYTES[setting.precision]
-        device = setting.cluster.device
-        moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
-        optimizer_s = stream_seconds(device, moved)
-        accumulated = numel * (2 * target.gradient_bytes + weight_bytes)
-        several = setting.num_microbatches > 1
-        copied = stream_seconds(device, 2 * reduced) * (target.bucket_copies > 0)
-        holders = self.replicas(value, placement).size
-        copied *= holders > 1
-        return Cost(
-            backward_s=stream_seconds(device, accumulated) * several,
-            reduce_s=copied + self._share("all_reduce", value, placement, reduced, "bucket"),
-            scatter_s=copied
-            + self._share("reduce_scatter", value, placement, reduced, target.unit),
-            gather_s=self._share("all_gather", value, placement, numel * weight_bytes, target.unit),
-            optimizer_s=optimizer_s,
-            shard_s=optimizer_s / holders,
-        )
+        optimizer step of one parameter."""
+        return self.parameters.cost(value, placement)
 
 
 def _first(op: Op) -> int:

@@ -226,11 +226,16 @@ def in_flight(
     if not 0 <= stage < num_stages:
         raise ValueError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
     # closed forms of the schedules that the search asks about, very often
-    if name == "gpipe":
-        return num_microbatches
-    if name == "1f1b":
-        return min(num_stages - stage, num_microbatches)
-    held = _held_at_peaks(name, num_stages, num_microbatches, len(placed))
+    left = num_stages - stage
+    most = {
+        "gpipe": num_microbatches, "1f1b": left, "eager_1f1b": 2 * left - 1, "zb_h1": num_stages,
+        "zb_h2": 2 * num_stages - 1,
+    }.get(name)  # fmt: skip
+    if most is not None:
+        return min(most, num_microbatches)
+    held = _held_at_peaks(
+        name, num_stages, _enough(num_stages, num_microbatches, len(placed)), len(placed)
+    )
     (device,) = (d for d, stages in enumerate(placed) if stage in stages)
     return max(counts[placed[device].index(stage)] for counts in held[device])
 
@@ -250,7 +255,15 @@ def peak_activation(
     num_stages = len(bytes_per_stage)
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     check_count("num_microbatches", num_microbatches)
-    held = _held_at_peaks(name, num_stages, num_microbatches, len(placed))
+    if len(placed) == num_stages:
+        counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+        return tuple(
+            nbytes * in_flight(name, stage=stage, num_devices=num_stages, **counts)
+            for stage, nbytes in enumerate(bytes_per_stage)
+        )
+    held = _held_at_peaks(
+        name, num_stages, _enough(num_stages, num_microbatches, len(placed)), len(placed)
+    )
     return tuple(
         max(
             sum(n * bytes_per_stage[stage] for n, stage in zip(counts, stages, strict=True))
@@ -258,6 +271,15 @@ def peak_activation(
         )
         for device, stages in enumerate(placed)
     )
+
+
+def _enough(num_stages: int, num_microbatches: int, num_devices: int) -> int:
+    """As many micro-batches as it takes to see all that a long step ever holds: the schedules
+    repeat themselves, in rounds of as many as there are devices."""
+    warm = 2 * num_stages + num_devices
+    if num_microbatches <= warm:
+        return num_microbatches
+    return warm + (num_microbatches - warm) % num_devices
 
 
 @lru_cache(maxsize=256)

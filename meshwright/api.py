@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from costmodel.target import Target, target_named
 from executor import launch
 from executor.runtime import Runtime
 from meshwright.model import ParallelModel
+from planner.answers import Answers
 from planner.blocks import cut_blocks
 from planner.check import check_plan, check_runs
 from planner.evaluate import Prediction
@@ -25,7 +27,8 @@ from planner.explain import explain_plan, explain_search
 from planner.overrides import Overrides, check_overrides
 from planner.plan import PRECISIONS, Plan, PlanError
 from planner.report import Report
-from planner.search import InfeasibleError, Search, SearchResult
+from planner.search import InfeasibleError, Search
+from planner.stage_costs import StageCoster
 from planner.trace import batch_rows, trace
 from profiles.cluster import Cluster
 from profiles.profile import Profile, load_profile
@@ -46,6 +49,8 @@ def auto_parallelize(
     plan: Plan | str | Path | None = None,
     target: str = "eager",
     profile: bool = True,
+    time_limit_s: float | None = None,
+    executable: bool | None = None,
 ) -> ParallelModel:
     """Decide how to train `model` on `cluster`, say why, and (under torchrun) get ready to do it.
 
@@ -55,40 +60,29 @@ def auto_parallelize(
     element. The model may be on meta. `plan` (a Plan or a path) skips the search: it is checked
     and run. `target` ("eager", "compiled", "megatron") says what software the prices are for; only
     "eager" is what `train_step` runs. `profile` uses what `meshwright profile` measured on this
-    kind of device, where it did.
+    kind of device, where it did. After `time_limit_s` the best plan found so far is returned, and
+    the report says by how much it may miss the best. `executable` leaves the search only what
+    `train_step` runs so far; None means: where ranks are running, for one device, and for CPU
+    processes (gloo), and everything that can be planned elsewhere.
 
     Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
     the legal values, the way out.
     """
     _check_types(model, cluster, overrides, plan)
-    _check_numbers(global_batch_size, precision, optimizer)
+    _check_numbers(global_batch_size, precision, optimizer, time_limit_s)
     launch.start(cluster.backend)
     _check_world(cluster, launch.world_size() if launch.running() else None)
-    traced = _Traced(model, example_inputs, loss_fn, precision)
-    prices = _Prices(target_named(target), load_profile(cluster) if profile else None)
-    chosen, report, prediction = launch.agree_on(
-        lambda: (
-            _searched(
-                traced, cluster, global_batch_size, optimizer, overrides or Overrides(), prices
-            )
-            if plan is None
-            else _given(traced, cluster, plan, global_batch_size, optimizer, prices)
-        )
+    planner = _Planner(
+        traced=_Traced(model, example_inputs, loss_fn, precision),
+        cluster=cluster,
+        batch=global_batch_size,
+        optimizer=optimizer,
+        target=target_named(target),
+        profile=load_profile(cluster) if profile else None,
     )
-    result = ParallelModel(
-        chosen, report, prediction, lambda: traced.lower(chosen), _why_not(chosen, cluster)
-    )
-    if launch.running():
-        assert result.runtime is not None  # groups are made now, by all ranks together
-    return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Prices:
-    """What prices rest on beside the cluster."""
-
-    target: Target
-    profile: Profile | None
+    if plan is not None:
+        return planner.ready(lambda: planner.given(plan))
+    return planner.searched(overrides or Overrides(), time_limit_s, executable)
 
 
 class _Traced:
@@ -99,10 +93,10 @@ class _Traced:
     ) -> None:
         self.model, self.example, self.loss_fn, self.precision = model, example, loss_fn, precision
         self.phases_s: dict[str, float] = {}
-        started = time.perf_counter()
+        started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self.graph, self.table = self.at(max(2, batch_rows(example)))
-        self.phases_s["trace"] = time.perf_counter() - started
+        self.phases_s["trace"] = time.process_time() - started
 
     def at(self, rows: int) -> tuple[Graph, FactorTable]:
         graph = trace(
@@ -122,61 +116,101 @@ class _Traced:
         return Runtime(plan, graph, table, check_plan(plan, graph, table), self.model)
 
 
-def _searched(
-    traced: _Traced, cluster: Cluster, batch: int, optimizer: str, overrides: Overrides,
-    prices: _Prices,
-) -> Decision:  # fmt: skip
-    check_overrides(
-        overrides, num_devices=cluster.num_devices, global_batch_size=batch,
-        num_blocks=len(traced.graph.blocks),
-    )  # fmt: skip
+@dataclass(slots=True, kw_only=True)
+class _Planner:
+    """A traced model on a cluster: what plans for it have in common, what the last search priced,
+    and whether the user asked for plans that run."""
 
-    def search(restrictions: Overrides) -> SearchResult:
-        return Search(
-            traced.graph, traced.table, cluster, batch, traced.precision, optimizer, restrictions,
-            target=prices.target, profile=prices.profile,
-        ).run()  # fmt: skip
+    traced: _Traced
+    cluster: Cluster
+    batch: int
+    optimizer: str
+    target: Target
+    profile: Profile | None
+    coster: StageCoster | None = None
+    executable: bool | None = None
 
-    result = search(overrides)
-    free = None
-    if overrides.given():
-        try:
-            free = search(Overrides())
-        except InfeasibleError:
-            free = None
-    report = explain_search(
-        result, traced.graph, traced.table, cluster, overrides, free, traced.phases_s
-    )
-    return result.best.plan, report, result.best.evaluation.prediction
+    def ready(self, decide: Callable[[], Decision]) -> ParallelModel:
+        """What one rank decides, ready to run on all."""
+        plan, report, prediction = launch.agree_on(decide)
+        result = ParallelModel(
+            plan, report, prediction, start=lambda: self.traced.lower(plan), replan=self.searched,
+            why_not=_why_not(plan, self.cluster),
+        )  # fmt: skip
+        if launch.running():
+            assert result.runtime is not None  # groups are made now, by all ranks together
+        return result
 
-
-def _given(
-    traced: _Traced, cluster: Cluster, given: Plan | str | Path, batch: int, optimizer: str,
-    prices: _Prices,
-) -> Decision:  # fmt: skip
-    plan = given if isinstance(given, Plan) else Plan.load(given)
-    for name, ours, theirs in (
-        ("global_batch_size", batch, plan.global_batch_size),
-        ("precision", traced.precision, plan.precision),
-    ):
-        if ours != theirs:
-            raise PlanError(
-                f"plan: made for {name}={theirs!r}, called with {ours!r}; pass {name}={theirs!r}, "
-                "or plan again"
+    def searched(
+        self, overrides: Overrides, time_limit_s: float | None, executable: bool | None
+    ) -> ParallelModel:
+        """Search, on what was priced before, and report; what the report is asked later is
+        answered by the rank that searched."""
+        if executable is not None:
+            self.executable = executable
+        runnable = _runnable(self.cluster) if self.executable is None else self.executable
+        if launch.running() and not runnable:
+            raise ValueError(
+                "executable=False: ranks are running, and wait for a plan that they can run; "
+                "legal: True or None, or plan in a process of its own"
             )
-    if plan.num_ranks != cluster.num_devices:
-        raise PlanError(
-            f"plan: made for {plan.num_ranks} ranks, but the cluster has {cluster.num_devices} "
-            f"devices ({cluster.describe()}); use a cluster of {plan.num_ranks} devices, or plan "
-            "again"
-        )
-    priced = Evaluator(
-        graph=traced.graph, table=traced.table, cluster=cluster, optimizer=optimizer,
-        target=prices.target, profile=prices.profile,
-    ).price(plan)  # fmt: skip
-    _check_memory(priced.prediction, cluster)
-    report = explain_plan(priced, traced.graph, traced.table, cluster, traced.phases_s)
-    return plan, report, priced.prediction
+        check_overrides(
+            overrides, num_devices=self.cluster.num_devices, global_batch_size=self.batch,
+            num_blocks=len(self.traced.graph.blocks), executable=runnable,
+        )  # fmt: skip
+        answers: list[Answers] = []
+
+        def decide() -> Decision:
+            search = Search(
+                self.traced.graph, self.traced.table, self.cluster, self.batch,
+                self.traced.precision, self.optimizer, overrides, target=self.target,
+                profile=self.profile, executable=runnable, time_limit_s=time_limit_s,
+                coster=self.coster,
+            )  # fmt: skip
+            self.coster = search.coster
+            result = search.run()
+            answers.append(Answers(search=search, result=result))
+            report = explain_search(
+                result, self.traced.graph, self.traced.table, self.cluster, self.traced.phases_s
+            )
+            return result.best.plan, report, result.best.evaluation.prediction
+
+        found = self.ready(decide)
+        if answers:
+            found.report = replace(found.report, later=answers[0])
+        return found
+
+    def given(self, given: Plan | str | Path) -> Decision:
+        """A plan that was made before, checked and priced."""
+        plan = given if isinstance(given, Plan) else Plan.load(given)
+        for name, ours, theirs in (
+            ("global_batch_size", self.batch, plan.global_batch_size),
+            ("precision", self.traced.precision, plan.precision),
+        ):
+            if ours != theirs:
+                raise PlanError(
+                    f"plan: made for {name}={theirs!r}, called with {ours!r}; pass "
+                    f"{name}={theirs!r}, or plan again"
+                )
+        if plan.num_ranks != self.cluster.num_devices:
+            raise PlanError(
+                f"plan: made for {plan.num_ranks} ranks, but the cluster has "
+                f"{self.cluster.num_devices} devices ({self.cluster.describe()}); use a cluster of "
+                f"{plan.num_ranks} devices, or plan again"
+            )
+        graph, table = self.traced.graph, self.traced.table
+        priced = Evaluator(
+            graph=graph, table=table, cluster=self.cluster, optimizer=self.optimizer,
+            target=self.target, profile=self.profile,
+        ).price(plan)  # fmt: skip
+        _check_memory(priced.prediction, self.cluster)
+        report = explain_plan(priced, graph, table, self.cluster, self.traced.phases_s)
+        return plan, report, priced.prediction
+
+
+def _runnable(cluster: Cluster) -> bool:
+    """Whether plans for a cluster are meant to be run by this version, and now."""
+    return launch.running() or cluster.num_devices == 1 or cluster.backend == "gloo"
 
 
 def _check_memory(prediction: Prediction, cluster: Cluster) -> None:
@@ -195,6 +229,10 @@ def _check_memory(prediction: Prediction, cluster: Cluster) -> None:
 
 def _why_not(plan: Plan, cluster: Cluster) -> str | None:
     """Why the plan can't run in this process, with the way out; None if it can."""
+    try:
+        check_runs(plan)
+    except PlanError as error:
+        return f"{error}; plan again with executable=True for one that runs"
     if launch.running() or plan.num_ranks == 1:
         return None
     return (
@@ -221,6 +259,14 @@ def _check_world(cluster: Cluster, world: int | None) -> None:
         )
 
 
+def check_time_limit(time_limit_s: Any) -> None:
+    number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
+    if not number or not 0 <= time_limit_s < math.inf:
+        raise ValueError(
+            f"time_limit_s={time_limit_s!r}; legal: seconds, 0 or more, or None for no limit"
+        )
+
+
 def _check_types(model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
     for name, value, wanted, legal in (
         ("model", model, nn.Module, "a torch.nn.Module"),
@@ -237,7 +283,7 @@ def _check_types(model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
         )
 
 
-def _check_numbers(batch: int, precision: str, optimizer: str) -> None:
+def _check_numbers(batch: int, precision: str, optimizer: str, time_limit_s: float | None) -> None:
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise ValueError(
             f"global_batch_size={batch!r}; legal: an integer from 1, rows per optimizer step"
@@ -245,3 +291,5 @@ def _check_numbers(batch: int, precision: str, optimizer: str) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}; legal: {', '.join(PRECISIONS)}")
     optimizer_bytes(optimizer)
+    if time_limit_s is not None:
+        check_time_limit(time_limit_s)

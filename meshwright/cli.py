@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -20,12 +21,11 @@ from torch.utils import _pytree as pytree
 
 from costmodel.target import TARGETS
 from executor import launch
-from meshwright import profile_command
+from meshwright import override_flags, profile_command
 from meshwright.api import auto_parallelize
 from meshwright.model import ParallelModel
-from planner.overrides import Overrides
 from planner.plan import Plan, compress_names, compress_ranks
-from planner.report import describe
+from planner.report import describe, mesh_words, policy_counts, sensitivity_lines
 from planner.search import InfeasibleError
 from planner.trace import batch_rows
 from profiles.cluster import Cluster
@@ -38,6 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.command(args)
     except InfeasibleError as error:
+        if getattr(args, "json", False):
+            _print(
+                json.dumps(
+                    {
+                        "infeasible": str(error),
+                        "shortfall_bytes": list(error.shortfall_bytes),
+                        "relaxations": [asdict(found) for found in error.relaxations],
+                    },
+                    indent=2,
+                )
+            )
         _say(f"infeasible: {error}")
         return 2
     except (ValueError, RuntimeError, ImportError, OSError) as error:
@@ -77,20 +88,12 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     _model_arguments(plan)
     plan.add_argument("-o", "--output", help="write the plan to this file")
     plan.add_argument("--trace", help="write the simulated step as a Chrome trace")
-    for name in ("tp", "dp", "pp", "microbatch-size", "num-microbatches", "zero"):
-        plan.add_argument(f"--{name}", type=int, help=f"override {name}")
-    plan.add_argument("--schedule", help="override the pipeline schedule")
-    plan.add_argument("--recompute", help="override recompute: none or full")
     plan.add_argument(
-        "--forbid", action="append", default=[], help="what must not be used (repeatable)"
-    )
-    plan.add_argument(
-        "--sharding",
-        action="append",
-        default=[],
-        metavar="GLOB=DECISION",
-        help="e.g. 'layers.*.mlp.up_proj=colwise'",
-    )
+        "--sensitivity", action="store_true",
+        help="say which change of the cluster would flip the decision",
+    )  # fmt: skip
+    _search_arguments(plan)
+    override_flags.add_arguments(plan)
     plan.set_defaults(command=_plan)
 
 
@@ -108,6 +111,7 @@ def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument("--plan", help="plan file; without it a plan is searched")
     run.add_argument("--steps", type=_positive, default=10, help="optimizer steps (default 10)")
     run.add_argument("--lr", type=float, default=1e-3)
+    _search_arguments(run)
     run.set_defaults(command=_run)
 
 
@@ -151,6 +155,18 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
     parser.add_argument(
         "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
     )
+
+
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS",
+        help="end the search then, with the best plan found and what it may miss",
+    )  # fmt: skip
+    parser.add_argument(
+        "--executable", action=argparse.BooleanOptionalAction,
+        help="search only what `run` can run, or everything that can be planned "
+        "(default: what runs, where ranks are running, on one device and on CPU processes)",
+    )  # fmt: skip
 
 
 def _cluster(text: str) -> Cluster:
@@ -204,34 +220,25 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
     result = auto_parallelize(
         model, _cluster(args.cluster), example_inputs=example, global_batch_size=args.batch,
         loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer,
-        target=args.software, profile=not args.no_profile, **more,
+        target=args.software, profile=not args.no_profile, time_limit_s=args.time_limit,
+        executable=args.executable, **more,
     )  # fmt: skip
     return result, example
 
 
-def _sharding(text: str) -> tuple[str, str]:
-    pattern, equals, decision = text.rpartition("=")
-    if not (equals and pattern and decision):
-        raise ValueError(
-            f"--sharding {text!r}: expected GLOB=DECISION, e.g. 'layers.*.mlp.up_proj=colwise'"
-        )
-    return pattern, decision
-
-
 def _plan(args: argparse.Namespace) -> int:
-    shardings = dict(map(_sharding, args.sharding))
-    overrides = Overrides(
-        tp=args.tp, dp=args.dp, pp=args.pp, microbatch_size=args.microbatch_size,
-        num_microbatches=args.num_microbatches, schedule=args.schedule, zero=args.zero,
-        recompute=args.recompute, shardings=shardings, forbid=tuple(args.forbid),
-    )  # fmt: skip
-    result, _ = _parallelize(args, overrides=overrides)
+    result, _ = _parallelize(args, overrides=override_flags.overrides_of(args))
     if args.output:
         result.plan.save(args.output)
         _say(f"plan written to {args.output}")
     if args.trace:
         result.report.trace(args.trace)
-    _print(json.dumps(result.report.to_dict(), indent=2) if args.json else str(result.report))
+    report = result.report
+    data, text = (report.to_dict(), "") if args.json else ({}, str(report))
+    if args.sensitivity:
+        data["sensitivity"] = [dict(row) for row in report.sensitivity()]
+        text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
+    _print(json.dumps(data, indent=2) if args.json else text)
     return 0
 
 
@@ -247,8 +254,9 @@ def _show(args: argparse.Namespace) -> int:
     for k, stage in enumerate(plan.stages):
         _print(
             f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
-            f"{compress_ranks(stage.ranks)}, dp{stage.dp} × tp{stage.tp}, ZeRO-{stage.zero}, "
-            f"recompute {stage.recompute}"
+            f"{compress_ranks(stage.ranks)}, {mesh_words(stage)}, ZeRO-{stage.zero}"
+            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}, "
+            f"recompute {policy_counts(stage.policies)}"
         )
         for name, text in stage.shardings.items():
             _print(f"    {name}: {text}")

@@ -11,6 +11,7 @@ from torch import nn
 from executor import checkpoint
 from executor.runtime import Runtime
 from planner.evaluate import Prediction
+from planner.overrides import Overrides
 from planner.plan import Plan
 from planner.report import Report
 from planner.trace import input_leaves
@@ -28,14 +29,31 @@ class ParallelModel:
         plan: Plan,
         report: Report,
         prediction: Prediction,
+        *,
         start: Callable[[], Runtime],
+        replan: Callable[[Overrides, float | None, bool | None], ParallelModel],
         why_not: str | None,
     ) -> None:
         self.plan = plan
         self.report = report
         self.prediction = prediction
-        self._start, self._why_not = start, why_not
+        self._start, self._replan, self._why_not = start, replan, why_not
         self._runtime: Runtime | None = None
+
+    def replan(
+        self,
+        overrides: Overrides | None = None,
+        *,
+        time_limit_s: float | None = None,
+        executable: bool | None = None,
+    ) -> ParallelModel:
+        """Plan again with other overrides, in place of those given before; the rest as in
+        `auto_parallelize`, `executable` as it was. The traced model and what was priced for it are
+        used again.
+
+        Where ranks are running, all of them call this together. Raises as `auto_parallelize` does.
+        """
+        return self._replan(overrides or Overrides(), time_limit_s, executable)
 
     @property
     def runtime(self) -> Runtime:

@@ -1,20 +1,21 @@
 """What a block costs on one rank, recomputed from an assignment alone, as the executor will run it.
 
 The planner's program (`intra_op.py`) and this are two roads to the same number: the cost of a plan
-is the sum of its operators and re-shards.
+is the sum of its operators and re-shards. What a block costs per micro-batch does not depend on the
+data axis (`price_pass`), what its parameters cost once per step does (`price_block`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodel.cost import Cost
+from costmodel.cost import Cost, Setting, total
 from costmodel.graph import Block, Op
 from costmodel.pricing import Pricer
 from costmodel.strategies import RP, Placement, R, Strategy
 from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.saved import BlockMemory, block_memory
+from planner.saved import LOSSES, BlockMemory, block_memory
 from planner.selective import POLICIES, repeated_ops
 
 
@@ -25,6 +26,17 @@ class Repeats:
     seconds: float
     host_s: float
     freed_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassPrice:
+    """The part of a `BlockPrice` that is paid per micro-batch."""
+
+    cost: Cost
+    saved_bytes: float
+    input_bytes: float
+    transient_bytes: float
+    repeats: Mapping[str, Repeats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,66 +61,108 @@ class BlockPrice:
 
 def price_block(
     pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
-    inputs: Mapping[str, Placement], *, memory: BlockMemory | None = None,
-    policies: Sequence[str] = POLICIES,
+    inputs: Mapping[str, Placement], *, passes: PassPrice | None = None,
 ) -> BlockPrice:  # fmt: skip
-    """Cost and memory of a block from its assignment alone, as the executor will run it; what
-    repeats under which recompute `policies`. `memory` is the block's, where it is known."""
-    block, graph = layouts.block, layouts.graph
-    cost = Cost()
-    for op in block.ops:
-        cost = cost + pricer.op_cost(op, assignment.strategies[op.name])
-        for value, placement in zip(
-            op.results, assignment.strategies[op.name].results, strict=True
-        ):
-            state = assignment.states[value]
-            targets = layouts.targets(value, assignment.strategies)
-            if len(targets) == 1 and value not in block.outputs:
-                cost = cost + _moved(pricer, value, placement, targets[0], via=state)
-                continue
-            cost = cost + _legal(pricer.reshard(value, placement, state), value)
-            leaves = value in block.outputs
-            cost = cost + _read(pricer, value, state, targets, hub=leaves)
-    for value in block.inputs:
-        targets = layouts.targets(value, assignment.strategies)
-        cost = cost + _read(pricer, value, inputs.get(value, R), targets, hub=True)
-    memory = memory or block_memory(pricer, layouts, assignment, inputs)
-    parameters = shard = frozen = 0.0
-    for value in block.parameters:
-        state = assignment.states[value]
-        targets = layouts.targets(value, assignment.strategies)
-        alone = all(t == RP for t in targets) or len(layouts.readers[value]) == 1
-        price = pricer.reshard_parameter if alone else pricer.reshard
-        cost = cost + pricer.parameter_cost(value, state)
-        for target in targets:
-            cost = cost + _legal(price(value, state, target), value)
-        if graph.values[value].requires_grad:
-            parameters += pricer.numel(value, state)
-            shard += pricer.numel(value, state) / pricer.replicas(value, state).size
-        else:
-            frozen += pricer.nbytes(value, state)
+    """Cost and memory of a block from its assignment alone, as the executor will run it; `passes`
+    is its price per micro-batch, where it is known."""
+    block, graph, states = layouts.block, layouts.graph, assignment.states
+    passes = passes or price_pass(pricer, layouts, assignment, inputs)
+    trained = [value for value in block.parameters if graph.values[value].requires_grad]
+    numels = [pricer.numel(value, states[value]) for value in trained]
+    shards = [pricer.parameters.shard_count(value, states[value]) for value in trained]
     return BlockPrice(
-        cost=cost,
-        parameters=parameters,
-        shard_parameters=shard,
-        frozen_bytes=frozen,
-        saved_bytes=memory.saved_bytes,
-        input_bytes=sum(pricer.nbytes(v, inputs.get(v, R)) for v in block.inputs),
-        transient_bytes=max(
-            (_gradient_bytes(pricer, op, assignment.strategies[op.name]) for op in block.ops),
-            default=0.0,
+        cost=total([passes.cost, *(pricer.parameter_cost(v, states[v]) for v in trained)]),
+        parameters=sum(numels),
+        shard_parameters=sum(numel / count for numel, count in zip(numels, shards, strict=True)),
+        frozen_bytes=sum(
+            pricer.nbytes(value, states[value])
+            for value in block.parameters
+            if not graph.values[value].requires_grad
         ),
-        repeats={name: _repeats(name, pricer, block, assignment, memory) for name in policies},
+        saved_bytes=passes.saved_bytes,
+        input_bytes=passes.input_bytes,
+        transient_bytes=passes.transient_bytes,
+        repeats=passes.repeats,
     )
 
 
+def price_pass(
+    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
+    inputs: Mapping[str, Placement], *, repeated: Mapping[str, frozenset[str]] | None = None,
+) -> PassPrice:  # fmt: skip
+    """What a block costs per micro-batch, with the re-shards of its parameters. `repeated` is its
+    `repeated_by_policy`, where it is known."""
+    block, chosen = layouts.block, assignment.strategies
+    memory = block_memory(pricer, layouts, assignment, inputs)
+    found = [*_activations(pricer, layouts, assignment, inputs)]
+    for value in block.parameters:
+        targets = layouts.targets(value, chosen)
+        alone = all(t == RP for t in targets) or len(layouts.readers[value]) == 1
+        price = pricer.reshard_parameter if alone else pricer.reshard
+        found += [_legal(price(value, assignment.states[value], t), value) for t in targets]
+    return PassPrice(
+        cost=total(found),
+        saved_bytes=memory.saved_bytes,
+        input_bytes=sum(pricer.nbytes(v, inputs.get(v, R)) for v in block.inputs),
+        transient_bytes=max(
+            (_gradient_bytes(pricer, op, chosen[op.name]) for op in block.ops), default=0.0
+        ),
+        repeats={
+            policy: _repeats(names, pricer, block, assignment, memory)
+            for policy, names in (repeated or repeated_by_policy(pricer, block)).items()
+        },
+    )
+
+
+def pass_depends_on(setting: Setting, block: Block) -> tuple[float, ...]:
+    """What of a setting the price of a pass depends on, on one cluster and target: not on the data
+    axis, except where statistics are summed over it or a loss is divided by a count over it."""
+    names = {op.short for op in block.ops}
+    found = (setting.tp, setting.cp, setting.ep, setting.rows, setting.spread)
+    if "batch_norm" in names:
+        return (*found, setting.dp, setting.num_microbatches > 1)
+    if not names.isdisjoint(LOSSES):
+        return (*found, setting.dp > 1, setting.num_microbatches > 1)
+    return found
+
+
+def _activations(
+    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
+) -> Iterator[Cost]:
+    """Operators, and re-shards of what they make and read."""
+    block, chosen = layouts.block, assignment.strategies
+    for op in block.ops:
+        yield pricer.op_cost(op, chosen[op.name])
+        for value, placement in zip(op.results, chosen[op.name].results, strict=True):
+            state, leaves = assignment.states[value], value in block.outputs
+            targets = layouts.targets(value, chosen)
+            if len(targets) == 1 and not leaves:
+                yield from _moved(pricer, value, placement, targets[0], via=state)
+                continue
+            yield _legal(pricer.reshard(value, placement, state), value)
+            yield from _read(pricer, value, state, targets, hub=leaves)
+    for value in block.inputs:
+        targets = layouts.targets(value, chosen)
+        yield from _read(pricer, value, inputs.get(value, R), targets, hub=True)
+
+
+def repeated_by_policy(pricer: Pricer, block: Block) -> dict[str, frozenset[str]]:
+    """Operators of a block that each policy runs again, on the pricer's device and target."""
+    return {
+        policy: repeated_ops(
+            policy, block, pricer.graph, pricer.table, device=pricer.setting.cluster.device.kind,
+            counter_dropout=pricer.setting.target.counter_dropout,
+        )
+        for policy in POLICIES
+    }  # fmt: skip
+
+
 def _repeats(
-    policy: str, pricer: Pricer, block: Block, assignment: Assignment, memory: BlockMemory
-) -> Repeats:
-    again = repeated_ops(
-        policy, block, pricer.graph, pricer.table, device=pricer.setting.cluster.device.kind,
-        counter_dropout=pricer.setting.target.counter_dropout,
-    )  # fmt: skip
+    again: frozenset[str], pricer: Pricer, block: Block, assignment: Assignment,
+    memory: BlockMemory,
+) -> Repeats:  # fmt: skip
+    if not again:
+        return Repeats(seconds=0.0, host_s=0.0, freed_bytes=0.0)
     costs = [
         pricer.op_cost(op, assignment.strategies[op.name]) for op in block.ops if op.name in again
     ]
@@ -141,22 +195,21 @@ def _legal(cost: Cost | None, value: str) -> Cost:
 
 def _moved(
     pricer: Pricer, value: str, source: Placement, target: Placement, via: Placement
-) -> Cost:
+) -> Iterator[Cost]:
     if via in (source, target):
-        return _legal(pricer.reshard(value, source, target), value)
-    return _legal(pricer.reshard(value, source, via), value) + _legal(
-        pricer.reshard(value, via, target), value
-    )
+        yield _legal(pricer.reshard(value, source, target), value)
+        return
+    yield _legal(pricer.reshard(value, source, via), value)
+    yield _legal(pricer.reshard(value, via, target), value)
 
 
 def _read(
     pricer: Pricer, value: str, state: Placement, targets: Sequence[Placement], *, hub: bool
-) -> Cost:
+) -> Iterator[Cost]:
     """Re-shards from a value's state to its readers; a boundary value goes through one more."""
-    cost = Cost()
     if hub:
         inner = default_state(state, targets, False)
-        cost, state = _legal(pricer.reshard(value, state, inner), value), inner
+        yield _legal(pricer.reshard(value, state, inner), value)
+        state = inner
     for target in targets:
-        cost = cost + _legal(pricer.reshard(value, state, target), value)
-    return cost
+        yield _legal(pricer.reshard(value, state, target), value)

@@ -1,39 +1,51 @@
-"""From a solution of the inter-op DP to a plan: ranks, shardings as globs, the price by
-simulation."""
+"""From drafted stages to a plan: ranks, recompute per block, shardings as globs, the price by
+simulation.
+
+A draft is priced from its stages' sums at once. What is chosen is then written out as a plan and
+priced again from the plan alone, as a plan from a file would be.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from costmodel.graph import Block
+from costmodel.schedule import in_flight
 from costmodel.strategies import Placement
-from planner.check import fingerprint
-from planner.evaluate import Evaluation, evaluate
+from planner.equal_stages import Drafted
+from planner.evaluate import Evaluation, evaluate, price_stages
 from planner.layouts import Assignment, BlockLayouts, Entry
-from planner.plan import Plan, StagePlan
+from planner.plan import Plan, StagePlan, recompute_of
+from planner.recompute import choose_policies
 from planner.shardings import express_shardings
-from planner.stage_costs import ChainCosts, StageCoster
+from planner.space import Mesh, groups_of
+from planner.stage_costs import StageCoster
 from profiles.cluster import Cluster
-
-MAX_KEPT = 6  # plans of different families kept for the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way to run a stage: mesh, ZeRO stage, recompute, and the chain its costs come from."""
+class Draft:
+    """Stages of one schedule, priced from their sums; the plan has no shardings yet."""
 
-    dp: int
-    tp: int
-    zero: int
-    recompute: str
-    chain: ChainCosts
+    stages: tuple[Drafted, ...]
+    evaluation: Evaluation
+    fits: bool
+
+    @property
+    def plan(self) -> Plan:
+        return self.evaluation.plan
+
+    @property
+    def step_time_s(self) -> float:
+        return self.evaluation.prediction.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan the search considered, priced by simulation."""
+    """A plan the search considered, priced from the plan alone."""
 
     evaluation: Evaluation
     assignments: list[dict[str, Assignment]]
@@ -48,45 +60,101 @@ class Candidate:
         return self.evaluation.prediction.step_time_s
 
 
-def make_candidate(
-    coster: StageCoster,
-    chosen: Sequence[tuple[int, int, Variant]],
-    global_batch_size: int,
-    num_microbatches: int,
-    schedule: str,
-) -> Candidate:
-    """The plan of stages (first block, last block + 1, variant), priced by simulation."""
-    graph, cluster = coster.graph, coster.cluster
-    ranks = place_stages([v.dp * v.tp for _, _, v in chosen], cluster)
-    stages, assignments = [], []
-    for (start, stop, v), here in zip(chosen, ranks, strict=True):
-        found = coster.assignments(v.chain, start, stop)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What all stages of a plan have in common; `each` stages run on a device group."""
+
+    global_batch_size: int
+    num_microbatches: int
+    schedule: str
+    each: int = 1
+
+
+def make_draft(coster: StageCoster, stages: Sequence[Drafted], step: Step) -> Draft:
+    """Price stages by simulation, from their sums."""
+    ranks = _ranks(stages, step, coster.cluster)
+    plans = [
+        _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
+    ]
+    costs = [d.ladder.at(d.run, d.chosen) for d in stages]
+    priced = price_stages(_plan(coster, plans, step), coster, costs)
+    return Draft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, coster.cluster))
+
+
+def make_candidate(coster: StageCoster, draft: Draft) -> Candidate:
+    """The plan of a draft, written out and priced from what is written."""
+    plan, assignments, stages = draft.evaluation.plan, [], []
+    for k, (d, stage) in enumerate(zip(draft.stages, plan.stages, strict=True)):
+        found = d.way.chain.assignments(d.start, d.stop)
         assignments.append(found)
-        blocks = graph.blocks[start:stop]
+        blocks = coster.graph.blocks[d.start : d.stop]
+        policies = _policies(coster, d, plan, k)
         stages.append(
-            StagePlan(
-                blocks=tuple(b.name for b in blocks),
-                ranks=here,
-                dp=v.dp,
-                tp=v.tp,
-                zero=v.zero,
-                recompute=v.recompute,
-                shardings=_shardings(coster, blocks, found, v.tp),
+            dataclasses.replace(
+                stage,
+                recompute=recompute_of(stage.blocks, policies),
+                shardings=_shardings(coster, blocks, found, stage.tp),
             )
         )
-    plan = Plan(
-        model=fingerprint(graph),
-        global_batch_size=global_batch_size,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
+    plan = dataclasses.replace(plan, stages=tuple(stages))
+    priced = evaluate(
+        plan, coster.graph, coster.table, coster.cluster, assignments, optimizer=coster.optimizer,
+        coster=coster,
+    )  # fmt: skip
+    return Candidate(evaluation=priced, assignments=assignments, fits=_fits(priced, coster.cluster))
+
+
+def _fits(priced: Evaluation, cluster: Cluster) -> bool:
+    return not any(priced.prediction.shortfall_bytes(cluster))
+
+
+def _plan(coster: StageCoster, stages: Sequence[StagePlan], step: Step) -> Plan:
+    return Plan(
+        model=coster.fingerprint,
+        global_batch_size=step.global_batch_size,
+        num_microbatches=step.num_microbatches,
+        schedule=step.schedule,
         precision=coster.precision,
         stages=tuple(stages),
     )
-    priced = evaluate(
-        plan, graph, coster.table, cluster, assignments, optimizer=coster.optimizer, coster=coster
+
+
+def _stage_plan(
+    coster: StageCoster, drafted: Drafted, ranks: tuple[int, ...], policies: Sequence[str]
+) -> StagePlan:
+    mesh = drafted.way.mesh
+    names = tuple(b.name for b in coster.graph.blocks[drafted.start : drafted.stop])
+    return StagePlan(
+        blocks=names, ranks=ranks, dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep,
+        zero=drafted.way.zero, dp_shard=drafted.way.dp_shard or None,
+        recompute=recompute_of(names, policies),
+    )  # fmt: skip
+
+
+# --- recompute -----------------------------------------------------------------------------------
+
+
+def _policies(coster: StageCoster, drafted: Drafted, plan: Plan, k: int) -> tuple[str, ...]:
+    """The least recompute with which a stage fits in its place, block by block."""
+    if not drafted.chosen.share[drafted.run]:
+        return drafted.policies
+    groups = len(plan.devices)
+    held = in_flight(
+        plan.schedule, stage=k, num_stages=len(plan.stages),
+        num_microbatches=plan.num_microbatches, num_devices=groups,
+    )  # fmt: skip
+    each = len(plan.stages) // groups
+    first = drafted.ladder.at(drafted.run, drafted.chosen.nothing())
+    found = choose_policies(
+        drafted.way.chain.components(drafted.start, drafted.stop),
+        drafted.ladder.policies,
+        in_flight=held,
+        room_bytes=coster.cluster.device.usable_bytes / each - first.static_bytes,
     )
-    fits = not any(priced.prediction.shortfall_bytes(cluster))
-    return Candidate(evaluation=priced, assignments=assignments, fits=fits)
+    return drafted.settled(found) if found else drafted.policies
+
+
+# --- shardings -----------------------------------------------------------------------------------
 
 
 def _shardings(
@@ -97,10 +165,16 @@ def _shardings(
         return {}
     entries: dict[str, Entry] = {}
     states: dict[str, Placement] = {}
+    known: dict[Any, list[tuple[int, Entry]]] = {}
     for block in blocks:
-        layouts = BlockLayouts(coster.graph, coster.table, block, tp)
         inputs = {n: states[n] for n in block.inputs if n in states}
-        entries |= layouts.compress(found[block.name], inputs)
+        names = [*(op.name for op in block.ops), *block.parameters]
+        key = block.class_id, coster.decided(block, found[block.name]), tuple(inputs.values())
+        if key not in known:  # equal decisions about equal blocks are written alike
+            layouts = BlockLayouts(coster.graph, coster.table, block, tp)
+            own = layouts.compress(found[block.name], inputs)
+            known[key] = [(k, own[name]) for k, name in enumerate(names) if name in own]
+        entries |= {names[k]: entry for k, entry in known[key]}
         states |= {n: found[block.name].states[n] for n in block.outputs}
     _like_repeats(blocks, entries)
     return express_shardings(coster.graph, blocks, entries)
@@ -119,6 +193,25 @@ def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
                 entries[op.name] = dataclasses.replace(own, state=alike.state)
 
 
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def _ranks(stages: Sequence[Drafted], step: Step, cluster: Cluster) -> list[tuple[int, ...]]:
+    meshes = [d.way.mesh for d in stages]
+    if step.each > 1 or meshes[0].spread > 1:
+        groups = groups_of(step.schedule, len(stages) // step.each, step.each)
+        return [spread_ranks(mesh, group) for mesh, group in zip(meshes, groups, strict=True)]
+    return place_stages([mesh.devices for mesh in meshes], cluster)
+
+
+def spread_ranks(mesh: Mesh, group: int) -> tuple[int, ...]:
+    """Ranks of the device group: `mesh.spread` groups lie between each other's data ranks."""
+    inner, spread = mesh.tp * mesh.cp, mesh.spread
+    region, offset = divmod(group, spread)
+    first = region * spread * mesh.devices + offset * inner
+    return tuple(first + data * spread * inner + k for data in range(mesh.dp) for k in range(inner))
+
+
 def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
     """Ranks of every stage: in pipeline order, moved where needed so that no part of a node
     straddles two."""
@@ -134,12 +227,3 @@ def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]
         placed[k] = tuple(range(start, start + size))
         free.difference_update(placed[k])
     return [placed[k] for k in range(len(sizes))]
-
-
-def distinct(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The best few that differ in more than schedule and number of micro-batches."""
-    kept: dict[tuple[tuple[int | str, ...], ...], Candidate] = {}
-    for candidate in ranked:
-        stages = candidate.plan.stages
-        kept.setdefault(tuple((s.dp, s.tp, s.zero, s.recompute) for s in stages), candidate)
-    return list(kept.values())[:MAX_KEPT]

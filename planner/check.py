@@ -12,7 +12,7 @@ from typing import Any
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
-from costmodel.schedule import EXECUTABLE, SCHEDULES, stages_of_devices
+from costmodel.schedule import EXECUTABLE, SCHEDULES
 from costmodel.strategies import Placement, R, transition
 from planner.experts import check_experts
 from planner.layouts import Assignment, BlockLayouts, Entry, default_state, translate
@@ -27,6 +27,7 @@ from planner.plan import (
     compress_names,
     compress_ranks,
 )
+from planner.ranks import check_ranks
 from planner.shardings import check_matched, resolve_block
 
 Known = dict[Any, Any]
@@ -59,7 +60,7 @@ def check_plan(
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
-    _check_ranks(plan)
+    check_ranks(plan)
     _check_context(plan, table)
     _check_parameters(plan, graph)
     found = [stage_assignments(plan, k, graph, table, known) for k in range(len(plan.stages))]
@@ -70,26 +71,53 @@ def check_plan(
 
 def check_runs(plan: Plan) -> None:
     """Refuse a legal plan that can be priced but not run yet."""
+    _check_split(plan)
     found: list[tuple[str, str, Any, tuple[Any, ...]]] = [
         ("plan", "schedule", plan.schedule, EXECUTABLE)
     ]
     for k, stage in enumerate(plan.stages):
         found += [
-            (f"plan: stage {k}", "zero", stage.zero, RUNS["zero"]),
+            *(
+                (f"plan: stage {k}", name, getattr(stage, name), RUNS[name])
+                for name in ("zero", "cp", "ep")
+            ),
             *(
                 (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
                 for policy in dict.fromkeys(stage.policies)
             ),
             (f"plan: stage {k}", "dp_shard", stage.shards, (stage.dp * stage.cp,)),
-            (f"plan: stage {k}", "cp", stage.cp, (1,)),
-            (f"plan: stage {k}", "ep", stage.ep, (1,)),
         ]
+        if stage.ranks != tuple(range(stage.ranks[0], stage.ranks[0] + len(stage.ranks))):
+            raise PlanError(
+                f"plan: stage {k}: ranks {compress_ranks(stage.ranks)}, with other stages between "
+                "them, can be priced, but not run yet; the executor runs consecutive ranks"
+            )
     for place, name, value, legal in found:
         if value not in legal:
             raise PlanError(
                 f"{place}: {name}={value!r} can be priced, but not run yet; the executor runs "
                 f"{', '.join(map(str, legal))}"
             )
+
+
+def _check_split(plan: Plan) -> None:
+    """A backward in two parts gives wrong gradients where `fully_shard` frees the parameters, and
+    recomputes twice."""
+    if not SCHEDULES[plan.schedule].splits_backward:
+        return
+    whole = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
+    for k, stage in enumerate(plan.stages):
+        kept = [policy for policy in dict.fromkeys(stage.policies) if policy != "none"]
+        for value, harm, legal in (
+            (f"zero={stage.zero}" * (stage.zero == 3), "loses gradients", "zero 0, 1 or 2"),
+            (f"recompute={kept[0]!r}" if kept else "", "recomputes twice", "recompute none"),
+        ):
+            if value:
+                raise PlanError(
+                    f"plan: stage {k}: {value} with schedule={plan.schedule!r} can be priced, but "
+                    f"not run: torch {harm} where the backward is split in two; legal: {legal}, or "
+                    f"a schedule with a whole backward: {whole}"
+                )
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:
@@ -227,40 +255,6 @@ def _check_blocks(plan: Plan, graph: Graph) -> None:
                 f"plan: stages must cover the blocks once, in order; position {position} is "
                 f"{found or 'missing'!r}, expected {expected or 'nothing'!r}; legal order: {legal}"
             )
-
-
-def _check_ranks(plan: Plan) -> None:
-    for k, stage in enumerate(plan.stages):
-        needed = stage.dp * stage.cp * stage.tp
-        if len(stage.ranks) != needed:
-            raise PlanError(
-                f"plan: stage {k}: ranks {compress_ranks(stage.ranks) or 'none'} are "
-                f"{len(stage.ranks)}, its mesh dp={stage.dp} × "
-                f"{f'cp={stage.cp} × ' * (stage.cp > 1)}tp={stage.tp} needs {needed}"
-            )
-    counts = Counter(rank for ranks in plan.devices for rank in ranks)
-    twice = sorted(rank for rank, count in counts.items() if count > 1)
-    missing = sorted(set(range(plan.num_ranks)) - set(counts))
-    if twice or missing:
-        raise PlanError(
-            f"plan: ranks must be 0 to {plan.num_ranks - 1}, each in one stage; "
-            f"used twice: {compress_ranks(twice) or 'none'}; "
-            f"missing: {compress_ranks(missing) or 'none'}"
-        )
-    try:
-        placed = stages_of_devices(
-            plan.schedule, num_stages=len(plan.stages), num_devices=len(plan.devices)
-        )
-    except ValueError as error:
-        raise PlanError(f"plan: {error}") from None
-    for device, stages in enumerate(placed):
-        for k in stages:
-            if plan.stages[k].ranks != plan.devices[device]:
-                raise PlanError(
-                    f"plan: stage {k}: ranks {compress_ranks(plan.stages[k].ranks)}; "
-                    f"schedule={plan.schedule!r} runs stages {stages} on one group of ranks, here "
-                    f"{compress_ranks(plan.devices[device])}"
-                )
 
 
 def stage_assignments(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodel.collectives import collective_time, group_for, p2p_time
 from costmodel.cost import OpProfile
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
@@ -18,9 +17,18 @@ from costmodel.simulate import StageTimes, Timeline, simulate
 from costmodel.strategies import Placement, R
 from costmodel.target import EAGER, Target
 from planner.layouts import Assignment
-from planner.plan import Plan
+from planner.plan import Plan, StagePlan
 from planner.stage_costs import StageCoster
-from planner.stage_sums import FIELDS, StageCosts, joined, parameter_sums, stage_costs
+from planner.stage_sums import (
+    FIELDS,
+    Again,
+    StageCosts,
+    again_of,
+    joined,
+    parameter_sums,
+    stage_costs,
+)
+from planner.transfers import send_seconds
 from profiles.cluster import Cluster
 
 
@@ -90,6 +98,12 @@ def evaluate(
         graph, table, cluster, plan.precision, optimizer, target=target, profile=profile
     )
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
+    return price_stages(plan, coster, stages)
+
+
+def price_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts]) -> Evaluation:
+    """Price a plan whose stages' components are known; its shardings are not asked."""
+    graph, cluster = coster.graph, coster.cluster
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     held = tuple(
         in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
@@ -105,7 +119,7 @@ def evaluate(
         mfu=flops / (timeline.step_time_s * peak),
     )
     return Evaluation(
-        plan=plan, prediction=prediction, stages=stages, in_flight=held, timeline=timeline,
+        plan=plan, prediction=prediction, stages=tuple(stages), in_flight=held, timeline=timeline,
         target=coster.target,
     )  # fmt: skip
 
@@ -134,8 +148,9 @@ def _peak_bytes(plan: Plan, stages: Sequence[StageCosts], cluster: Cluster) -> l
 def _stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> StageCosts:
-    """Components of stage k; blocks of one class with equal decisions are priced once, and of a
-    parameter that several blocks read alike one copy is held."""
+    """Components of stage k; blocks of one class with equal decisions are priced once, of a
+    parameter that several blocks read alike one copy is held, and every block runs again what its
+    own policy says."""
     stage = plan.stages[k]
     setting = coster.setting(
         dp=stage.dp,
@@ -145,22 +160,34 @@ def _stage(
         zero=stage.zero,
         cp=stage.cp,
         ep=stage.ep,
+        dp_shard=stage.dp_shard or 0,
+        spread=spread_of(stage),
     )
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
-    sums = np.zeros(len(FIELDS))
+    sums, again = np.zeros(len(FIELDS)), Again()
     stored: set[tuple[str, Placement]] = set()
     states: dict[str, Placement] = {}
-    for name in stage.blocks:
+    for name, policy in zip(stage.blocks, stage.policies, strict=True):
         block = coster.blocks[name]
         assignment = assignments[name]
         inputs = {value: states.get(value, R) for value in block.inputs}
-        sums = joined(sums, coster.components(pricer, block, assignment, inputs))
+        own = coster.components(pricer, block, assignment, inputs)
+        sums, again = joined(sums, own), again + again_of(own, policy)
         held = [(value, assignment.states[value]) for value in block.parameters]
         for value, state in stored.intersection(held):
             sums -= parameter_sums(pricer, value, state)
         stored.update(held)
         states |= {name: assignment.states[name] for name in block.outputs}
-    return stage_costs(sums, setting, stage.recompute)
+    return stage_costs(sums, setting, again)
+
+
+def spread_of(stage: StagePlan) -> int:
+    """How many times further apart than in a contiguous mesh the neighbours on a stage's data axis
+    are: 1 where they have no one distance."""
+    rows = np.array(stage.ranks).reshape(-1, stage.tp)
+    apart = np.diff(rows[:, 0])
+    regular = (np.diff(rows) == 1).all() and len(apart) and (apart == apart[0]).all()
+    return max(1, int(apart[0]) // stage.tp) if regular and apart[0] % stage.tp == 0 else 1
 
 
 def stage_of(plan: Plan) -> dict[str, int]:
@@ -218,25 +245,15 @@ def transfer_seconds(
 ) -> float:
     """Seconds to move `values` of one micro-batch between two stages; the slower side's share
     counts. Stages on the same ranks hand over what they hold."""
-    cluster = coster.cluster
     ends = [plan.stages[k] for k in edge]
-    if ends[0].ranks == ends[1].ranks:
-        return 0.0
     rows = plan.microbatch_rows / min(stage.dp for stage in ends)
     cp = min(stage.cp for stage in ends)
     setting = coster.setting(dp=1, tp=1, rows=rows, microbatches=plan.num_microbatches, cp=cp)
-    nbytes = sum(coster.pricer(setting).nbytes(v) for v in values)
-    nodes = [{r // cluster.devices_per_node for r in stage.ranks} for stage in ends]
-    crosses = bool(nodes[0] ^ nodes[1])
-    concurrent = min(max(len(stage.ranks) for stage in ends), cluster.devices_per_node)
-    tp = min(stage.tp for stage in ends) if coster.target.scatter_sends else 1
-    found = None
-    if coster.profile is not None:
-        found = coster.profile.collective("p2p", nbytes / tp, 2, 1 if crosses else 2)
-    seconds = (
-        found[0]
-        if found
-        else p2p_time(nbytes / tp, cluster, crosses_node=crosses, concurrent=concurrent)
+    return send_seconds(
+        sum(coster.pricer(setting).nbytes(v) for v in values),
+        *(stage.ranks for stage in ends),
+        tp=min(stage.tp for stage in ends),
+        cluster=coster.cluster,
+        target=coster.target,
+        profile=coster.profile,
     )
-    gathering = group_for(cluster, size=tp, stride=1)
-    return float(seconds + collective_time("all_gather", nbytes, gathering, cluster))

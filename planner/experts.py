@@ -16,6 +16,11 @@ from planner.layouts import Assignment
 from planner.plan import PlanError, StagePlan
 
 
+def has_experts(graph: Graph) -> bool:
+    """Whether any operator has weights of several experts."""
+    return any(op.short == GROUPED for op in graph.ops)
+
+
 def check_experts(
     stage: StagePlan,
     graph: Graph,
@@ -26,6 +31,8 @@ def check_experts(
     """Raise `PlanError` unless ep divides the experts and the ranks that they are shared over."""
     if stage.ep == 1:
         return
+    if not has_experts(graph):
+        raise PlanError(f"{place}: ep={stage.ep}: the model has no experts; legal: 1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
     strategies = {
         name: strategy

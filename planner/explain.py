@@ -1,4 +1,4 @@
-"""From a search or a given plan to its report: reasons, prices of overrides, what is assumed."""
+"""From a search or a given plan to its report: reasons, alternatives, what is assumed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Any
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.strategies import indivisible
+from planner.alternatives import Alternative
+from planner.check import check_runs
 from planner.data_axis import data_layout
 from planner.evaluate import Evaluation
-from planner.overrides import Overrides
-from planner.report import Report, breakdown, describe, seconds, stage_rows, why_slower
+from planner.plan import Plan, PlanError
+from planner.report import (
+    GIB,
+    Report,
+    Row,
+    breakdown,
+    describe,
+    seconds,
+    stage_rows,
+    why_slower,
+)
 from planner.search import SearchResult
 from profiles.cluster import Cluster
 
@@ -25,11 +36,9 @@ def explain_search(
     graph: Graph,
     table: FactorTable,
     cluster: Cluster,
-    overrides: Overrides,
-    free: SearchResult | None,
     phases_s: Mapping[str, float],
 ) -> Report:
-    """The report of a search; `free` is the same search without overrides, where there were any."""
+    """The report of a search."""
     best = result.best.evaluation
     chosen = breakdown(best)
     runners = [
@@ -54,9 +63,45 @@ def explain_search(
     ]
     return _report(
         best, graph, table, cluster, runners=runners, solver=proofs,
-        overrides=_override_rows(overrides, result, free), phases_s={**phases_s, **result.phases_s},
-        notes=result.notes,
+        proof={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
+        phases_s={**phases_s, **result.phases_s},
+        notes=(*_runs(result.best.plan), *result.notes),
     )  # fmt: skip
+
+
+def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any]:
+    """An alternative as data, against the chosen plan; differences are its seconds less ours."""
+    draft, chosen = alternative.draft, breakdown(best)
+    row: dict[str, Any] = {"family": alternative.family, "plan": None}
+    if alternative.bound_s is not None:
+        row["bound_s"] = alternative.bound_s
+    if draft is None and alternative.bound_s is not None:
+        why = f"at least {seconds(alternative.bound_s)}; not explored in the time given"
+        return {**row, "why": why}
+    if draft is None:
+        short = alternative.shortfall_bytes or 0.0
+        lacks = f"the leanest lacks {short / GIB:.3g} GiB a device"
+        why = f"no plan with equal stages was found to fit{': ' + lacks if short else ''}"
+        return {**row, "shortfall_bytes": short, "why": why}
+    parts = breakdown(draft.evaluation)
+    ours, theirs = chosen.as_dict(), parts.as_dict()
+    return {
+        **row,
+        "plan": describe(draft.plan),
+        "step_time_s": draft.step_time_s,
+        "slower": draft.step_time_s / best.prediction.step_time_s - 1,
+        "components_s": {name: theirs[name] - ours[name] for name in ours},
+        "why": why_slower(chosen, parts),
+    }
+
+
+def _runs(plan: Plan) -> list[str]:
+    """What the executor can't run yet of a chosen plan."""
+    try:
+        check_runs(plan)
+    except PlanError as error:
+        return [f"{error}; executable=True asks for the best plan that it runs"]
+    return []
 
 
 def explain_plan(
@@ -68,15 +113,16 @@ def explain_plan(
 ) -> Report:
     """The report of a plan that was given, not searched."""
     return _report(
-        evaluation, graph, table, cluster, runners=[], solver=[], overrides=[], phases_s=phases_s,
+        evaluation, graph, table, cluster, runners=[], solver=[], proof={},
+        phases_s=phases_s,
         notes=("the plan was given: nothing was searched",),
     )  # fmt: skip
 
 
 def _report(
     evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster, *,
-    runners: Sequence[Mapping[str, Any]], solver: Sequence[Mapping[str, Any]],
-    overrides: Sequence[Mapping[str, Any]], phases_s: Mapping[str, float], notes: Sequence[str],
+    runners: Sequence[Row], solver: Sequence[Row], proof: Row,
+    phases_s: Mapping[str, float], notes: Sequence[str],
 ) -> Report:  # fmt: skip
     plan, prediction = evaluation.plan, evaluation.prediction
     summary = {
@@ -90,6 +136,7 @@ def _report(
         "peak_memory_bytes": prediction.peak_memory_bytes,
         "memory_bytes": cluster.device.memory_bytes,
         "rests_on": evaluation.rests_on(),
+        **proof,
     }
     return Report(
         plan=plan,
@@ -97,34 +144,12 @@ def _report(
         stages=stage_rows(evaluation),
         components=breakdown(evaluation),
         runners_up=runners,
-        overrides=overrides,
         solver=solver,
         assumptions=(*cluster.assumptions, *_assumptions(evaluation, graph)),
         notes=(*notes, *graph.notes, *_limits(evaluation, graph, table, cluster)),
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
     )
-
-
-def _override_rows(
-    overrides: Overrides, result: SearchResult, free: SearchResult | None
-) -> list[dict[str, Any]]:
-    """What all overrides together cost against the free optimum."""
-    given = overrides.given()
-    if not given:
-        return []
-    text = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    if free is None:
-        return [{"override": text, "effect": "without them no plan fits, or none was searched"}]
-    ours, best = result.best.step_time_s, free.best.step_time_s
-    if ours <= best * (1 + 1e-9):
-        effect = "cost nothing: the free optimum is no faster"
-    else:
-        effect = (
-            f"cost {seconds(ours - best)} a step (+{ours / best - 1:.1%}) against the free "
-            f"optimum, {describe(free.best.plan)} at {seconds(best)}"
-        )
-    return [{"override": text, "effect": effect, "free_step_time_s": best}]
 
 
 def _assumptions(evaluation: Evaluation, graph: Graph) -> list[str]:

@@ -8,25 +8,30 @@ once-per-step work is spread over the micro-batches.
 Readers that want the same state share one re-shard, which no edge can say. So a hub's states are
 pairs: the state a value waits in, and one more it is brought to once (`Wait`).
 
-Blocks are almost series-parallel, so nodes with one or two neighbours are eliminated first, exactly
-(`elimination.py`). What is left is the table of the block's cost over its boundary states; only a
-core with more neighbours goes to the solver.
+Eliminating all nodes but the boundary's (`elimination.py`) gives the table of the block's cost over
+its boundary states. What changes from one data axis or number of micro-batches m to another are few
+costs of parameters,
+
+    c_p(s)                        of parameter p stored as s, on the data axis (`_priced`)
+    a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
+
+so that the rest is built and eliminated once per program.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from costmodel.cost import Cost
 from costmodel.pricing import Pricer
 from costmodel.strategies import RP, Placement, R, Strategy
-from planner.elimination import PairwiseProblem, eliminate
+from planner.elimination import Elimination, PairwiseProblem, Scope, restricted
 from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.solvers import Certificate, objective_of, solve_pairwise
+from planner.solvers import Certificate, solve_pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +45,22 @@ class Wait:
     kinds: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """What a parameter's node adds to the program: the `states` it may be stored in, one for each
+    of the node's; moving it to its readers, as factor `scope`, costs `each` per micro-batch and
+    `once` per step. Where several operators read it, `scope` is the node alone."""
+
+    value: str
+    states: Sequence[Placement]
+    scope: Scope
+    each: np.ndarray
+    once: np.ndarray
+
+
 class BlockProgram:
-    """The program of one block on a tensor axis at given rows. What is paid once per step
-    (parameters) is added by `solve`, for a data-parallel degree and number of micro-batches.
+    """The program of one block on a tensor axis at given rows. How parameters are stored is priced
+    by `solve`, for a data-parallel degree and number of micro-batches.
 
     `inputs` and `outputs` give the states that values crossing the boundary may have.
     `allowed(name, state)` restricts operators (by name, strategies) and values (by name, states)
@@ -64,6 +82,9 @@ class BlockProgram:
         self.allowed = allowed or (lambda name, state: True)
         self.problem = PairwiseProblem()
         self._build()
+        self._storable = {value: self._states(value) for value in self.block.parameters}
+        self._stored = [self._store(value) for value in self.block.parameters]
+        self._elimination = Elimination(self.problem, self.boundary_nodes(), self._changing())
 
     # --- building ---
 
@@ -87,7 +108,7 @@ class BlockProgram:
             results = [s.results[k] for s in self.problem.states[op_name]]
             self._attach(value, op_name, results, first=k == 0)
 
-    def _seconds(self, cost: Cost | None, microbatches: int = 1) -> float:
+    def _seconds(self, cost: Cost | None, microbatches: float = 1) -> float:
         return np.inf if cost is None else cost.seconds(microbatches)
 
     def _slicing(self, operands: Sequence[str], strategy: Strategy) -> float:
@@ -116,9 +137,9 @@ class BlockProgram:
             waits = self._waits(value, sources) if named else self._settled(value, sources)
             may = [not named or self.allowed(value, w.state) for w in waits]
             self.problem.node(name, waits, [0.0 if ok else np.inf for ok in may])
-            into = [[self._entering(value, s, w) for w in waits] for s in sources]
-            self.problem.edge(source, name, np.array(into))
-            self._read(self.problem, value, name, waits)
+            into = {s: [self._entering(value, s, w) for w in waits] for s in set(sources)}
+            self.problem.edge(source, name, np.array([into[s] for s in sources]))
+            self._read(value, name, waits)
             return
         for op, i in readers:
             targets = [s.operands[i] for s in self.layouts.options(op)]
@@ -176,12 +197,12 @@ class BlockProgram:
             return cost
         return cost + self._seconds(self.pricer.reshard(value, wait.state, wait.copy))
 
-    def _read(self, problem: PairwiseProblem, value: str, name: str, waits: Sequence[Wait]) -> None:
+    def _read(self, value: str, name: str, waits: Sequence[Wait]) -> None:
         """Edges from a hub to all readers of its value."""
         for op, i in self.layouts.readers[value]:
             targets = [s.operands[i] for s in self.layouts.options(op)]
             cost = {t: [self._reading(value, w, t) for w in waits] for t in set(targets)}
-            problem.edge(name, op.name, np.array([cost[t] for t in targets]).T)
+            self.problem.edge(name, op.name, np.array([cost[t] for t in targets]).T)
 
     def _reading(self, value: str, wait: Wait, target: Placement) -> float:
         if wait.kinds and target.kind not in wait.kinds:
@@ -193,43 +214,33 @@ class BlockProgram:
     def _edge(
         self, value: str, a: str, left: Sequence[Placement], b: str, right: Sequence[Placement]
     ) -> None:
-        cache: dict[tuple[Placement, Placement], float] = {}
-        for s, t in itertools.product(set(left), set(right)):
-            cache[s, t] = self._seconds(self.pricer.reshard(value, s, t))
-        self.problem.edge(a, b, np.array([[cache[s, t] for t in right] for s in left]))
+        def seconds(source: Placement, target: Placement) -> float:
+            return self._seconds(self.pricer.reshard(value, source, target))
 
-    def _with_parameters(
-        self, pricer: Pricer, allowed: Callable[[str, Placement], bool]
-    ) -> PairwiseProblem:
-        """The program with a node per parameter: how it is stored, what that costs once per
-        step."""
-        problem = PairwiseProblem(
-            states=dict(self.problem.states),
-            unary=dict(self.problem.unary),
-            pairs=dict(self.problem.pairs),
+        self.problem.edge(a, b, _for_all(seconds, left, right))
+
+    # --- parameters ---
+
+    def _store(self, value: str) -> _Stored:
+        """Add the node of a parameter: how it is stored."""
+        node, readers = f"parameter:{value}", self.layouts.readers[value]
+        states = self.stored_states(value)
+        scope: Scope = (node, readers[0][0].name)
+        if len(readers) > 1:
+            waits = self._shared(value, states)
+            self.problem.node(node, waits, np.zeros(len(waits)))
+            self._read(value, node, waits)
+            states, scope = [wait.state for wait in waits], scope[:1]
+            moves = np.array([self._copying(value, wait) for wait in waits])
+        else:
+            op, i = readers[0]
+            targets = [s.operands[i] for s in self.layouts.options(op)]
+            moves = _for_all(partial(self._moving, value), states, targets)
+            self.problem.node(node, states, np.zeros(len(states)))
+            self.problem.edge(node, op.name, moves[..., 0])
+        return _Stored(
+            value=value, states=states, scope=scope, each=moves[..., 0], once=moves[..., 1]
         )
-        m = pricer.setting.num_microbatches
-        for value in self.block.parameters:
-            node = f"parameter:{value}"
-            states = self.stored_states(value)
-            may = {s: self.allowed(value, s) and allowed(value, s) for s in states}
-            once = {s: self._seconds(pricer.parameter_cost(value, s), m) for s in states}
-            if len(self.layouts.readers[value]) > 1:
-                waits = self._shared(value, states)
-                costs = [once[w.state] + self._copying(pricer, value, w) for w in waits]
-                costs = [c if may[w.state] else np.inf for w, c in zip(waits, costs, strict=True)]
-                problem.node(node, waits, costs)
-                self._read(problem, value, node, waits)
-                continue
-            problem.node(node, states, [once[s] if may[s] else np.inf for s in states])
-            op, i = self.layouts.readers[value][0]
-            right = [s.operands[i] for s in self.layouts.options(op)]
-            cost = {
-                (s, t): self._seconds(pricer.reshard_parameter(value, s, t), m)
-                for s, t in itertools.product(states, set(right))
-            }
-            problem.edge(node, op.name, np.array([[cost[s, t] for t in right] for s in states]))
-        return problem
 
     def _shared(self, value: str, states: Sequence[Placement]) -> list[Wait]:
         """How a parameter with several readers is stored; where all of them leave its gradient
@@ -238,14 +249,50 @@ class BlockProgram:
         waits = [w for s in states for w in (Wait(state=s), *self._copies(value, s, wanted))]
         return [*waits, Wait(state=R, copy=RP, kinds=("Rp",))]
 
-    def _copying(self, pricer: Pricer, value: str, wait: Wait) -> float:
+    def _moving(self, value: str, source: Placement, target: Placement) -> tuple[float, float]:
+        """Seconds per micro-batch and per step; a partial gradient is reduced once per step."""
+        cost = self.pricer.reshard_parameter(value, source, target)
+        each = self._seconds(cost, np.inf)
+        return each, 0.0 if cost is None else cost.seconds(1) - each
+
+    def _copying(self, value: str, wait: Wait) -> tuple[float, float]:
         if wait.copy is None:
-            return 0.0
-        price = pricer.reshard_parameter if wait.kinds else pricer.reshard
-        return self._seconds(price(value, wait.state, wait.copy), pricer.setting.num_microbatches)
+            return 0.0, 0.0
+        if wait.kinds:
+            return self._moving(value, wait.state, wait.copy)
+        return self._seconds(self.pricer.reshard(value, wait.state, wait.copy)), 0.0
+
+    def _changing(self) -> set[Scope]:
+        """Factors that depend on the data axis or the number of micro-batches."""
+        nodes: set[Scope] = {(f"parameter:{stored.value}",) for stored in self._stored}
+        return nodes | {stored.scope for stored in self._stored if stored.once.any()}
+
+    def _priced(
+        self, pricer: Pricer, allowed: Callable[[str, Placement], bool], m: float
+    ) -> dict[Scope, np.ndarray]:
+        """Those factors, for m micro-batches."""
+        factors: dict[Scope, np.ndarray] = {}
+        for stored in self._stored:
+            value = stored.value
+            cost = {
+                s: self._seconds(pricer.parameter_cost(value, s), m)
+                if self.allowed(value, s) and allowed(value, s)
+                else np.inf
+                for s in dict.fromkeys(stored.states)
+            }
+            node: Scope = (f"parameter:{value}",)
+            factors[node] = np.array([cost[s] for s in stored.states])
+            if stored.scope == node:
+                factors[node] += stored.each + stored.once / m
+            elif stored.once.any():
+                factors[stored.scope] = stored.each + stored.once / m
+        return factors
 
     def stored_states(self, value: str) -> list[Placement]:
         """States in which a parameter may be stored: replicated, or as some reader takes it."""
+        return self._storable[value]
+
+    def _states(self, value: str) -> list[Placement]:
         readers = self.layouts.readers[value]
         wanted = {s.operands[i] for op, i in readers for s in self.layouts.options(op)}
         return sorted({R} | {t for t in wanted if t.sharded})
@@ -253,29 +300,24 @@ class BlockProgram:
     # --- solving ---
 
     def solve(
-        self, pricer: Pricer, allowed: Callable[[str, Placement], bool] = lambda value, state: True
-    ) -> BlockTable | None:
+        self, pricer: Pricer, allowed: Callable[[str, Placement], bool] = lambda value, state: True,
+        *, microbatches: float | None = None,
+    ) -> BlockTable | None:  # fmt: skip
         """The cheapest assignment for every pair of boundary states; None if there is none at all.
 
-        `pricer` prices the parameters; `allowed` restricts how they are stored.
+        `pricer`, on any data axis with the program's tensor axis and rows, prices the parameters;
+        `allowed` restricts how they are stored. Once-per-step work is spread over `microbatches`,
+        by default the pricer's; infinitely many leave it out.
         """
-        problem = self._with_parameters(pricer, allowed)
-        keep = self.boundary_nodes()
-        reduced = eliminate(problem, keep)
-        shape = [len(problem.states[name]) for name in keep]
-        costs = np.full(shape, np.inf)
-        choices: dict[tuple[int, ...], dict[str, int]] = {}
-        for index in itertools.product(*map(range, shape)):
-            found = reduced.finish(dict(zip(keep, index, strict=True)))
-            if found is None:
-                continue
-            choices[index] = found
-            costs[index] = objective_of(found, problem.unary, problem.pairs)
-        if not choices:
+        m = microbatches or pricer.setting.num_microbatches
+        factors = self._priced(pricer, allowed, m)
+        found = self._elimination.solve(factors)
+        if found is None:
             return None
         return BlockTable(
-            program=self, problem=problem, keep=tuple(keep), costs=costs, choices=choices
-        )
+            program=self, problem=self.problem.changed(factors),
+            keep=tuple(self.boundary_nodes()), costs=found.costs, choices=found,
+        )  # fmt: skip
 
     def boundary_nodes(self) -> list[str]:
         """Nodes of the block's inputs and outputs that have a choice of states: at most one of
@@ -326,7 +368,16 @@ class BlockTable:
         self, index: tuple[int, ...], time_limit_s: float | None = 30.0
     ) -> Certificate | None:
         """The whole program handed to the solver, without elimination: an independent proof."""
-        unary = dict(self.problem.unary)
-        for name, state in zip(self.keep, index, strict=True):
-            unary[name] = np.where(np.arange(len(unary[name])) == state, unary[name], np.inf)
+        unary = restricted(self.problem.unary, dict(zip(self.keep, index, strict=True)))
         return solve_pairwise(unary, self.problem.pairs, time_limit_s=time_limit_s)
+
+
+def _for_all(
+    price: Callable[[Placement, Placement], float | tuple[float, ...]],
+    left: Sequence[Placement],
+    right: Sequence[Placement],
+) -> np.ndarray:
+    """Prices of all pairs, those of equal pairs found once."""
+    rows, columns = ({s: k for k, s in enumerate(dict.fromkeys(side))} for side in (left, right))
+    prices = np.array([[price(s, t) for t in columns] for s in rows])
+    return prices[np.ix_([rows[s] for s in left], [columns[t] for t in right])]

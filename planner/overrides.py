@@ -1,103 +1,93 @@
-"""Overrides: what the user has decided, as restrictions on the search before it starts."""
+"""Overrides: what the user has decided, as restrictions on the search before it starts.
+
+A value that can't be and two overrides that can't both hold are refused here, where nothing but the
+overrides is known; what takes the model's blocks to see is refused by `planner.restrictions`, what
+takes the cluster and the batch by `check_overrides`.
+"""
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
 
-from costmodel.graph import Graph
-from costmodel.schedule import EXECUTABLE
-from planner.plan import RUNS, compress_names, expand_names
+from costmodel.schedule import EXECUTABLE, SCHEDULES
+from planner.override_values import (
+    BY_BLOCK,
+    CHOICES,
+    COUNTS,
+    FORBIDS,
+    MESH,
+    OverrideError,
+    check_forbid,
+    check_shardings,
+    check_stages,
+    check_value,
+)
+from planner.plan import RUNS
 
+_DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"
-DEGREES = ("tp", "dp", "pp", "microbatch_size", "num_microbatches")
-FORBIDDABLE = ("tp", "dp", "pp", "zero", "recompute", *EXECUTABLE)
-
-
-class OverrideError(ValueError):
-    """An override that can't hold: names the value, the place, the legal values and the way out."""
+# what the executor runs, by override
+_EXECUTABLE: Mapping[str, tuple[Any, ...]] = MappingProxyType({**RUNS, "schedule": EXECUTABLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
     """Decisions taken by the user; whatever is None stays free.
 
-    `tp`, `dp` are the degrees of every stage, `pp` the number of stages. `microbatch_size` is rows
-    per data-parallel rank and micro-batch. `stages` lists the blocks of each stage
-    (`"layers.0-11"` is a range). `shardings` maps globs over modules, operators or parameters to
-    decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`). `forbid` lists what must not
-    be used: "tp", "dp", "pp", "zero", "recompute" or a schedule.
+    By block, as one value for all or a mapping from block names (`"layers.0-11"` is a range, `*`
+    stays within one component, `**` crosses dots) to values, blocks without a match being free:
+    `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
+    among which ZeRO divides, `recompute` "none", "selective" or "full".
+
+    Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
+    `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
+    `schedule`, and `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
+    node). `stages` lists the blocks of each stage. `shardings` maps globs over modules, operators
+    or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`). `forbid`
+    lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
-    tp: int | None = None
-    dp: int | None = None
+    tp: int | Mapping[str, int] | None = None
+    dp: int | Mapping[str, int] | None = None
+    cp: int | Mapping[str, int] | None = None
+    ep: int | Mapping[str, int] | None = None
     pp: int | None = None
+    virtual_stages: int | None = None
     microbatch_size: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
-    zero: int | None = None
-    recompute: str | None = None
+    placement: str | None = None
+    zero: int | Mapping[str, int] | None = None
+    dp_shard: int | Mapping[str, int] | None = None
+    recompute: str | Mapping[str, str] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name in DEGREES:
-            value = getattr(self, name)
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise OverrideError(
-                    f"override {name}={value!r}: legal: an integer from 1, or None to leave it free"
-                )
-        for name, legal in (
-            ("schedule", tuple(EXECUTABLE)),
-            ("zero", RUNS["zero"]),
-            ("recompute", RUNS["recompute"]),
-        ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value not in legal):
-                raise OverrideError(
-                    f"override {name}={value!r}: legal: {', '.join(map(str, legal))}, or None to "
-                    "leave it free"
-                )
-        self._check_forbid()
-        self._check_stages()
-        self._check_shardings()
+        for name in (*BY_BLOCK, *COUNTS, "schedule", "placement"):
+            check_value(name, getattr(self, name))
+        check_forbid(self.forbid)
+        check_stages(self.stages)
+        check_shardings(self.shardings)
+        for forbidden in self.forbid:
+            self._check_forbidden(forbidden)
+        self._check_meshes()
+        self._check_shards()
+        self._check_virtual()
+        self._check_count()
 
-    def _check_forbid(self) -> None:
-        if isinstance(self.forbid, str):
-            raise OverrideError(
-                f"override forbid={self.forbid!r}: legal: a list of names, forbid=[{self.forbid!r}]"
-            )
-        for name in self.forbid:
-            if name not in FORBIDDABLE:
-                near = difflib.get_close_matches(str(name), FORBIDDABLE, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise OverrideError(
-                    f"override forbid={name!r}: legal: {', '.join(FORBIDDABLE)}{hint}"
-                )
-
-    def _check_stages(self) -> None:
-        if self.stages is None:
-            return
-        legal = 'a list of block names per stage, e.g. [["embed", "layers.0-5"], ["layers.6-11"]]'
-        if isinstance(self.stages, str) or not self.stages:
-            raise OverrideError(f"override stages={self.stages!r}: legal: {legal}")
-        for k, stage in enumerate(self.stages):
-            if isinstance(stage, str) or not stage or not all(isinstance(n, str) for n in stage):
-                raise OverrideError(f"override stages[{k}]={stage!r}: legal: {legal}")
-
-    def _check_shardings(self) -> None:
-        if not isinstance(self.shardings, Mapping) or not all(
-            isinstance(text, str) for item in self.shardings.items() for text in item
-        ):
-            raise OverrideError(
-                f"override shardings={self.shardings!r:.80}: legal: a dict of glob: decision, e.g. "
-                '{"layers.*.mlp.up_proj": "colwise"}'
-            )
+    def items(self, name: str) -> Iterator[tuple[str | None, Any]]:
+        """(glob, value) of an override; the glob is None where one value is for all."""
+        value = getattr(self, name)
+        if isinstance(value, Mapping):
+            yield from value.items()
+        elif value is not None:
+            yield None, value
 
     def given(self) -> dict[str, object]:
         """The overrides that are set, by name."""
@@ -107,82 +97,207 @@ class Overrides:
             name: value for name, value in values.items() if value is not None and name not in empty
         }
 
-    def effective(self) -> Overrides:
-        """`forbid` turned into the values it leaves; a contradiction names both overrides."""
-        changes: dict[str, object] = {}
-        for name, value in (("tp", 1), ("dp", 1), ("pp", 1), ("zero", 0), ("recompute", "none")):
-            if name in self.forbid:
-                asked = getattr(self, name)
-                if asked not in (None, value):
-                    raise OverrideError(
-                        f"override {name}={asked!r} contradicts forbid={name!r}: "
-                        "drop one of the two"
-                    )
-                changes[name] = value
-        if self.schedule in self.forbid:
-            raise OverrideError(
-                f"override schedule={self.schedule!r} contradicts forbid={self.schedule!r}: "
-                "drop one of the two"
-            )
-        self.schedules()
-        if self.stages is not None:
-            count = len(self.stages)
-            if "pp" in self.forbid and count > 1:
-                raise OverrideError(
-                    f"override stages= with {count} stages contradicts forbid='pp': "
-                    "drop one of the two"
-                )
-            if self.pp not in (None, count):
-                raise OverrideError(
-                    f"override pp={self.pp} contradicts stages= with {count} stages: "
-                    "drop one of the two"
-                )
-        return replace(self, **changes)  # type: ignore[arg-type]
+    def left(self, name: str) -> tuple[Any, ...]:
+        """The values of a choice (zero, recompute, schedule, placement) that are not forbidden."""
+        kept = [FORBIDS[f][1] for f in self.forbid if f in FORBIDS and FORBIDS[f][0] == name]
+        return tuple(v for v in CHOICES[name] if all(v in values for values in kept))
 
-    def schedules(self) -> list[str]:
-        """Schedules left to search."""
-        wanted = [self.schedule] if self.schedule else list(EXECUTABLE)
-        left = [s for s in wanted if s not in self.forbid]
-        if not left:
+    def everywhere(self, name: str) -> Any:
+        """The one value that is given for all blocks, or that `forbid` leaves; else None."""
+        value = getattr(self, name)
+        if value is not None and not isinstance(value, Mapping):
+            return value
+        if name in CHOICES:
+            left = self.left(name)
+        else:
+            left = FORBIDS[name][1] if name in self.forbid else ()
+        return left[0] if len(left) == 1 else None
+
+    def virtual(self) -> tuple[int | None, str]:
+        """Stages per device group, where it is known, and the override that says so."""
+        if self.virtual_stages is not None:
+            return self.virtual_stages, f"virtual_stages={self.virtual_stages}"
+        for name in ("virtual_stages", "pp"):  # without a pipeline there is one stage
+            if name in self.forbid:
+                return 1, f"forbid={name!r}"
+        each = SCHEDULES[self.schedule].stages_per_device if self.schedule else None
+        return each, f"schedule={self.schedule!r}"
+
+    # --- two overrides ---
+
+    def _check_forbidden(self, forbidden: str) -> None:
+        name, left = FORBIDS.get(forbidden, ("", ()))
+        for pattern, value in self.items(name) if name else ():
+            if value not in left:
+                raise OverrideError(
+                    f"override {spelled(name, pattern, value)} contradicts forbid={forbidden!r}: "
+                    f"{_DROP}"
+                )
+
+    def _check_meshes(self) -> None:
+        """Degrees that differ from block to block need stages of unequal meshes."""
+        for name in MESH:
+            values = getattr(self, name)
+            if not isinstance(values, Mapping) or len(set(values.values())) < 2:
+                continue
+            other = ""
+            if "unequal_meshes" in self.forbid:
+                other = "forbid='unequal_meshes'"
+            elif name == "dp" and self.microbatch_size is not None:
+                # dp · microbatch_size rows are one micro-batch, which all stages share
+                other = f"microbatch_size={self.microbatch_size}"
+            if other:
+                raise OverrideError(
+                    f"override {name}={dict(values)!r:.80} contradicts {other}: {_DROP}"
+                )
+
+    def _check_shards(self) -> None:
+        for at, stage in self.items("zero"):
+            for among, ranks in self.items("dp_shard"):
+                if stage == 0 and None in (at, among):
+                    raise OverrideError(
+                        f"override {spelled('zero', at, stage)} contradicts "
+                        f"{spelled('dp_shard', among, ranks)}: without ZeRO nothing is divided; "
+                        f"{_DROP}"
+                    )
+
+    def _check_virtual(self) -> None:
+        if "pp" in self.forbid and (self.virtual_stages or 1) > 1:
             raise OverrideError(
-                f"forbid={sorted(self.forbid)} leaves no schedule; legal: {', '.join(EXECUTABLE)}"
+                f"override virtual_stages={self.virtual_stages} contradicts forbid='pp': {_DROP}"
             )
-        return left
+        if self.schedule is None:
+            return
+        each, (found, who) = SCHEDULES[self.schedule].stages_per_device, self.virtual()
+        needless = each is None and found == 1 and self.virtual_stages is None
+        if needless or (each is not None and found != each):
+            raise OverrideError(
+                f"override schedule={self.schedule!r} contradicts {who}: it places "
+                f"{'several stages' if each is None else each} on each device group; legal for "
+                f"virtual_stages={found}: {', '.join(schedules_with(found))}; {_DROP}"
+            )
+
+    def _check_count(self) -> None:
+        """`stages` are pp device groups times virtual_stages."""
+        if self.stages is None:
+            return
+        count, pp, (each, who) = len(self.stages), self.everywhere("pp"), self.virtual()
+        unit = (pp or 1) * (each or 1)
+        if not (count == unit if pp and each else count % unit == 0):
+            asked = [f"pp={pp}" if self.pp else "forbid='pp'"] if pp else []
+            asked += [who] if (each or 1) > 1 else []
+            raise OverrideError(
+                f"override {' with '.join(asked)} contradicts stages= with {count} stages: {_DROP}"
+            )
+
+
+def spelled(name: str, pattern: str | None, value: Any) -> str:
+    """One value as the override spells it."""
+    return f"{name}={value!r}" if pattern is None else f"{name}={{{pattern!r}: {value!r}}}"
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def schedules_with(virtual_stages: int | None) -> tuple[str, ...]:
+    """Schedules worth it with so many stages per device group: interleaving one stage is 1F1B."""
+    found = {name: schedule.stages_per_device for name, schedule in SCHEDULES.items()}
+    return tuple(
+        name
+        for name, each in found.items()
+        if virtual_stages is None or each == virtual_stages or (each is None and virtual_stages > 1)
+    )
+
+
+def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
+    """The schedule that is given, or those of `legal` that place so many stages and are left."""
+    if overrides.schedule is not None:
+        return [overrides.schedule]
+    fitting = [s for s in schedules_with(overrides.virtual()[0]) if s in legal]
+    left = [s for s in fitting if s in overrides.left("schedule")]
+    if not left:
+        each, who = overrides.virtual()
+        raise OverrideError(
+            f"override forbid={sorted(overrides.forbid)}{f' with {who}' if each else ''} leaves no "
+            f"schedule; legal: {', '.join(fitting)}"
+        )
+    return left
+
+
+def runnable(overrides: Overrides) -> Overrides:
+    """The overrides with everything forbidden that can be planned, but not run yet. Raises
+    `OverrideError` for an override that asks for it."""
+    for name, legal in _EXECUTABLE.items():
+        for pattern, value in overrides.items(name):
+            if value not in legal:
+                raise OverrideError(
+                    f"override {spelled(name, pattern, value)} can be planned, but not run yet; "
+                    f"the executor runs {', '.join(map(str, legal))}"
+                )
+    more = [
+        forbidden
+        for forbidden, (name, left) in FORBIDS.items()
+        if set(_EXECUTABLE.get(name, ("any",))) <= set(left) and forbidden not in overrides.forbid
+    ]
+    return replace(overrides, forbid=(*overrides.forbid, *more))
+
+
+# --- against the cluster and the batch -----------------------------------------------------------
 
 
 def check_overrides(
-    overrides: Overrides, *, num_devices: int, global_batch_size: int, num_blocks: int
+    overrides: Overrides,
+    *,
+    num_devices: int,
+    global_batch_size: int,
+    num_blocks: int,
+    executable: bool = False,
 ) -> None:
     """What must hold between degrees, cluster, batch and blocks, before anything is searched.
 
-    With `tp` and `dp` all stages are alike: `tp · dp` divides the devices, `tp · dp · pp` is their
-    number. Stages of other meshes need `pp` times what is given at most. `dp · microbatch_size ·
-    num_microbatches` divides the batch, and is the batch where all three are given.
+    Where `tp`, `cp` and `dp` are one value for all blocks all stages are alike: `tp · cp · dp`
+    divides the devices, `tp · cp · dp · pp` is their number. Stages of other meshes need `pp` times
+    what is given at most. `dp · microbatch_size · num_microbatches` divides the batch, and is the
+    batch where all three are given.
     """
-    wanted = overrides.effective()
-    pp = len(wanted.stages) if wanted.stages else wanted.pp
-    if pp is not None and pp > num_blocks:
+    wanted = runnable(overrides) if executable else overrides
+    pp, (each, _) = wanted.everywhere("pp"), wanted.virtual()
+    stages = len(wanted.stages) if wanted.stages else pp and pp * (each or 1)
+    if pp is None and stages and each:
+        pp = stages // each
+    if stages is not None and stages > num_blocks:
+        asked = {"pp": pp or stages}
+        if each is not None and each > 1:
+            asked["virtual_stages"] = each
         raise OverrideError(
-            f"override pp={pp}: the model has {num_blocks} blocks; legal: 1 to {num_blocks}"
+            f"override {_shown(asked, ())}: the model has {num_blocks} blocks; legal: 1 to "
+            f"{num_blocks} stages"
         )
-    mesh = {"tp": wanted.tp, "dp": wanted.dp}
+    mesh = {name: wanted.everywhere(name) for name in ("tp", "cp", "dp")}
+    if mesh["cp"] == 1:
+        del mesh["cp"]
+    forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    if pp is None:
-        _check_product(mesh, num_devices, devices, wanted.forbid, free=True)
-    elif None in mesh.values():
-        _check_product(mesh, num_devices, devices, wanted.forbid, free=True)
+    for name in mesh:
+        for pattern, value in wanted.items(name):
+            if pattern is not None and value > num_devices:
+                raise OverrideError(
+                    f"override {spelled(name, pattern, value)}: more than {devices}; {_WAY_OUT}"
+                )
+    if pp is None or None in mesh.values():
+        _check_product(mesh, num_devices, devices, forbidden, free=True)
         least = {name: n for name, n in {**mesh, "pp": pp}.items() if n is not None}
         needed = math.prod(least.values())
         if needed > num_devices:
             raise OverrideError(
-                f"override {_shown(least, wanted.forbid)}: needs at least {needed} devices, more "
+                f"override {_shown(least, forbidden)}: needs at least {needed} devices, more "
                 f"than {devices}; {_WAY_OUT}"
             )
     else:
-        _check_product({**mesh, "pp": pp}, num_devices, devices, wanted.forbid, free=False)
-    rows = {name: getattr(wanted, name) for name in ("dp", "microbatch_size", "num_microbatches")}
+        _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
+    rows = {name: wanted.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")}
     batch, free = f"global_batch_size={global_batch_size}", None in rows.values()
-    _check_product(rows, global_batch_size, batch, wanted.forbid, free=free)
+    _check_product(rows, global_batch_size, batch, forbidden, free=free)
 
 
 def _check_product(
@@ -211,35 +326,3 @@ def _shown(given: Mapping[str, int], forbidden: Collection[str]) -> str:
         f"{name}={value}" + (f" (forbid={name!r})" if name in forbidden else "")
         for name, value in given.items()
     )
-
-
-def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
-    """Block positions at which the overridden stages end; None where stages are free."""
-    if overrides.stages is None:
-        return None
-    names = [block.name for block in graph.blocks]
-    cuts: list[int] = []
-    position = 0
-    for k, stage in enumerate(overrides.stages):
-        for name in expand_names(stage):
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-                raise OverrideError(
-                    f"override stages[{k}]: no block {name!r}; "
-                    f"nearest: {', '.join(near) or 'none'}; "
-                    f"legal: {', '.join(compress_names(names))}"
-                )
-            if position >= len(names) or names[position] != name:
-                expected = names[position] if position < len(names) else "nothing more"
-                raise OverrideError(
-                    f"override stages[{k}]: block {name!r} out of order, expected {expected!r}; "
-                    "stages must cover the blocks once, in order"
-                )
-            position += 1
-        cuts.append(position)
-    if position != len(names):
-        raise OverrideError(
-            f"override stages: in no stage: {', '.join(compress_names(names[position:]))}; "
-            "stages must cover the blocks once, in order"
-        )
-    return cuts

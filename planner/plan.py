@@ -18,8 +18,17 @@ from typing import Any
 FORMAT = 1
 RECOMPUTE = ("none", "selective", "alternate", "full")
 ZERO = (0, 1, 2, 3)
-# what the search chooses from and the executor runs so far; the rest can be priced
-RUNS = {"zero": (0, 1), "recompute": ("none", "full")}
+# which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
+PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
+# what the executor runs so far; the rest can be planned and priced
+RUNS = {
+    "zero": (0, 1),
+    "recompute": ("none", "full"),
+    "cp": (1,),
+    "ep": (1,),
+    "virtual_stages": (1,),
+    "placement": PLACEMENTS[:1],
+}
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 

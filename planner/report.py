@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from planner.evaluate import Evaluation
-from planner.plan import RECOMPUTE, Plan, compress_names, compress_ranks
+from planner.plan import RECOMPUTE, Plan, StagePlan, compress_names, compress_ranks
+from planner.stage_sums import StageCosts
 
 GIB = 2**30
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
@@ -37,12 +38,20 @@ class Components:
 
 
 def breakdown(evaluation: Evaluation) -> Components:
-    """Components of the stage that is busy longest."""
-    m = evaluation.plan.num_microbatches
-    busiest = max(evaluation.stages, key=lambda s: s.forward_s + s.backward_s)
-    communication = float(m * (busiest.forward_comm_s + busiest.backward_comm_s))
-    busy = float(m * (busiest.forward_s + busiest.backward_s))
-    once = float(busiest.reduce_s), float(busiest.optimizer_s)
+    """Components of the device group that is busy longest; it may run several stages."""
+    plan, m = evaluation.plan, evaluation.plan.num_microbatches
+    groups = [
+        [s for s, own in zip(evaluation.stages, plan.stages, strict=True) if own.ranks == ranks]
+        for ranks in plan.devices
+    ]
+
+    def total(group: Sequence[StageCosts], *names: str) -> float:
+        return float(sum(getattr(s, name) for s in group for name in names))
+
+    busiest = max(groups, key=lambda group: total(group, "forward_s", "backward_s"))
+    communication = m * total(busiest, "forward_comm_s", "backward_comm_s")
+    busy = m * total(busiest, "forward_s", "backward_s")
+    once = total(busiest, "reduce_s"), total(busiest, "optimizer_s")
     bubble = max(0.0, evaluation.prediction.step_time_s - busy - sum(once))
     return Components(
         compute_s=busy - communication,
@@ -53,21 +62,55 @@ def breakdown(evaluation: Evaluation) -> Components:
     )
 
 
+Row = Mapping[str, Any]
+
+
+class Later(Protocol):
+    """What takes more planning to answer, so that it waits until it is asked."""
+
+    def alternatives(self) -> Sequence[Row]: ...
+
+    def overrides(self) -> Sequence[Row]: ...
+
+    def sensitivity(self) -> Sequence[Row]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data."""
+    """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data.
+
+    `alternatives`, `overrides` and `sensitivity()` are found when they are first asked for: of
+    several ranks, by the one that searched.
+    """
 
     plan: Plan
-    summary: Mapping[str, Any]
-    stages: Sequence[Mapping[str, Any]]
+    summary: Row
+    stages: Sequence[Row]
     components: Components
-    runners_up: Sequence[Mapping[str, Any]]
-    overrides: Sequence[Mapping[str, Any]]
-    solver: Sequence[Mapping[str, Any]]
+    runners_up: Sequence[Row]
+    solver: Sequence[Row]
     assumptions: Sequence[str]
     notes: Sequence[str]
     phases_s: Mapping[str, float]
     timeline: Mapping[str, Any]
+    later: Later | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def alternatives(self) -> Sequence[Row]:
+        """The best plan of each family that the chosen one does not belong to: its step time, how
+        much `slower`, seconds more by component (`components_s`); or what it lacks
+        (`shortfall_bytes`), or takes at least (`bound_s`)."""
+        return self.later.alternatives() if self.later else []
+
+    @property
+    def overrides(self) -> Sequence[Row]:
+        """What the given overrides cost, all together and each, against doing without."""
+        return self.later.overrides() if self.later else []
+
+    def sensitivity(self) -> Sequence[Row]:
+        """Which property of the cluster, scaled by how much, would flip the decision and to what;
+        the plans known from the search are priced again, so that it takes seconds."""
+        return self.later.sensitivity() if self.later else []
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: seconds, bytes, names."""
@@ -76,6 +119,7 @@ class Report:
             "stages": [dict(s) for s in self.stages],
             "components_s": self.components.as_dict(),
             "runners_up": [dict(r) for r in self.runners_up],
+            "alternatives": [dict(a) for a in self.alternatives],
             "overrides": [dict(o) for o in self.overrides],
             "solver": [dict(s) for s in self.solver],
             "assumptions": list(self.assumptions),
@@ -94,7 +138,7 @@ class Report:
             self._stage_table(),
             self._where(),
             self._overrides(),
-            self._runners(),
+            self._others(),
             _bullets("Notes", self.notes),
             _bullets("Assumed", self.assumptions),
             self._shardings(),
@@ -112,14 +156,26 @@ class Report:
             f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
             f"peak memory {max(s['peak_memory_bytes']) / GIB:.1f} of "
             f"{s['memory_bytes'] / GIB:.1f} GiB",
+            *self._proof(),
+        ]
+
+    def _proof(self) -> list[str]:
+        s = self.summary
+        if "bound_s" not in s:
+            return []
+        early = "" if s["complete"] else "; the time limit ended the search before that was closed"
+        return [
+            f"  no plan of the space is faster than {seconds(s['bound_s'])} at these prices: gap "
+            f"{s['gap']:.1%}{early}"
         ]
 
     def _stage_table(self) -> list[str]:
-        head = "stage blocks ranks dp×tp zero recompute forward backward comm memory"
+        head = "stage blocks ranks mesh zero recompute forward backward comm memory"
         rows: list[tuple[str, ...]] = [tuple(head.split())]
         for k, s in enumerate(self.stages):
-            decided = (str(k), ", ".join(s["blocks"]), s["ranks"], f"{s['dp']}×{s['tp']}")
-            modes = (str(s["zero"]), s["recompute"])
+            decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
+            within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
+            modes = (f"{s['zero']}{within}", s["recompute"])
             times = (s["forward_s"], s["backward_s"], s["communication_s"])
             memory = f"{s['memory_bytes'] / GIB:.1f} GiB"
             rows.append((*decided, *modes, *map(seconds, times), memory))
@@ -134,22 +190,31 @@ class Report:
             f"{name} {seconds(value if value > total * 1e-9 else 0.0)} ({value / total:.0%})"
             for name, value in self.components.as_dict().items()
         ]
-        return ["Where the step goes (busiest stage)", "  " + ", ".join(parts)]
+        return ["Where the step goes (busiest devices)", "  " + ", ".join(parts)]
 
     def _overrides(self) -> list[str]:
         if not self.overrides:
             return []
         return ["Overrides", *(f"  {o['override']}: {o['effect']}" for o in self.overrides)]
 
-    def _runners(self) -> list[str]:
-        if not self.runners_up:
+    def _others(self) -> list[str]:
+        """Alternatives and runners-up, fastest first, one line per plan; then what has none."""
+        found: dict[str, tuple[list[str], Row]] = {}
+        for row in (*self.alternatives, *self.runners_up):
+            if row.get("plan"):
+                found.setdefault(row["plan"], ([], row))[0].extend(_family(row))
+        rows = sorted(found.values(), key=lambda item: item[1]["step_time_s"])
+        without = [row for row in self.alternatives if not row["plan"]]
+        if not rows and not without:
             return []
         return [
-            "Runners-up",
+            "Why not something else (the best found of each family)",
             *(
-                f"  {r['plan']}: {seconds(r['step_time_s'])} (+{r['slower']:.1%}), {r['why']}"
-                for r in self.runners_up
+                f"  {', '.join(names) or 'next best'}: {seconds(r['step_time_s'])} "
+                f"({r['slower']:+.1%}), {r['why']}\n    {r['plan']}"
+                for names, r in rows
             ),
+            *(f"  {row['family']}: {row['why']}" for row in without),
         ]
 
     def _shardings(self) -> list[str]:
@@ -176,6 +241,24 @@ class Report:
     def _phases(self) -> list[str]:
         spent = ", ".join(f"{name} {s:.1f} s" for name, s in self.phases_s.items())
         return [f"Planned in {sum(self.phases_s.values()):.1f} s: {spent}"]
+
+
+def _family(row: Row) -> list[str]:
+    return [row["family"]] if "family" in row else []
+
+
+def sensitivity_lines(rows: Sequence[Row]) -> list[str]:
+    """What `Report.sensitivity` found, as text."""
+    lines = []
+    for row in rows:
+        if row["factor"] is None:
+            said = "no flip between 1/4 and 4"
+        elif row["plan"] is None:
+            said = f"times {row['factor']:.3g}: no plan known from the search fits"
+        else:
+            said = f"times {row['factor']:.3g}: {row['plan']}"
+        lines.append(f"  {row['property']} {said}")
+    return ["What would flip the decision", *lines]
 
 
 def _bullets(title: str, lines: Sequence[str]) -> list[str]:
@@ -214,18 +297,26 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def describe(plan: Plan) -> str:
     """A plan in a line: degrees, schedule, micro-batches."""
-    meshes = list(dict.fromkeys((s.dp, s.tp) for s in plan.stages))
-    mesh = " | ".join(f"dp{d}×tp{t}" for d, t in meshes[:4]) + (" ..." if len(meshes) > 4 else "")
-    stages = f"pp{len(plan.stages)} × " if len(plan.stages) > 1 else ""
+    meshes = list(dict.fromkeys(map(mesh_words, plan.stages)))
+    mesh = " | ".join(meshes[:4]) + (" ..." if len(meshes) > 4 else "")
+    groups = len(plan.devices)
+    stages = f"pp{groups} × " if groups > 1 else ""
+    each = len(plan.stages) // groups
     words = [
         f"{stages}{mesh}",
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
         f"{_many(plan.microbatch_rows, 'row')}",
     ]
-    if len(plan.stages) > 1:
-        words.insert(1, plan.schedule)
+    if groups > 1:
+        words.insert(1, plan.schedule + (f" with {each} stages on each" if each > 1 else ""))
     words += [_zero_words(plan), _recompute_words(plan)]
     return ", ".join(filter(None, words))
+
+
+def mesh_words(stage: StagePlan) -> str:
+    """dp4×tp2; cp and ep where they are used."""
+    degrees = [("dp", stage.dp), ("cp", stage.cp), ("ep", stage.ep), ("tp", stage.tp)]
+    return "×".join(f"{name}{n}" for name, n in degrees if n > 1 or name in ("dp", "tp"))
 
 
 def _zero_words(plan: Plan) -> str:
@@ -260,7 +351,7 @@ def why_slower(chosen: Components, other: Components) -> str:
     return "; ".join([*parts, *gains]) or "equal in every component"
 
 
-def _policy_counts(policies: Sequence[str]) -> str:
+def policy_counts(policies: Sequence[str]) -> str:
     """full, or 6 full 2 none."""
     counts = Counter(policies)
     return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
@@ -275,15 +366,21 @@ def stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
                 "blocks": compress_names(stage.blocks),
                 "ranks": compress_ranks(stage.ranks),
                 "dp": stage.dp,
+                "cp": stage.cp,
+                "ep": stage.ep,
                 "tp": stage.tp,
+                "mesh": mesh_words(stage),
+                "dp_shard": stage.dp_shard,
                 "zero": stage.zero,
-                "recompute": _policy_counts(stage.policies),
+                "recompute": policy_counts(stage.policies),
                 "forward_s": float(costs.forward_s),
                 "backward_s": float(costs.backward_s),
                 "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),
                 "gradient_reduction_s": float(costs.reduce_s),
                 "optimizer_s": float(costs.optimizer_s),
-                "memory_bytes": evaluation.prediction.peak_memory_bytes[k],
+                "memory_bytes": evaluation.prediction.peak_memory_bytes[
+                    evaluation.plan.devices.index(stage.ranks)
+                ],
                 "microbatches_in_flight": evaluation.in_flight[k],
             }
         )

@@ -1,79 +1,106 @@
-"""The outer search: micro-batches, schedule, meshes; the inter-op DP inside; candidates re-priced
-by simulation.
+"""The outer search: every decision together, best first, with a bound.
 
-For every number of micro-batches m, the costs of all stages on all meshes go into one table, and
-the inter-op DP finds the best cut for each schedule. The best candidates become plans, are priced
-by the event simulation, and the fastest one that fits is chosen; the others are kept as runners-up.
+Plans with equal stages (`equal_stages.py`) are estimated all at once and explored in the order of
+their estimates: cut exactly, then simulated. The inter-op DP (`unequal_stages.py`) then looks, for
+each number of micro-batches whose bound leaves room, for a plan with different meshes that beats
+the incumbent. The fastest plans are written out and priced again from what is written.
+
+What was not explored has a lower bound on its step time; the least of these bounds and the chosen
+step time is the bound of the whole search, and their ratio its gap.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import heapq
+import itertools
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any, TypeVar
 
 from costmodel.cost import OpProfile
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.schedule import in_flight
 from costmodel.target import EAGER, Target
-from planner.candidates import Candidate, Variant, distinct, make_candidate
+from planner.candidates import Candidate, Draft, Step, make_candidate, make_draft
+from planner.chain import boundary_index
 from planner.check import check_plan
-from planner.inter_op import InterOpSolution, StageTable, minimal_shortfall, solve_inter_op
-from planner.overrides import OverrideError, Overrides, stage_cuts
+from planner.equal_stages import Drafted, EqualStages, Node, Slot
+from planner.leanest import lean_slots, leanest
+from planner.overrides import OverrideError, Overrides
+from planner.relax import Relaxation, relaxations, way_out
 from planner.report import describe
+from planner.restrictions import Restrictions, restrict
 from planner.shardings import resolve_shardings
 from planner.solvers import Certificate
-from planner.stage_costs import MODES, StageCoster, boundary_index
-from planner.stage_sums import stage_costs
+from planner.space import Mesh, Space
+from planner.stage_costs import StageCoster
+from planner.unequal_stages import UnequalStages
 from profiles.cluster import Cluster
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-MAX_MICROBATCH_CHOICES = 12
-MIN_CANDIDATES = 6
-CANDIDATE_SLACK = (
-    1.25  # what the DP puts within this factor of its best is priced by simulation, too
-)
-DP_GAP = (
-    0.002  # the DP may stop this close to its bound; candidates are re-priced by simulation anyway
-)
+OPTIMISM = 0.93  # estimates are trusted to be no more than this much too high
+OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
+MAX_KEPT = 6  # plans of different shapes kept for the report
+MAX_PROOFS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The chosen plan first, runners-up after it; solver certificates of its block classes by block
-    name; seconds spent per phase; what was left out and why."""
+    """The chosen plan first, runners-up after it (some of them drafts); the best of each family,
+    by its name; solver certificates of the chosen plan's block classes by block name; CPU seconds
+    spent per phase; what was left out and why.
 
-    candidates: tuple[Candidate, ...]
+    No plan that the search may choose takes less than `bound_s` under the cost model. `complete`
+    says that no time limit cut the search short.
+    """
+
+    candidates: tuple[Candidate | Draft, ...]
     certificates: Mapping[str, Certificate]
     phases_s: Mapping[str, float]
     notes: tuple[str, ...]
+    bound_s: float
+    complete: bool = True
 
     @property
     def best(self) -> Candidate:
-        return self.candidates[0]
+        best = self.candidates[0]
+        assert isinstance(best, Candidate)
+        return best
+
+    @property
+    def gap(self) -> float:
+        """Fraction by which the chosen step may exceed the fastest there is."""
+        return max(0.0, self.best.step_time_s / self.bound_s - 1.0)
 
 
 class InfeasibleError(ValueError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
-    closest."""
+    closest; `relaxations`, what would help by itself, the cheapest first."""
 
-    def __init__(self, message: str, shortfall_bytes: Sequence[float]) -> None:
+    def __init__(
+        self, message: str, shortfall_bytes: Sequence[float],
+        relaxations: Sequence[Relaxation] = (),
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.shortfall_bytes = tuple(shortfall_bytes)
+        self.relaxations = tuple(relaxations)
 
-    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, tuple[float, ...]]]:
-        return InfeasibleError, (str(self), self.shortfall_bytes)
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[Any, ...]]:
+        return InfeasibleError, (str(self), self.shortfall_bytes, self.relaxations)
 
 
 @dataclass(slots=True)
 class Search:
-    """One search: graph × cluster × overrides -> plans."""
+    """One search: graph × cluster × overrides -> plans.
+
+    `executable` leaves only what the executor runs. `coster` is another search's, to reuse what it
+    priced; `time_limit_s` ends the search with the best plan found by then.
+    """
 
     graph: Graph
     table: FactorTable
@@ -84,231 +111,194 @@ class Search:
     overrides: Overrides
     target: Target = EAGER
     profile: OpProfile | None = None
+    executable: bool = False
+    time_limit_s: float | None = None
+    coster: StageCoster | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
-    cuts: list[int] | None = None
-    coster: StageCoster = field(init=False)
+    slots: list[Slot] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    restrictions: Restrictions = field(init=False)
+    space: Space = field(init=False)
+    equal: EqualStages = field(init=False)
+    unequal: UnequalStages = field(init=False)
+    _deadline: float | None = None
+    _complete: bool = True
 
     def __post_init__(self) -> None:
-        self.overrides = self.overrides.effective()
-        self.cuts = stage_cuts(self.overrides, self.graph)
+        self.restrictions = restrict(self.overrides, self.graph, executable=self.executable)
         entries = {}
-        if self.overrides.shardings:
+        if self.restrictions.shardings:
             entries = resolve_shardings(
-                self.graph, self.graph.blocks, self.overrides.shardings, "override shardings"
+                self.graph, self.graph.blocks, self.restrictions.shardings, "override shardings"
             )
-        self.coster = StageCoster(
-            self.graph, self.table, self.cluster, self.precision, self.optimizer, entries,
-            target=self.target, profile=self.profile,
+        self.space = Space(
+            graph=self.graph, table=self.table, cluster=self.cluster,
+            global_batch_size=self.global_batch_size, restrictions=self.restrictions,
         )  # fmt: skip
+        at = self.space.cut_positions()
+        if self.coster is None:
+            self.coster = StageCoster(
+                self.graph, self.table, self.cluster, self.precision, self.optimizer, entries,
+                target=self.target, profile=self.profile, cut_at=at,
+            )  # fmt: skip
+        else:
+            self.coster = self.coster.deciding(entries, at)
+        self.equal = EqualStages(self.space, self.coster)
+        self.unequal = UnequalStages(self.space, self.equal)
 
-    # --- the loop ---
+    # --- the search ---
 
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds."""
-        solutions: list[tuple[float, InterOpSolution, Sequence[Variant], int, str]] = []
-        worst: tuple[float, Sequence[float], str] | None = None
-        for m in self.microbatch_counts():
-            variants = self._timed("price stages", self._variants, m)
-            if not variants:
-                continue
-            table = self._timed("price stages", self._table, variants, m)
-            for schedule in self.overrides.schedules():
-                solution = self._timed("inter-op DP", self._solve, table, m, schedule)
-                if solution is not None:
-                    solutions.append((solution.objective_s, solution, variants, m, schedule))
-                    continue
-                short = self._timed("inter-op DP", self._shortfall, table, m, schedule)
-                if short is not None and (worst is None or short[0] < worst[0]):
-                    worst = short
-        solutions.sort(key=lambda found: found[0])
-        found = [
-            self._timed("simulate", self._candidate, *rest)
-            for k, (objective, *rest) in enumerate(solutions)
-            if k < MIN_CANDIDATES or objective <= solutions[0][0] * CANDIDATE_SLACK
-        ]
-        fitting = [c for c in found if c.fits]
-        if not fitting:
-            raise self._failure(worst or self._too_full(found))
-        ranked = sorted(
-            fitting, key=lambda c: (c.step_time_s, len(c.plan.stages), c.plan.to_json())
-        )
-        certificates = self._timed("certify", self._certify, ranked[0])
+        if self.time_limit_s is not None:
+            self._deadline = time.monotonic() + self.time_limit_s
+        counts = self.space.microbatch_counts()
+        self.slots = self._timed("bounds", lambda: [s for m in counts for s in self.equal.slots(m)])
+        self.drafts, bound = self.explore(self.slots)
+        if self.space.may_differ:
+            bound = min(bound, self._unequal(counts))
+        chosen = self._timed("write out", self._written)
+        if not chosen:
+            raise self._failure(counts)
+        best = chosen[0]
         return SearchResult(
-            candidates=tuple(distinct(ranked)),
-            certificates=certificates,
+            candidates=tuple(chosen),
+            certificates=self._timed("certify", lambda: self._certify(best)),
             phases_s=dict(self.phases),
-            notes=tuple(self.notes),
+            notes=tuple(self.space.notes()),
+            bound_s=min(bound, self._limit(), best.step_time_s),
+            complete=self._complete,
         )
 
-    def _timed(self, phase: str, work, *args):
-        started = time.perf_counter()
+    def _timed(self, phase: str, work: Callable[[], T]) -> T:
+        started = time.process_time()
         try:
-            return work(*args)
+            return work()
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - started
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.process_time() - started
 
-    def microbatch_counts(self) -> list[int]:
-        """Numbers of micro-batches to try: divisors of the global batch, thinned to a dozen."""
-        batch, over = self.global_batch_size, self.overrides
-        divisors = [m for m in range(1, batch + 1) if batch % m == 0]
-        if over.num_microbatches is not None:
-            if over.num_microbatches not in divisors:
-                raise OverrideError(
-                    f"override num_microbatches={over.num_microbatches}: does not divide "
-                    f"global_batch_size={batch}; "
-                    f"legal: {', '.join(map(str, divisors[:16]))}"
+    def _late(self) -> bool:
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        self._complete &= not late
+        return late
+
+    @property
+    def best(self) -> Draft | None:
+        """The fastest draft that fits."""
+        fitting = [draft for draft in self.drafts if draft.fits]
+        return min(fitting, key=_order, default=None)
+
+    def _limit(self) -> float:
+        """Step time to beat."""
+        best = self.best
+        return best.step_time_s if best else math.inf
+
+    # --- equal stages ---
+
+    def explore(self, slots: Iterable[Slot]) -> tuple[list[Draft], float]:
+        """Price meshes, estimate, cut and simulate, always what promises most, until nothing left
+        can be faster: what was simulated, and a bound on what was left."""
+        tie = itertools.count()
+        heap: list[tuple[float, int, Slot | Node, list[Drafted] | None]] = []
+
+        def add(seconds: float, what: Slot | Node, cut: list[Drafted] | None = None) -> None:
+            heapq.heappush(heap, (seconds, next(tie), what, cut))
+
+        for slot in slots:
+            add(slot.bound_s, slot)
+        drafts: list[Draft] = []
+        limit, left = math.inf, math.inf
+        while heap:
+            promised, _, what, cut = heapq.heappop(heap)
+            if promised >= limit or (limit < math.inf and self._late()):
+                left = min([left, what.bound_s, *(entry[2].bound_s for entry in heap)])
+                break
+            if what.bound_s >= limit:
+                continue
+            if isinstance(what, Slot):
+                nodes = self._timed("price stages", lambda s=what: self.equal.nodes(s))
+                for node in nodes:
+                    add(max(node.estimate_s * OPTIMISM, node.bound_s), node)
+            elif cut is None:
+                beat = limit * OVERSHOOT
+                found = self._timed("cut stages", lambda n=what, b=beat: self.equal.solve(n, b))
+                if found is not None:
+                    add(found[0] / OVERSHOOT, what, found[1])
+                else:  # below the cutoff nothing fits; the objective is no proof for the rest
+                    left = min(left, what.bound_s)
+            else:
+                draft = self._timed("simulate", lambda n=what, c=cut: self.draft(n, c))
+                drafts.append(draft)
+                left = min(left, what.bound_s)
+                limit = min(limit, draft.step_time_s) if draft.fits else limit
+        self.equal.forget()
+        return drafts, left
+
+    def draft(self, node: Node, cut: Sequence[Drafted]) -> Draft:
+        """A node's cut, simulated."""
+        step = Step(
+            global_batch_size=self.global_batch_size, num_microbatches=node.num_microbatches,
+            schedule=node.schedule, each=node.each,
+        )  # fmt: skip
+        return make_draft(self.coster, cut, step)
+
+    # --- different meshes ---
+
+    def _unequal(self, counts: Sequence[int]) -> float:
+        """Run the inter-op DP where it may still win; a bound on what was left out."""
+        left, waiting = math.inf, []
+        for m in counts:
+            meshes = self.unequal.meshes(m)
+            if meshes:
+                waiting.append((float(self.unequal.bounds(m, meshes).min()), m, meshes))
+        for bound, m, meshes in sorted(waiting):
+            if bound >= self._limit():
+                continue
+            if self.best is not None and self._late():
+                left = min(left, bound)
+                continue
+            self._timed("inter-op DP", lambda m=m, meshes=meshes: self._dp(m, meshes))
+            left = min(left, bound)
+        self._late()
+        return left
+
+    def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
+        """The best cut with different meshes for m micro-batches becomes a draft."""
+        ways = self.unequal.ways(m, meshes, self._limit())
+        if not ways:
+            return
+        table, options = self.unequal.table(m, ways)
+        deadline = self._deadline if self.best is not None else None  # first find something
+        solution = self.unequal.solve(table, m, self._limit() * OVERSHOOT, deadline)
+        if solution is None:
+            return
+        for schedule, each in self.space.schedules(len(solution.stages), m, 0):
+            stages = self.unequal.drafted(solution, options, m, schedule) if each == 1 else None
+            if stages is not None:
+                step = Step(
+                    global_batch_size=self.global_batch_size, num_microbatches=m, schedule=schedule
                 )
-            return [over.num_microbatches]
-        if over.microbatch_size is not None and batch % over.microbatch_size:
-            raise OverrideError(
-                f"override microbatch_size={over.microbatch_size}: does not divide "
-                f"global_batch_size={batch}; "
-                f"legal: {', '.join(map(str, divisors[:16]))}"
-            )
-        if over.microbatch_size is not None:
-            divisors = [m for m in divisors if batch // m % over.microbatch_size == 0]
-        if len(divisors) > MAX_MICROBATCH_CHOICES:
-            wanted = np.geomspace(1, divisors[-1], MAX_MICROBATCH_CHOICES)
-            near = {min(divisors, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted}
-            divisors = sorted(near)
-        return divisors
+                self.drafts.append(make_draft(self.coster, stages, step))
 
-    # --- stage variants ---
+    # --- the answer ---
 
-    def _meshes(self, m: int) -> list[tuple[int, int]]:
-        """(dp, tp) pairs on every submesh shape: parts of a node that divide it, and whole
-        nodes."""
-        rows, over = self.global_batch_size // m, self.overrides
-        node, nodes = self.cluster.devices_per_node, self.cluster.num_nodes
-        sizes = [n for n in range(1, node + 1) if node % n == 0]
-        sizes += [node * k for k in range(2, nodes + 1) if nodes % k == 0]
-        found = []
-        for n in sizes:
-            for tp in range(1, min(n, max(node, over.tp or 1)) + 1):
-                dp = n // tp
-                if n % tp or rows % dp or (node % tp and tp != over.tp):
-                    continue
-                if over.tp not in (None, tp) or over.dp not in (None, dp):
-                    continue
-                if over.microbatch_size not in (None, rows // dp):
-                    continue
-                found.append((dp, tp))
-        return found
-
-    def _variants(self, m: int) -> list[Variant]:
-        over = self.overrides
-        variants: list[Variant] = []
-        for dp, tp in self._meshes(m):
-            rows = self.global_batch_size / m / dp
-            for mode in MODES if tp > 1 else MODES[:1]:
-                setting = self.coster.setting(dp=dp, tp=tp, rows=rows, microbatches=m)
-                try:
-                    chain = self.coster.chain(setting, mode)
-                except ValueError as error:  # an overridden sharding that this degree can't split
-                    self.refused.setdefault(tp, str(error))
-                    continue
-                if chain is None:
-                    continue
-                for zero in (0, 1) if dp > 1 and self._zero_divides(dp, tp) else (0,):
-                    for recompute in ("none", "full"):
-                        if (over.zero not in (None, zero) and dp > 1) or over.recompute not in (
-                            None,
-                            recompute,
-                        ):
-                            continue
-                        variants.append(
-                            Variant(dp=dp, tp=tp, zero=zero, recompute=recompute, chain=chain)
-                        )
-        return variants
-
-    def _zero_divides(self, dp: int, tp: int) -> bool:
-        """Whether ZeRO-1 can divide every matrix: along a dim that the tensor axis leaves alone, or
-        along one that both divide. A matrix that stays whole would not shrink as priced."""
-        for value in self.graph.parameters:
-            shape = self.graph.values[value].shape
-            free = sum(size % dp == 0 for size in shape) > (tp > 1)
-            if len(shape) > 1 and not free and all(size % (dp * tp) for size in shape):
-                return False
-        return True
-
-    def _table(self, variants: Sequence[Variant], m: int) -> StageTable:
-        count = len(self.graph.blocks)
-        shape = (len(variants), count + 1, count + 1)
-        time_s, static, active = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-        legal = self._legal_stages(count)
-        for v, variant in enumerate(variants):
-            chain = variant.chain
-            setting = self.coster.setting(
-                dp=variant.dp,
-                tp=variant.tp,
-                rows=chain.setting.rows,
-                microbatches=m,
-                zero=variant.zero,
-            )
-            costs = stage_costs(chain.sums, setting, variant.recompute)
-            send = chain.send_s[:, None] + chain.send_s[None, :]
-            ok = np.isfinite(chain.seconds) & legal
-            time_s[v] = np.where(ok, costs.amortised_s(m) + send, np.inf)
-            static[v], active[v] = costs.static_bytes, costs.activation_bytes
-        devices = np.array([v.dp * v.tp for v in variants], dtype=np.int64)
-        return StageTable(
-            devices=devices, time_s=time_s, static_bytes=static, activation_bytes=active
-        )
-
-    def _legal_stages(self, count: int) -> np.ndarray:
-        trained = [
-            any(self.graph.values[v].requires_grad for v in b.parameters) for b in self.graph.blocks
-        ]
-        before = np.concatenate([[0], np.cumsum(trained)])
-        # a stage without trained parameters would leave its ranks' optimizers with nothing to do
-        legal = np.triu(before[None, :] > before[:, None], 1)
-        if self.cuts is not None:
-            only = np.zeros_like(legal)
-            for start, stop in zip([0, *self.cuts], self.cuts, strict=False):
-                only[start, stop] = True
-            legal &= only
-        return legal
-
-    # --- the DP ---
-
-    def _solve(self, table: StageTable, m: int, schedule: str) -> InterOpSolution | None:
-        return solve_inter_op(
-            table,
-            num_devices=self.cluster.num_devices,
-            num_microbatches=m,
-            memory_bytes=self.cluster.device.usable_bytes,
-            in_flight=_in_flight(schedule, m),
-            num_stages=self.overrides.pp,
-            relative_gap=DP_GAP,
-        )
-
-    def _shortfall(
-        self, table: StageTable, m: int, schedule: str
-    ) -> tuple[float, Sequence[float], str] | None:
-        short = minimal_shortfall(
-            table,
-            num_devices=self.cluster.num_devices,
-            memory_bytes=self.cluster.device.usable_bytes,
-            in_flight=_in_flight(schedule, m),
-            num_stages=self.overrides.pp,
-        )
-        if short is None:
-            return None
-        how = f"{len(short.stages)} stages, {m} micro-batches, {schedule}"
-        return short.excess_bytes, short.stage_excess_bytes, how
-
-    def _candidate(
-        self, solution: InterOpSolution, variants: Sequence[Variant], m: int, schedule: str
-    ) -> Candidate:
-        """The solution as a plan, priced by simulation."""
-        chosen = [(c.start, c.stop, variants[c.variant]) for c in solution.stages]
-        return make_candidate(self.coster, chosen, self.global_batch_size, m, schedule)
+    def _written(self) -> list[Candidate | Draft]:
+        """The fastest drafts of different shapes, fastest first; the first is written out as a
+        plan."""
+        kept: dict[Any, Draft] = {}
+        for draft in sorted((d for d in self.drafts if d.fits), key=_order):
+            kept.setdefault(_shape(draft), draft)
+        waiting = list(kept.values())
+        written: list[Candidate] = []
+        # written out, a plan may take a little longer than its draft: whole blocks are recomputed
+        while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
+            candidate = make_candidate(self.coster, waiting.pop(0))
+            written = sorted([*written, *[candidate] * candidate.fits], key=_order)
+        return [*written, *waiting][:MAX_KEPT]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
-        """An independent proof for every block class of the chosen plan: the whole integer
-        program."""
+        """An independent proof of the block programs on the chosen meshes: the whole integer
+        program of each class, with whole tensors at both ends and nothing forced."""
         found: dict[str, Certificate] = {}
         if check_plan(best.plan, self.graph, self.table) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
@@ -316,18 +306,15 @@ class Search:
             if stage.tp == 1:
                 continue
             setting = self.coster.setting(
-                dp=stage.dp,
-                tp=stage.tp,
+                dp=stage.dp, tp=stage.tp, cp=stage.cp, ep=stage.ep,
                 rows=best.plan.microbatch_rows / stage.dp,
                 microbatches=best.plan.num_microbatches,
-                zero=0,
-            )
+            )  # fmt: skip
             chain = self.coster.chain(setting)
-            if chain is None:
-                continue
             classes: set[str] = set()
             for block, table in zip(self.graph.blocks, chain.tables, strict=True):
-                if block.name in stage.blocks and block.class_id not in classes and len(found) < 6:
+                new = block.class_id not in classes and len(found) < MAX_PROOFS
+                if block.name in stage.blocks and new and table is not None:
                     classes.add(block.class_id)
                     index = boundary_index(table, 0, 0)
                     proof = table.certify(index) if index in table.choices else None
@@ -337,69 +324,81 @@ class Search:
 
     # --- when nothing fits ---
 
-    def _failure(self, worst: tuple[float, Sequence[float], str] | None) -> ValueError:
-        if worst is None and self.refused:
-            return OverrideError(f"override shardings: {self.refused[max(self.refused)]}")
-        if worst is None:
-            given = self.overrides.given()
+    def _failure(self, counts: Sequence[int]) -> ValueError:
+        worst = self._closest(counts)
+        if worst is None and self.coster.refused:
+            refused = self.coster.refused
+            return OverrideError(f"override shardings: {refused[max(refused)]}")
+        if worst is None or worst[0] <= 0:
             return OverrideError(
                 f"no plan exists on {self.cluster.describe()} for "
                 f"global_batch_size={self.global_batch_size} with overrides "
-                f"{given or 'none'}: the degrees must multiply to {self.cluster.num_devices} "
-                f"devices and dp must divide a micro-batch; "
+                f"{self.overrides.given() or 'none'}: {self._obstacle()}; "
                 "drop an override or change global_batch_size"
             )
         excess, per_stage, how = worst
         gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
+        found = self._timed("relax", lambda: relaxations(self))
         return InfeasibleError(
             f"the model does not fit {self.cluster.describe()} "
             f"({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
             f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
-            f"shortfall in GiB by stage: {gib}. " + self._relaxation(),
+            f"shortfall in GiB by stage: {gib}. {way_out(found)}",
             per_stage,
+            found,
         )
 
-    def _too_full(self, found: Sequence[Candidate]) -> tuple[float, Sequence[float], str] | None:
-        """The candidate that comes closest to fitting, as a shortfall."""
-        short = [c.evaluation.prediction.shortfall_bytes(self.cluster) for c in found]
-        if not short:
-            return None
-        best = min(range(len(short)), key=lambda k: max(short[k]))
-        return max(short[best]), short[best], describe(found[best].plan)
+    def _obstacle(self) -> str:
+        """Why no plan exists although memory is not short."""
+        over, devices = self.restrictions, self.cluster.num_devices
+        if self.table.sequence is None and any((cp or 1) > 1 for cp in over.cp):
+            return "the model's inputs have no one sequence dim that cp could split"
+        if over.uniform("zero") == 1:
+            meshes = [x for m in self.space.microbatch_counts() for x in self.unequal.meshes(m)]
+            whole = {self.space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
+            if whole and None not in whole:
+                return f"zero=1 can't divide {min(filter(None, whole))} among the data axis"
+        if devices == 1 or over.pp == 1:
+            return (
+                "one device group has no virtual stages, no second placement and no use for a "
+                "backward in two parts"
+            )
+        return (
+            f"the degrees must multiply to {devices} devices, dp must divide a micro-batch, and "
+            "stages of different meshes run under schedules without virtual stages"
+        )
 
-    def _relaxation(self) -> str:
-        """The cheapest single change that makes it fit, found by trying."""
-        for name in ("recompute", "zero"):
-            if name in self.overrides.given() or name in self.overrides.forbid:
-                freed = dataclasses.replace(
-                    self.overrides,
-                    **{name: None},
-                    forbid=[f for f in self.overrides.forbid if f != name],  # type: ignore[arg-type]
-                )
-                if self._feasible(freed, self.cluster, self.global_batch_size):
-                    return f"Way out: leave {name} free."
-        for factor in (2, 4, 8, 16, 32, 64):
-            bigger = dataclasses.replace(self.cluster, num_nodes=self.cluster.num_nodes * factor)
-            if self._feasible(self.overrides, bigger, self.global_batch_size):
-                return f"Way out: {bigger.num_nodes} nodes ({bigger.num_devices} devices) fit it."
-        return "Not even 64 times as many nodes fit it: take a shorter sequence or a smaller model."
-
-    def _feasible(self, overrides: Overrides, cluster: Cluster, batch: int) -> bool:
-        trial = Search(
-            self.graph, self.table, cluster, batch, self.precision, self.optimizer, overrides,
-            target=self.target, profile=self.profile,
-        )  # fmt: skip
-        counts = trial.microbatch_counts()
-        for m in reversed(counts):
-            variants = trial._variants(m)
-            if not variants:
+    def _closest(self, counts: Sequence[int]) -> tuple[float, Sequence[float], str] | None:
+        """The plan that comes closest to fitting: its excess, that of each stage, and how it
+        runs."""
+        found: list[tuple[float, Sequence[float], str]] = []
+        for m in counts:
+            ways = self.unequal.ways(m, self.unequal.meshes(m), math.inf)
+            if not ways:
                 continue
-            table = trial._table(variants, m)
-            if any(trial._solve(table, m, s) is not None for s in trial.overrides.schedules()):
-                return True
-        return False
+            table, _ = self.unequal.table(m, ways)
+            short = self._timed("closest plan", lambda t=table, m=m: self.unequal.shortfall(t, m))
+            if short is not None:
+                how = f"{len(short.stages)} stages, {m} micro-batches"
+                found.append((short.excess_bytes, short.stage_excess_bytes, how))
+        for draft in self.drafts:
+            short_bytes = draft.evaluation.prediction.shortfall_bytes(self.cluster)
+            found.append((max(short_bytes), short_bytes, describe(draft.evaluation.plan)))
+        closest = min(found, key=lambda item: item[0], default=None)
+        if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
+            lean = leanest(self.equal, lean_slots(self.space), lambda w: True, lambda s: True)
+            if lean is not None and lean.excess_bytes > 0:
+                how = f"{lean.slot.groups} equal stages, {lean.slot.num_microbatches} micro-batches"
+                return lean.excess_bytes, (lean.excess_bytes,), how
+        return closest
 
 
-def _in_flight(schedule: str, m: int):
-    """Micro-batches held by the stage at a position from the end (1 = last)."""
-    return lambda position: in_flight(schedule, stage=0, num_stages=position, num_microbatches=m)
+def _order(found: Draft | Candidate) -> tuple[float, int, str]:
+    plan = found.evaluation.plan
+    return found.step_time_s, len(plan.stages), plan.to_json()
+
+
+def _shape(draft: Draft) -> tuple[Any, ...]:
+    """What makes a plan another one for a reader: more than micro-batches and schedule."""
+    stages = draft.evaluation.plan.stages
+    return tuple((s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in stages)

@@ -1,20 +1,19 @@
-"""Costs of every run of blocks as a pipeline stage, by exact composition of block programs.
+"""What stages cost: block programs solved once per class and setting, priced once per decision.
 
-A block's program gives its cost for every pair of boundary states. A stage is a chain of blocks:
-its cost is the min-plus product of theirs, starting and ending replicated on the tensor axis (that
-is how tensors cross stages). All runs i..j-1 are composed at once, one block at a time, and carry
-their components (seconds, parameters, saved bytes) along. Blocks of one class are solved once.
+The coster owns what prices have in common: programs, prices of operators, memory of blocks. `chain`
+gives all stages of one setting (`chain.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from costmodel.collectives import p2p_time
 from costmodel.cost import OpProfile, Setting
 from costmodel.factors import FactorTable
 from costmodel.fusion import Fusion, fuse
@@ -22,30 +21,23 @@ from costmodel.graph import Block, Graph
 from costmodel.pricing import Pricer
 from costmodel.strategies import Placement, R, Strategy
 from costmodel.target import EAGER, Target
-from planner.block_price import BlockPrice, price_block
+from planner.block_price import (
+    PassPrice,
+    pass_depends_on,
+    price_block,
+    price_pass,
+    repeated_by_policy,
+)
 from planner.blocks import ModelFlops, crossing, model_flops, op_flops
+from planner.chain import Chain
+from planner.check import fingerprint
 from planner.intra_op import BlockProgram, BlockTable
-from planner.layouts import Assignment, BlockLayouts, Entry, translate
-from planner.saved import BlockMemory, block_memory
-from planner.stage_sums import FIELDS, components, joined, parameter_sums
+from planner.layouts import Assignment, BlockLayouts, Entry
+from planner.stage_sums import components, parameter_sums
+from planner.transfers import send_seconds
 from profiles.cluster import Cluster
 
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
-
-
-@dataclass(slots=True, kw_only=True)
-class ChainCosts:
-    """Every stage i..j-1 for one (dp, tp, rows, m, mode): `sums[i, j]` and seconds to send over
-    each cut."""
-
-    setting: Setting
-    mode: str
-    sums: np.ndarray
-    seconds: np.ndarray
-    send_s: np.ndarray
-    tables: Sequence[BlockTable]
-    cuts: Sequence[Sequence[Placement]]
-    costs: Sequence[np.ndarray]
 
 
 @dataclass(slots=True)
@@ -53,7 +45,9 @@ class StageCoster:
     """Prices stages of one graph on one cluster; owns the caches that make repeats free.
 
     `target` is the software that will run the plan, `profile` what was measured of it; `entries`
-    are sharding decisions forced by the user, by operator or parameter value name.
+    are sharding decisions forced by the user, by operator or parameter value name. Stages start and
+    end at the boundaries `cut_at`, by default at all. `refused` tells, by tensor-parallel degree,
+    why a sharding that the user decided is impossible.
     """
 
     graph: Graph
@@ -64,15 +58,23 @@ class StageCoster:
     entries: Mapping[str, Entry] = field(default_factory=dict)
     target: Target = EAGER
     profile: OpProfile | None = None
+    cut_at: Sequence[int] = ()
     _programs: dict[Any, BlockProgram] = field(default_factory=dict)
-    _pricers: dict[tuple[int, int, int, float], Pricer] = field(default_factory=dict)
+    _pricers: dict[tuple[int, int, int, int, float], Pricer] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
     _shared: frozenset[str] = frozenset()
     _crossing: list[tuple[str, ...]] = field(default_factory=list)
     _order: list[int] = field(default_factory=list)
+    _sums_statistics: bool = False
     _fusion: Fusion = field(init=False)
     _components: dict[Any, np.ndarray] = field(default_factory=dict)
-    _memory: dict[Any, BlockMemory] = field(default_factory=dict)
+    _passes: dict[Any, PassPrice] = field(default_factory=dict)
+    _repeated: dict[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    _keys: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _least: dict[Any, np.ndarray] = field(default_factory=dict)
+    _fingerprint: str = ""
+    _chains: dict[Any, Chain] = field(default_factory=dict)
     _decisions: dict[Any, int] = field(default_factory=dict)
     _numbers: dict[int, tuple[int, Assignment]] = field(default_factory=dict)
     blocks: dict[str, Block] = field(init=False)
@@ -89,6 +91,7 @@ class StageCoster:
         self._shared = frozenset(shared)
         self._fusion = fuse(self.graph, self.table, self.target.fusion)
         self._crossing = [*crossing(self.graph), ()]
+        self._sums_statistics = any(op.short == "batch_norm" for op in self.graph.ops)
         work = [sum(op_flops(self.table, op) for op in block.ops) for block in self.graph.blocks]
         self._order = sorted(range(len(work)), key=lambda k: -work[k])
 
@@ -102,15 +105,17 @@ class StageCoster:
         zero: int = 0,
         cp: int = 1,
         ep: int = 1,
+        dp_shard: int = 0,
+        spread: int = 1,
     ) -> Setting:
         return Setting(
             cluster=self.cluster, dp=dp, tp=tp, rows=rows, num_microbatches=microbatches,
             precision=self.precision, optimizer=self.optimizer, zero=zero, cp=cp, ep=ep,
-            target=self.target, profile=self.profile,
+            dp_shard=dp_shard, spread=spread, target=self.target, profile=self.profile,
         )  # fmt: skip
 
     def pricer(self, setting: Setting) -> Pricer:
-        key = (setting.tp, setting.cp, setting.ep, setting.rows)
+        key = (setting.tp, setting.cp, setting.ep, setting.spread, setting.rows)
         if key not in self._pricers:
             self._pricers[key] = Pricer(
                 graph=self.graph, table=self.table, setting=setting, fusion=self._fusion
@@ -124,34 +129,36 @@ class StageCoster:
         """What a block adds to the sums of its stage; blocks of one class with equal decisions are
         priced once per setting."""
         setting = pricer.setting
-        where = (setting.dp, setting.tp, setting.cp, setting.ep, setting.rows)
+        where = _where(setting)
         several = setting.num_microbatches > 1
-        decided = self._decided(block, assignment)
+        decided = self.decided(block, assignment)
         key = (block.class_id, where, several, decided, tuple(inputs.values()))
         if key not in self._components:
             layouts = BlockLayouts(self.graph, self.table, block, pricer.setting.tp)
-            memory = self._memory_of(pricer, layouts, assignment, inputs)
+            passes = self._pass(pricer, layouts, assignment, inputs)
             self._components[key] = components(
-                price_block(pricer, layouts, assignment, inputs, memory=memory), block
+                price_block(pricer, layouts, assignment, inputs, passes=passes), block
             )
         return self._components[key]
 
-    def _memory_of(
+    def _pass(
         self, pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
         inputs: Mapping[str, Placement],
-    ) -> BlockMemory:  # fmt: skip
-        """What a block keeps, found once for all data axes with the same rows per device: only
-        whether the batch is split and cut into several micro-batches counts of them."""
-        setting, block = pricer.setting, layouts.block
-        split = setting.dp > 1, setting.num_microbatches > 1
-        where = (setting.tp, setting.cp, setting.ep, setting.rows, *split)
-        # by name: it tells which operator keeps what
-        key = (block.name, where, _decisions(block, assignment), tuple(inputs.values()))
-        if key not in self._memory:
-            self._memory[key] = block_memory(pricer, layouts, assignment, inputs)
-        return self._memory[key]
+    ) -> PassPrice:  # fmt: skip
+        """What a block costs per micro-batch, found once for all data axes with the same rows per
+        device."""
+        block = layouts.block
+        where = pass_depends_on(pricer.setting, block)
+        key = (block.class_id, where, self.decided(block, assignment), tuple(inputs.values()))
+        if key not in self._passes:
+            if block.name not in self._repeated:
+                self._repeated[block.name] = repeated_by_policy(pricer, block)
+            self._passes[key] = price_pass(
+                pricer, layouts, assignment, inputs, repeated=self._repeated[block.name]
+            )
+        return self._passes[key]
 
-    def _decided(self, block: Block, assignment: Assignment) -> int:
+    def decided(self, block: Block, assignment: Assignment) -> int:
         """A number that equal decisions about blocks of one class share."""
         known = self._numbers.get(id(assignment))
         if known is None:
@@ -159,6 +166,22 @@ class StageCoster:
             number = self._decisions.setdefault(found, len(self._decisions))
             known = self._numbers[id(assignment)] = (number, assignment)  # kept: ids are reused
         return known[0]
+
+    def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> StageCoster:
+        """The same prices under other sharding decisions of the user, with stages that start and
+        end elsewhere; caches are shared."""
+        if entries == self.entries and tuple(cut_at) == tuple(self.cut_at):
+            return self
+        return replace(
+            self, entries=entries, cut_at=cut_at, _chains={}, _least={}, _keys={}, refused={}
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's, found once."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint(self.graph)
+        return self._fingerprint
 
     # --- boundary states ---
 
@@ -183,51 +206,63 @@ class StageCoster:
 
     # --- one setting ---
 
-    def chain(self, setting: Setting, mode: str = "fast") -> ChainCosts | None:
-        """Costs of all stages in one setting; None where some block has no legal assignment."""
-        blocks = self.graph.blocks
-        cuts = [self.cut_states(k, setting.tp) for k in range(len(blocks) + 1)]
-        stored: dict[str, Placement] = {}
-        tables = self._tables(setting, mode, cuts, stored)
-        if tables is None:
-            return None
-        matrices: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for j, table in enumerate(tables):
-            if id(table) not in matrices:
-                shape = len(cuts[j]), len(cuts[j + 1])
-                matrices[id(table)] = self._matrix(table, *shape, setting)
-        steps = [matrices[id(table)] for table in tables]
-        sums, seconds = self._compose(steps)
-        self._count_once(sums, seconds, stored, setting)
-        return ChainCosts(
-            setting=setting, mode=mode, sums=sums, seconds=seconds,
+    def chain(
+        self, setting: Setting, mode: str = "fast", forced: Sequence[str | None] = ()
+    ) -> Chain:
+        """Costs of all stages in one setting; none is legal that has a block without a legal
+        assignment.
+        `forced` are recompute policies that the user decided, by block."""
+        forced = tuple(forced) or (None,) * len(self.graph.blocks)
+        key = (*_where(setting), setting.num_microbatches, mode, forced)
+        if key not in self._chains:
+            self._chains[key] = self._chain(replace(setting, zero=0), mode, forced)
+        return self._chains[key]
+
+    def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
+        pricer = self.pricer(setting)
+        alike = replace(setting, dp_shard=0, spread=1)
+        if alike != setting:  # where the data axis lies changes prices, not what is decided
+            base = self.chain(alike, mode, forced)
+            cuts, tables, stored = base.cuts, base.tables, base.stored
+        else:
+            cuts = [self.cut_states(k, setting.tp) for k in range(len(self.graph.blocks) + 1)]
+            stored: dict[str, Placement] = {}
+            tables = self._tables(setting, mode, cuts, stored)
+        return Chain(
+            setting=setting, mode=mode, blocks=self.graph.blocks, forced=forced, tables=tables,
+            at=self.cut_at or range(len(self.graph.blocks) + 1), cuts=cuts, stored=stored,
             send_s=self.send_seconds(setting),
-            tables=tables, cuts=cuts, costs=[cost for cost, _ in steps],
+            again=self._read_again(pricer, stored, setting.num_microbatches),
+            price=partial(self._priced, pricer),
         )  # fmt: skip
 
     def _tables(
         self, setting: Setting, mode: str, cuts: Sequence[Sequence[Placement]],
         stored: dict[str, Placement],
-    ) -> list[BlockTable] | None:  # fmt: skip
-        """Solved programs in block order. Parameters read by several blocks are stored as the
-        heaviest of them wants: `stored`, filled here."""
+    ) -> list[BlockTable | None]:  # fmt: skip
+        """Solved programs in block order, None for blocks without a legal assignment. Parameters
+        read by several blocks are stored as the heaviest of them wants: `stored`, filled here."""
         pricer = self.pricer(setting)
-        solved: dict[Any, BlockTable] = {}
-        found: dict[int, BlockTable] = {}
+        solved: dict[Any, BlockTable | None] = {}
+        found: dict[int, BlockTable | None] = {}
         for k in self._order:
             block = self.graph.blocks[k]
             key = self._key(k, setting.tp)
             if key not in solved:
                 table = self._solve(k, setting, pricer, mode, cuts, stored)
-                if table is None:
-                    return None
                 solved[key] = table
-                if self._remember(block, table, stored):
+                if table is not None and self._remember(block, table, stored):
                     solved[key] = self._solve(k, setting, pricer, mode, cuts, stored) or table
             found[k] = solved[key]
         return [found[k] for k in range(len(self.graph.blocks))]
 
     def _key(self, k: int, tp: int) -> Any:
+        """What makes two blocks' programs the same on a tensor axis."""
+        if (k, tp) not in self._keys:
+            self._keys[k, tp] = self._make_key(k, tp)
+        return self._keys[k, tp]
+
+    def _make_key(self, k: int, tp: int) -> Any:
         block = self.graph.blocks[k]
         shared = tuple(sorted(self._shared & set(block.parameters)))
         forced = tuple(
@@ -242,21 +277,9 @@ class StageCoster:
         self, k: int, setting: Setting, pricer: Pricer, mode: str,
         cuts: Sequence[Sequence[Placement]], stored: Mapping[str, Placement],
     ) -> BlockTable | None:  # fmt: skip
-        block = self.graph.blocks[k]
-        # statistics of a batch that the data axis splits are summed over it
-        summed = setting.dp if any(op.short == "batch_norm" for op in block.ops) else 1
-        where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
-        key = (self._key(k, setting.tp), *where)
-        if key not in self._programs:
-            layouts = BlockLayouts(self.graph, self.table, block, setting.tp)
-            self._programs[key] = BlockProgram(
-                pricer,
-                layouts,
-                inputs=dict.fromkeys(block.inputs, cuts[k]),
-                outputs=dict.fromkeys(block.outputs, cuts[k + 1]),
-                allowed=self._forced(layouts),
-            )
-        program = self._programs[key]
+        program = self._program(k, setting, pricer, cuts)
+        if program is None:
+            return None
 
         def allowed(value: str, state: Placement) -> bool:
             if value in stored:
@@ -266,6 +289,31 @@ class StageCoster:
             return True
 
         return program.solve(pricer, allowed)
+
+    def _program(
+        self, k: int, setting: Setting, pricer: Pricer, cuts: Sequence[Sequence[Placement]]
+    ) -> BlockProgram | None:
+        """None where a sharding that the user decided is impossible: `refused` says why."""
+        block = self.graph.blocks[k]
+        # statistics of a batch that the data axis splits are summed over it
+        summed = setting.dp if any(op.short == "batch_norm" for op in block.ops) else 1
+        where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
+        key = (self._key(k, setting.tp), *where)
+        if key not in self._programs:
+            layouts = BlockLayouts(self.graph, self.table, block, setting.tp)
+            try:
+                allowed = self._forced(layouts)
+            except ValueError as error:
+                self.refused.setdefault(setting.tp, str(error))
+                return None
+            self._programs[key] = BlockProgram(
+                pricer,
+                layouts,
+                inputs=dict.fromkeys(block.inputs, cuts[k]),
+                outputs=dict.fromkeys(block.outputs, cuts[k + 1]),
+                allowed=allowed,
+            )
+        return self._programs[key]
 
     def _forced(self, layouts: BlockLayouts) -> Any:
         """Restriction to the user's sharding entries."""
@@ -298,123 +346,88 @@ class StageCoster:
         stored.update({value: table.stored(best, value) for value in new})
         return bool(new)
 
-    # --- composition ---
-
-    def _compose(
-        self, steps: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(sums, seconds) of every stage: `[i, j]` for blocks i..j-1, replicated at both ends."""
-        count = len(steps)
-        sums = np.zeros((count + 1, count + 1, len(FIELDS)))
-        seconds = np.full((count + 1, count + 1), np.inf)
-        best = np.full((count, 1), np.inf)  # [start, state at the current cut]
-        carried = np.zeros((count, 1, len(FIELDS)))
-        for j, (cost, parts) in enumerate(steps):
-            best[j], carried[j] = np.inf, 0.0
-            best[j, 0] = 0.0
-            options = best[:, :, None] + cost[None]
-            pick = options.argmin(axis=1)
-            best = np.take_along_axis(options, pick[:, None, :], axis=1)[:, 0, :]
-            carried = self._carry(carried, parts, pick)
-            seconds[: j + 1, j + 1] = best[: j + 1, 0]
-            sums[: j + 1, j + 1] = carried[: j + 1, 0]
-        return sums, seconds
-
-    def _carry(self, carried: np.ndarray, parts: np.ndarray, pick: np.ndarray) -> np.ndarray:
-        starts = np.arange(len(carried))[:, None]
-        ends = np.arange(parts.shape[1])[None, :]
-        before, added = carried[starts, pick], parts[pick, ends]
-        return joined(before, added)
-
-    def _count_once(
-        self, sums: np.ndarray, seconds: np.ndarray, stored: Mapping[str, Placement],
-        setting: Setting,
-    ) -> None:  # fmt: skip
-        """A stage holds one copy of a parameter that several of its blocks read. They store it
-        alike, so that taking the others off moves no optimum."""
-        pricer = self.pricer(setting)
-        for value, state in sorted(stored.items()):
-            readers = [value in block.parameters for block in self.graph.blocks]
-            before = np.concatenate([[0], np.cumsum(readers)])
-            extra = np.maximum(before[None, :] - before[:, None] - 1, 0)
-            sums -= extra[:, :, None] * parameter_sums(pricer, value, state)
-            once = pricer.parameter_cost(value, state).seconds(setting.num_microbatches)
-            seconds -= extra * once
-
-    def _matrix(
-        self, table: BlockTable, ins: int, outs: int, setting: Setting
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, components) of a block over its boundary states, priced from the
-        assignments."""
-        cost = np.full((ins, outs), np.inf)
-        parts = np.zeros((ins, outs, len(FIELDS)))
-        pricer = self.pricer(setting)
-        for s in range(ins):
-            for t in range(outs):
-                index = boundary_index(table, s, t)
-                if index not in table.choices:
-                    continue
-                price = self.price(pricer, table, index)
-                parts[s, t] = components(price, table.program.block)
-                cost[s, t] = price.cost.seconds(setting.num_microbatches)
-        return cost, parts
-
-    def price(self, pricer: Pricer, table: BlockTable, index: tuple[int, ...]) -> BlockPrice:
+    def _priced(self, pricer: Pricer, table: BlockTable, index: tuple[int, ...]) -> np.ndarray:
+        """Components of a block between the boundary states of `index`."""
         program = table.program
-        assignment = program.assignment(table, index)
         inputs = {
             value: program.inputs[value][table.choices[index][f"in:{value}"]]
             for value in program.block.inputs
         }
-        # the search recomputes all of a block or nothing
-        memory = self._memory_of(pricer, program.layouts, assignment, inputs)
-        return price_block(pricer, program.layouts, assignment, inputs, memory=memory, policies=())
+        return self.components(pricer, program.block, program.assignment(table, index), inputs)
+
+    def least_of_blocks(self, setting: Setting) -> np.ndarray:
+        """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
+        stage, for any data axis with these rows, under any ZeRO stage: what is paid once per step
+        left out."""
+        several = setting.num_microbatches > 1
+        summed = setting.dp if self._sums_statistics else 1
+        where = (setting.tp, setting.cp, setting.ep, setting.rows, several, summed)
+        if where not in self._least:
+            pricer = self.pricer(setting)
+            cuts = [self.cut_states(k, setting.tp) for k in range(len(self.graph.blocks) + 1)]
+            found: dict[Any, float] = {}
+            for k in range(len(self.graph.blocks)):
+                key = self._key(k, setting.tp)
+                if key not in found:
+                    program = self._program(k, setting, pricer, cuts)
+                    table = program and program.solve(pricer, microbatches=math.inf)
+                    found[key] = math.inf if table is None else float(table.costs.min())
+            self._least[where] = np.array(
+                [found[self._key(k, setting.tp)] for k in range(len(self.graph.blocks))]
+            )
+        return self._least[where]
+
+    def _read_again(
+        self, pricer: Pricer, stored: Mapping[str, Placement], microbatches: int
+    ) -> list[tuple[list[bool], np.ndarray, float]]:
+        """A stage holds one copy of a parameter that several of its blocks read. They store it
+        alike, so that taking the others off moves no optimum."""
+        return [
+            (
+                [value in block.parameters for block in self.graph.blocks],
+                parameter_sums(pricer, value, state),
+                pricer.parameter_cost(value, state).seconds(microbatches),
+            )
+            for value, state in sorted(stored.items())
+        ]
 
     def send_seconds(self, setting: Setting) -> np.ndarray:
-        """Seconds to send what crosses each cut, one micro-batch, one direction: every rank its own
-        rows."""
-        pricer = self.pricer(setting)
-        devices = setting.dp * setting.tp
-        node = self.cluster.devices_per_node
+        """Seconds to send what crosses each boundary, one micro-batch, one direction, between two
+        stages with this mesh; where some neighbours share a node and others don't, on average."""
+        pricer, node = self.pricer(setting), self.cluster.devices_per_node
+        devices = setting.dp * setting.cp * setting.tp
         # of the stages that share a node in pipeline order, one sends to the next node
         share = min(1.0, devices / node) if self.cluster.num_nodes > 1 else 0.0
-        out = np.zeros(len(self._crossing))
-        for k, values in enumerate(self._crossing):
-            nbytes = sum(pricer.nbytes(v) for v in values)
-            for crosses, part in ((True, share), (False, 1 - share)):
-                if nbytes and part:
-                    out[k] += part * p2p_time(
-                        nbytes, self.cluster, crosses_node=crosses, concurrent=min(devices, node)
-                    )
-        return out
+        if setting.spread > 1:  # so many neighbours lie in one node
+            share = 1.0 / setting.spread
+        inside, border = min(devices, max(1, node // 2)), max(node, devices)
+        pairs = (
+            (share, range(border - devices, border), range(border, border + devices)),
+            (1 - share, range(inside), range(inside, 2 * inside)),
+        )
 
-    # --- the way back ---
+        def seconds(nbytes: float) -> float:
+            return sum(
+                part
+                * send_seconds(
+                    nbytes, source, destination, tp=setting.tp, cluster=self.cluster,
+                    target=self.target, profile=self.profile,
+                )
+                for part, source, destination in pairs
+                if part
+            )  # fmt: skip
 
-    def assignments(self, chain: ChainCosts, start: int, stop: int) -> dict[str, Assignment]:
-        """The assignments behind stage `start..stop-1` of a chain, by block name."""
-        best = np.array([0.0])
-        trail: list[np.ndarray] = []
-        for j in range(start, stop):
-            first = chain.costs[j][:1] if j == start else chain.costs[j]
-            options = best[:, None] + first
-            trail.append(options.argmin(axis=0))
-            best = options.min(axis=0)
-        states = [0]
-        for pick in reversed(trail):
-            states.append(int(pick[states[-1]]))
-        states.reverse()
-        found = {}
-        for j in range(start, stop):
-            table, block = chain.tables[j], self.graph.blocks[j]
-            index = boundary_index(table, states[j - start], states[j - start + 1])
-            assignment = table.program.assignment(table, index)
-            found[block.name] = translate(assignment, table.program.block, block)
-        return found
+        crossing = [sum(pricer.nbytes(v) for v in values) for values in self._crossing]
+        known = {nbytes: seconds(nbytes) for nbytes in set(crossing)}
+        return np.array([known[nbytes] for nbytes in crossing])
 
 
-def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:
-    """Index into a block table for input state `s` and output state `t`."""
-    return tuple(s if name.startswith("in:") else t for name in table.keep)
+def _where(setting: Setting) -> tuple[Any, ...]:
+    """What prices of a block depend on, but for the number of micro-batches."""
+    return (
+        setting.dp, setting.tp, setting.cp, setting.ep, setting.rows, setting.dp_shard,
+        setting.spread,
+    )  # fmt: skip
 
 
 def _decisions(block: Block, assignment: Assignment) -> tuple[Any, ...]:

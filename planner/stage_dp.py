@@ -1,13 +1,13 @@
 """The least sum of stage times under a bound on each of them, and the partition that attains it.
 
-``least_sum`` computes ``F(T)``, the least ``Σ t`` over partitions whose stages all take at most
-``T``, in the notation of ``planner.stage_chain`` and in two steps.
+``least_sum`` computes ``F(T)``, the least ``Σ g`` of the stages' fills over partitions whose stages
+all take at most ``T``, in the notation of ``planner.stage_chain`` and in two steps.
 
 Relaxed.  ``h[j, d]`` is the least cost of blocks ``0..j-1`` on exactly ``d`` devices when every
 stage is taken at the earliest position it could have, one more than the fewest stages that can
 follow it:
 
-    h[j, d] = min over i, v of  t(v, i, j) + μ + h[i, d - n_v].
+    h[j, d] = min over i, v of  g(v, i, j) + μ + h[i, d - n_v].
 
 ``h[K, D] - μ·S`` bounds ``F(T)`` from below, and equals it when the partition found has ``S``
 stages and fits where it stands.  ``μ`` prices a stage (a Lagrange multiplier): it is 0 where any
@@ -16,7 +16,7 @@ stage count is allowed, and otherwise bisected until the relaxed partition has a
 Exact.  Otherwise ``f_s[i, d]``, the least cost of blocks ``i..K-1`` as ``s`` stages on ``d``
 devices, is built layer by layer; the position, and with it the memory, is now known:
 
-    f_s[i, d] = min over j, v of  t(v, i, j) + μ + f_{s-1}[j, d - n_v].
+    f_s[i, d] = min over j, v of  g(v, i, j) + μ + f_{s-1}[j, d - n_v].
 
 A state dies when ``f_s[i, d] + h[i, D-d] - μ·S`` is not below the cutoff, or (where any stage count
 is allowed) when fewer stages reach it as cheaply, since memory only gets tighter further from the
@@ -25,85 +25,137 @@ The layers are stored skewed, ``e = d - r·(K-i)``, which turns the diagonal ban
 into a narrow rectangle that numpy sweeps with one call per (devices, length) pair.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from planner.stage_chain import (
+    Cell,
     Chain,
     Floats,
     Ints,
     Masks,
     Shorts,
-    Stage,
-    by_size,
     cover,
     cover_prefix,
     device_bounds,
-    smallest,
-    sum_s,
+    first_hit,
 )
+from planner.stage_options import Options
+from planner.staircase import ROUNDING, Step
 
-ROUNDING = 1e-12
-"""Improvements below this fraction of a cost are rounding, and are not pursued."""
+Stages: TypeAlias = tuple[int, ...]
+"""A partition: the options of its stages, the first stage first."""
 _PRICES = 4
 """Stage prices tried before the exact program takes over; each costs one relaxed program."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LeastSum:
-    """What is known of F(t_max) after trying to get below a cutoff."""
+    """The program F(T); it starts from the stage price that its last call ended with."""
 
-    bound_s: float
-    """A lower bound on F(t_max), or the cutoff if it is lower; F(t_max) itself with stages."""
-    stages: tuple[Stage, ...] | None
-    """The partition that attains F(t_max), if and only if that is below the cutoff."""
-    price_s: float
-    """μ, a good start for a similar t_max."""
+    chain: Chain
+    options: Options
+    price: float = 0.0
+    """μ"""
+
+    def __call__(self, t_max: float, cutoff: float) -> Step[Stages]:
+        """Compute F(t_max) as far as it is below the cutoff."""
+        chain, options, counts = self.chain, self.options, self.chain.stage_counts
+        earliest = _earliest_positions(chain, options, t_max)
+        cost = options.cheapest(earliest, t_max)
+        before, after = device_bounds(chain, np.isfinite(cost))
+        reach = options.furthest_at(cost, t_max)
+        best: _Layers | None = None
+        best_bound, prices = -np.inf, _Prices(counts=counts, t_max=t_max)
+        price = 0.0 if chain.any_count else self.price
+        for _ in range(_PRICES if after[0] <= chain.num_devices else 0):
+            self.price = price
+            prefix = _prefix_costs(chain, cost + price, before, after)
+            bound = float(prefix[-1, -1]) - max(price * counts[0], price * counts[-1])
+            if bound >= cutoff:
+                return Step(bound_s=bound, partition=None)
+            cells, in_place = _walk_prefix(chain, cost + price, reach, prefix)
+            total = float(sum(cost[cell] for cell in cells))
+            if in_place and len(cells) in counts and total <= bound + ROUNDING * abs(total):
+                return self._step(
+                    options.find(*cell, fill_s=cost[cell], position=s, t_max=t_max)
+                    for cell, s in zip(cells, range(len(cells), 0, -1), strict=True)
+                )
+            if bound > best_bound:
+                best_bound = bound
+                best = _Layers.build(chain, options, t_max, price, prefix, before, after)
+            prices.cut(price, bound, len(cells))
+            if prices.exact or prices.best_s < cutoff < np.inf:
+                break
+            price = prices.middle()
+        if best is None:
+            return Step(bound_s=np.inf, partition=None)
+        self.price = best.price
+        found = best.run(cutoff)
+        return Step(bound_s=cutoff, partition=None) if found is None else self._step(found)
+
+    def _step(self, stages: Iterable[int]) -> Step[Stages]:
+        """Return what a partition that attains F(T) says."""
+        found = tuple(stages)
+        total = float(sum(self.options.fill_s[n] for n in found))
+        slowest = float(max(self.options.time_s[n] for n in found))
+        return Step(bound_s=total, partition=found, t_max_s=slowest, sum_s=total)
 
 
-def least_sum(
-    chain: Chain, fits: Shorts, t_max: float, cutoff: float, price: float = 0.0
-) -> LeastSum:
-    """Compute F(t_max) as far as it is below the cutoff; ``price`` is where to start with μ."""
-    blocks, devices, counts = chain.num_blocks, chain.num_devices, chain.stage_counts
-    earliest = _earliest_positions(chain, fits, t_max)
-    cost = by_size(chain, fits, earliest, t_max)
-    before, after = device_bounds(chain, np.isfinite(cost))
-    best: _Layers | None = None
-    best_bound, low, high = -np.inf, -t_max, t_max
-    if chain.any_count:
-        price = 0.0
-    for _ in range(_PRICES if after[0] <= devices else 0):
-        prefix = _prefix_costs(chain, cost + price, before, after)
-        rebate = max(price * counts[0], price * counts[-1])
-        bound = float(prefix[blocks, devices]) - rebate
-        if bound >= cutoff:
-            return LeastSum(bound_s=bound, stages=None, price_s=price)
-        allowed = (chain.time_s <= t_max) & (fits >= earliest)
-        stages, in_place = _walk_prefix(chain, fits, allowed, prefix, price)
-        total = sum_s(chain, stages)
-        if in_place and len(stages) in counts and total <= bound + ROUNDING * abs(total):
-            return LeastSum(bound_s=bound, stages=stages, price_s=price)
-        if bound > best_bound:
-            best_bound = bound
-            best = _Layers.build(chain, fits, t_max, price, prefix, before, after)
-        if counts[0] <= len(stages) <= counts[-1]:
-            break
-        low, high = (low, price) if len(stages) < counts[0] else (price, high)
-        price = (low + high) / 2
-    if best is None:
-        return LeastSum(bound_s=np.inf, stages=None, price_s=price)
-    found = best.run(cutoff)
-    bound = cutoff if found is None else sum_s(chain, found)
-    return LeastSum(bound_s=bound, stages=found, price_s=best.price)
+@dataclass(slots=True, kw_only=True)
+class _Prices:
+    """What relaxed programs tell of the bound h(μ) - μ·S, which is concave in μ.
+
+    A partition of n stages makes it rise with slope n - S at its price: a tangent from above.
+    """
+
+    counts: tuple[int, ...]
+    t_max: float
+    rising: tuple[float, float, float] | None = None
+    falling: tuple[float, float, float] | None = None
+    """(price, bound, slope) of the nearest tangents below and above the best price."""
+    exact: bool = False
+    """Whether a price gave an allowed count, so that no price bounds better."""
+
+    @property
+    def best_s(self) -> float:
+        """The most that any price can bound; -inf where the best is known."""
+        if self.exact:
+            return -np.inf
+        if self.rising is None or self.falling is None:
+            return np.inf
+        price, bound, slope = self.rising
+        return bound + slope * (self.middle() - price)
+
+    def cut(self, price: float, bound: float, stages: int) -> None:
+        """Add the tangent of a relaxed partition."""
+        least, most = self.counts[0], self.counts[-1]
+        if stages > most:
+            self.rising = (price, bound, stages - (least if price < 0 else most))
+        elif stages < least:
+            self.falling = (price, bound, stages - (most if price > 0 else least))
+        else:
+            self.exact = True
+
+    def middle(self) -> float:
+        """Return where the tangents meet, or halfway to the largest price on the open side."""
+        if self.rising is None or self.falling is None:
+            known, end = (
+                (self.falling, -self.t_max) if self.rising is None else (self.rising, self.t_max)
+            )
+            assert known is not None
+            return (known[0] + end) / 2
+        (p, b, slope), (q, c, descent) = self.rising, self.falling
+        return (c - b + slope * p - descent * q) / (slope - descent)
 
 
-def _earliest_positions(chain: Chain, fits: Shorts, t_max: float) -> Shorts:
+def _earliest_positions(chain: Chain, options: Options, t_max: float) -> Shorts:
     """Return (K+1, K+1): the position that stage [i, j) has at least."""
-    legal = ((chain.time_s <= t_max) & (fits > 0)).any(axis=0)
+    legal = np.isfinite(options.cheapest(1, t_max)).any(axis=0)
     most = len(chain.in_flight) + 1
     following = np.minimum(cover(np.where(legal, 1.0, np.inf)), most)
     # At most i stages come before block i, so the rest of the smallest count comes after it.
@@ -138,22 +190,21 @@ def _prefix_costs(chain: Chain, cost: Floats, before: Ints, after: Ints) -> Floa
 
 
 def _walk_prefix(
-    chain: Chain, fits: Shorts, allowed: Masks, prefix: Floats, price: float
-) -> tuple[tuple[Stage, ...], bool]:
-    """Read a partition that attains h[K, D], last stage first, and whether it fits in place."""
-    stages: list[Stage] = []
+    chain: Chain, cost: Floats, reach: Shorts, prefix: Floats
+) -> tuple[tuple[Cell, ...], bool]:
+    """Read a partition that attains h[K, D], and whether it fits in place."""
+    stages: list[Cell] = []
     in_place = True
     j, d = chain.num_blocks, chain.num_devices
     while j > 0:
-        left = d - chain.size_of
-        earlier = prefix[:j, np.maximum(left, 0)].T
-        through = (chain.time_s[:, :j, j] + price) + earlier
-        hit = allowed[:, :j, j] & (through == prefix[j, d]) & (left >= 0)[:, None]
-        fitting = hit & (fits[:, :j, j] > len(stages))
+        left = d - chain.sizes
+        through = cost[:, :j, j] + prefix[:j, np.maximum(left, 0)].T
+        hit = (through == prefix[j, d]) & (left >= 0)[:, None]
+        fitting = hit & (reach[:, :j, j] > len(stages))
         in_place &= bool(fitting.any())
-        i, v = smallest(chain, fitting if fitting.any() else hit)
-        stages.append((i, j, v))
-        j, d = i, int(left[v])
+        i, z = first_hit(fitting if fitting.any() else hit)
+        stages.append((z, i, j))
+        j, d = i, int(left[z])
     return tuple(reversed(stages)), in_place
 
 
@@ -162,7 +213,7 @@ class _Layers:
     """The exact program f_s[i, d], its planes skewed to e = d - r·(K-i) - e0."""
 
     chain: Chain
-    fits: Shorts
+    options: Options
     t_max: float
     price: float
     """μ"""
@@ -179,7 +230,7 @@ class _Layers:
     def build(
         cls,
         chain: Chain,
-        fits: Shorts,
+        options: Options,
         t_max: float,
         price: float,
         prefix: Floats,
@@ -200,10 +251,10 @@ class _Layers:
         valid = (d >= low[:, None]) & (d <= high[:, None])
         free = np.where(valid, devices - d, 0)
         remaining = np.where(valid, np.take_along_axis(prefix, free, axis=1), np.inf)
-        legal = ((chain.time_s <= t_max) & (fits > 0)).any(axis=0)
+        legal = np.isfinite(options.cheapest(1, t_max)).any(axis=0)
         return cls(
             chain=chain,
-            fits=fits,
+            options=options,
             t_max=t_max,
             price=price,
             skew=skew,
@@ -215,7 +266,7 @@ class _Layers:
     def column(self, i: int, d: int) -> int:
         return d - self.skew * (self.chain.num_blocks - i) - self.origin
 
-    def run(self, cutoff: float) -> tuple[Stage, ...] | None:
+    def run(self, cutoff: float) -> list[int] | None:
         """Return the partition of least sum below the cutoff, if there is one."""
         chain, counts = self.chain, self.chain.stage_counts
         layer = np.full(self.remaining.shape, np.inf)
@@ -224,7 +275,7 @@ class _Layers:
         final = self.column(0, chain.num_devices)
         rebate = max(self.price * counts[0], self.price * counts[-1])
         for s in range(1, counts[-1] + 1):
-            cost = by_size(chain, self.fits, s, self.t_max) + self.price
+            cost = self.options.cheapest(s, self.t_max) + self.price
             layer = self._next(layer, cost, cutoff + rebate)
             layer[~self._rows_that_can_end(s)] = np.inf
             layer[layer + self.remaining >= cutoff + rebate] = np.inf
@@ -275,21 +326,21 @@ class _Layers:
             np.minimum(target, through, out=target)
         return result
 
-    def _walk(self, layers: Sequence[Floats]) -> tuple[Stage, ...]:
+    def _walk(self, layers: Sequence[Floats]) -> list[int]:
         """Read the partition from its first stage on."""
         chain = self.chain
-        stages: list[Stage] = []
+        stages: list[int] = []
         i, d = 0, chain.num_devices
         for s in range(len(layers) - 1, 0, -1):
-            value = layers[s][i, self.column(i, d)]
+            cost = self.options.cheapest(s, self.t_max)
             j = np.arange(i + 1, chain.num_blocks + 1)
-            left = d - chain.size_of
+            left = d - chain.sizes
             e = left[:, None] - self.skew * (chain.num_blocks - j) - self.origin
             inside = (e >= 0) & (e < self.remaining.shape[1])
             later = np.where(inside, layers[s - 1][j, np.where(inside, e, 0)], np.inf)
-            time_s = chain.time_s[:, i, i + 1 :]
-            usable = (self.fits[:, i, i + 1 :] >= s) & (time_s <= self.t_max)
-            block, v = smallest(chain, usable & ((time_s + self.price) + later == value))
-            stages.append((i, int(j[block]), v))
-            i, d = int(j[block]), int(left[v])
-        return tuple(stages)
+            through = (cost[:, i, i + 1 :] + self.price) + later
+            block, z = first_hit(through == layers[s][i, self.column(i, d)])
+            cell = (z, i, int(j[block]))
+            stages.append(self.options.find(*cell, fill_s=cost[cell], position=s, t_max=self.t_max))
+            i, d = cell[2], int(left[z])
+        return stages

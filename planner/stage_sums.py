@@ -10,7 +10,8 @@ in all: it takes part of the compute units and of the memory bandwidth while it 
 far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes, gradient
 reduction behind the backward (the last one of a step, where gradients are reduced once), and
 ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
-and the first one of a forward have nothing to hide behind.
+and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
+reduction among replicas joins what is scattered in a step's last backward.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ SUMS = (
     *(f"{policy}_{what}" for policy in POLICIES for what in ("s", "host_s", "bytes")),
 )  # fmt: skip
 WAYS = ("forward", "backward")
-MAXIMA = ("largest_bytes", "largest_parameters", "transient_bytes")
+MAXIMA = ("largest_bytes", "largest_parameters", "transient_bytes", "settled_bytes")
 FIELDS = (*SUMS, *MAXIMA)
+_AT = {name: k for k, name in enumerate(FIELDS)}
 
 
 def components(price: BlockPrice, block: Block) -> np.ndarray:
@@ -112,7 +114,7 @@ def parameter_sums(pricer: Pricer, value: str, state: Placement) -> np.ndarray:
     own = {name: getattr(cost, name) for name in COST_FIELDS} | {
         "parameters": pricer.numel(value, state) * trained,
         "shard_parameters": pricer.numel(value, state)
-        / pricer.replicas(value, state).size
+        / pricer.parameters.shard_count(value, state)
         * trained,
         "frozen_bytes": pricer.nbytes(value, state) * (not trained),
     }
@@ -161,14 +163,18 @@ def _with_data_axis(
     to_forward: Any = 0.0
     to_backward: Any = 0.0
     reduce: Any = 0.0
+    replicate = get["replicate_s"]
     if setting.zero == 3:
         to_forward = added(forward, gather, target.overlap_parameters)
         to_backward = added(backward, gather + scatter, target.overlap_parameters)
+        last = added(backward, gather + scatter + replicate, target.overlap_parameters)
+        reduce = last - to_backward
     elif setting.zero == 2:
         to_backward = added(backward, scatter, target.overlap_gradients)
-        reduce = added(forward, gather, target.overlap_parameters)
+        last = added(backward, scatter + replicate, target.overlap_gradients)
+        reduce = last - to_backward + added(forward, gather, target.overlap_parameters)
     else:
-        once = scatter if setting.zero else get["reduce_s"]
+        once = scatter + replicate if setting.zero else get["reduce_s"]
         reduce = added(backward, once, target.overlap_gradients)
         if setting.zero:
             reduce = reduce + added(forward, gather, target.overlap_parameters)
@@ -181,41 +187,84 @@ def _with_data_axis(
     )
 
 
-def stage_costs(sums: np.ndarray, setting: Setting, recompute: str) -> StageCosts:
-    """Components of a stage from the sums of its blocks (last axis: `FIELDS`)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What the blocks of a stage run again in a backward, by any policy each; floats or arrays.
+
+    Seconds per micro-batch (`seconds`, of which `comm_s`; the host's `host_s`), bytes per
+    micro-batch no longer kept (`freed_bytes`), and the most that a block holds once it has been run
+    again as a whole (`largest_bytes`).
+    """
+
+    seconds: Any = 0.0
+    comm_s: Any = 0.0
+    host_s: Any = 0.0
+    freed_bytes: Any = 0.0
+    largest_bytes: Any = 0.0
+
+    def __add__(self, other: Again) -> Again:
+        return Again(
+            seconds=self.seconds + other.seconds,
+            comm_s=self.comm_s + other.comm_s,
+            host_s=self.host_s + other.host_s,
+            freed_bytes=self.freed_bytes + other.freed_bytes,
+            largest_bytes=np.maximum(self.largest_bytes, other.largest_bytes),
+        )
+
+
+def again_of(sums: np.ndarray, policy: str) -> Again:
+    """What blocks of these sums run again where all of them follow one policy."""
+
+    def get(name: str) -> Any:
+        return sums[..., _AT[name]] if name in _AT else 0.0
+
+    return Again(
+        seconds=get(f"{policy}_s"),
+        comm_s=get(f"{policy}_comm_s"),
+        host_s=get(f"{policy}_host_s"),
+        freed_bytes=get(f"{policy}_bytes"),
+        largest_bytes=get("largest_bytes") if policy == "full" else 0.0,
+    )
+
+
+def stage_costs(sums: np.ndarray, setting: Setting, recompute: str | Again) -> StageCosts:
+    """Components of a stage from the sums of its blocks (last axis: `FIELDS`). `recompute` is one
+    policy for all of them, or what they run again by several."""
     get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
-    target, shards = setting.target, setting.dp * setting.cp
-    again = [get.get(f"{recompute}_{name}", 0.0) for name in ("s", "comm_s", "host_s", "bytes")]
+    target, replicas = setting.target, setting.dp * setting.cp
+    again = again_of(sums, recompute) if isinstance(recompute, str) else recompute
     hidden = [_hidden(get[f"{way}_s"], get[f"{way}_exchange_s"], target) for way in WAYS]
     device = setting.cluster.device
     both = np.maximum if device.kind == "cuda" else np.add
     forward = both(get["forward_s"] - hidden[0], get["forward_host_s"])
-    backward = both(get["backward_s"] - hidden[1] + again[0], get["backward_host_s"] + again[2])
+    backward = both(
+        get["backward_s"] - hidden[1] + again.seconds, get["backward_host_s"] + again.host_s
+    )
     passes = _with_data_axis(get, forward, backward, setting)
-    # ranks that hold a parameter, on average: experts are held by fewer than the rest
-    holders = get["parameters"] / np.maximum(get["shard_parameters"], 1e-9)
+    # ranks that a parameter is divided among, on average: experts among fewer than the rest
+    shards = get["parameters"] / np.maximum(get["shard_parameters"], 1e-9)
     states = model_state_bytes(
         get["parameters"], precision=setting.precision, zero=setting.zero,
-        dp=np.maximum(holders, 1.0), optimizer=setting.optimizer, target=target,
+        dp=np.maximum(shards, 1.0), optimizer=setting.optimizer, target=target,
     )  # fmt: skip
     work = working_bytes(
         get["parameters"], get["largest_parameters"], weight_bytes=DTYPE_BYTES[setting.precision],
-        zero=setting.zero, dp=shards, target=target,
+        zero=setting.zero, dp=replicas, target=target,
     )  # fmt: skip
     # what one backward holds besides: a block computed again, one operator's gradients
-    passing = get["transient_bytes"] + (get["largest_bytes"] if recompute == "full" else 0.0)
+    passing = get["transient_bytes"] + np.maximum(again.largest_bytes, get["settled_bytes"])
     return StageCosts(
         forward_s=passes.forward_s,
         backward_s=passes.backward_s,
         weight_s=np.minimum(get["weight_s"], passes.backward_s),
         forward_comm_s=get["forward_comm_s"] + passes.forward_comm_s,
-        backward_comm_s=get["backward_comm_s"] + again[1] + passes.backward_comm_s,
+        backward_comm_s=get["backward_comm_s"] + again.comm_s + passes.backward_comm_s,
         measured_s=get["measured_s"],
         interpolated_s=get["interpolated_s"],
         reduce_s=passes.reduce_s,
         optimizer_s=get["shard_s" if setting.zero else "optimizer_s"],
         static_bytes=states + work + get["frozen_bytes"] + passing,
         passing_bytes=passing,
-        activation_bytes=get["saved_bytes"] + get["input_bytes"] - again[3],
+        activation_bytes=get["saved_bytes"] + get["input_bytes"] - again.freed_bytes,
         parameters=get["parameters"],
     )

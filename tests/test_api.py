@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ROWS, Net, batch, host, loss, net, planned, small_host
+from tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
 
 from executor import launch
 from meshwright import (
@@ -23,6 +23,7 @@ from meshwright import (
     PlanError,
 )
 from meshwright.api import _check_world
+from planner.plan import RUNS
 
 
 @cache
@@ -90,6 +91,34 @@ def test_overrides_are_kept_and_priced() -> None:
     assert row["override"] == "dp=4" and row["effect"].startswith("cost ")
 
 
+def test_replanning_is_planning_with_other_overrides() -> None:
+    first = planned(net(), cluster=slow_host(4))
+    for given in (Overrides(dp=4), Overrides(pp=2, schedule="gpipe"), Overrides()):
+        again, fresh = first.replan(given), planned(net(), cluster=slow_host(4), overrides=given)
+        assert again.plan == fresh.plan
+        assert again.prediction == fresh.prediction
+        assert again is not first
+
+
+def test_replanning_replaces_the_overrides() -> None:
+    first = planned(net(), 4, overrides=Overrides(dp=4))
+    assert first.replan().plan == four_ranks().plan
+    with pytest.raises(OverrideError, match="tp=3"):
+        first.replan(Overrides(tp=3))
+
+
+def test_plans_for_this_machine_are_plans_that_run() -> None:
+    stages = four_ranks().plan.stages
+    assert all(stage.zero in RUNS["zero"] for stage in stages)
+    with pytest.raises(OverrideError, match="can be planned, but not run yet"):
+        planned(net(), 4, overrides=Overrides(zero=3))
+    assert planned(net(), 4, overrides=Overrides(zero=3), executable=False).plan.stages[0].zero == 3
+    far = dataclasses.replace(host(4), backend="nccl")
+    assert planned(net(), cluster=far, overrides=Overrides(zero=3)).plan.stages[0].zero == 3
+    with pytest.raises(OverrideError, match="can be planned, but not run yet"):
+        planned(net(), cluster=far, overrides=Overrides(zero=3), executable=True)
+
+
 def test_a_tied_weight_may_live_on_two_stages() -> None:
     result = planned(net(tied=True), 2, overrides=Overrides(pp=2))
     first, last = result.plan.stages
@@ -142,6 +171,7 @@ def test_a_cluster_too_small_says_how_much_is_missing() -> None:
     with pytest.raises(InfeasibleError, match=r"lacks .* GiB.*shortfall in GiB by stage") as caught:
         planned(net(), cluster=small_host(2, 1024))
     assert max(caught.value.shortfall_bytes) > 0
+    assert "nodes" in str(caught.value)
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -153,6 +183,8 @@ def test_a_cluster_too_small_says_how_much_is_missing() -> None:
         ({"global_batch_size": 0}, "global_batch_size=0; legal: an integer from 1"),
         ({"global_batch_size": 8.0}, "global_batch_size=8.0; legal"),
         ({"global_batch_size": True}, "global_batch_size=True; legal"),
+        ({"time_limit_s": -1}, "time_limit_s=-1; legal: seconds, 0 or more"),
+        ({"time_limit_s": "1"}, "time_limit_s='1'; legal: seconds"),
         ({"precision": "fp8"}, "precision='fp8'; legal: fp32, bf16, fp16"),
         ({"optimizer": "foo"}, "optimizer='foo'.*adam.*sgd"),
         ({"cluster": "h100-sxm"}, "cluster='h100-sxm' is a str; legal: a Cluster"),

@@ -277,6 +277,12 @@ def test_a_model_without_sequences_has_no_context_axis() -> None:
         check_plan(plan, of.graph, of.table)
 
 
+def test_a_model_without_experts_has_none_to_share_out() -> None:
+    graph, table = model()
+    with pytest.raises(PlanError, match=r"stage 0: ep=2: the model has no experts; legal: 1"):
+        check_plan(with_stage(plan_for(graph), ep=2), graph, table)
+
+
 # --- what can be priced but not run --------------------------------------------------------------
 
 
@@ -287,7 +293,8 @@ def test_a_model_without_sequences_has_no_context_axis() -> None:
         ({}, {"zero": 3}, "zero=3 can be priced"),
         ({}, {"recompute": "selective"}, "recompute='selective' .*the executor runs none, full"),
         ({}, {"cp": 2, "tp": 1}, "cp=2 can be priced, .*the executor runs 1"),
-        ({}, {"ep": 2}, "ep=2 can be priced"),
+        ({}, {"zero": 1, "dp_shard": 1}, "dp_shard=1 can be priced, .*the executor runs 2"),
+        ({}, {"recompute": {"selective": ("head",)}}, "recompute='selective' can be priced"),
         ({"schedule": "zb_h1"}, {}, "schedule='zb_h1' can be priced, .*runs .*1f1b"),
     ],
     ids=str,
@@ -302,6 +309,46 @@ def test_a_legal_plan_that_cannot_run_yet_is_refused_in_time(
     check_plan(plan, graph, table)
     with pytest.raises(PlanError, match=f"plan: (stage 0: )?{says}"):
         check_runs(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"zero": 3}, "zero=3 with schedule='zb_h1' .*torch loses gradients .*legal: zero 0, 1 or"),
+        ({"recompute": "full"}, "recompute='full' with schedule='zb_h1' .*torch recomputes twice"),
+        (
+            {"recompute": {"selective": ("head",)}},
+            "recompute='selective' with .*legal: recompute none, or .*whole backward: gpipe, 1f1b",
+        ),
+    ],
+)
+def test_what_torch_gets_wrong_is_priced_and_refused_with_the_reason(
+    changes: dict[str, Any], says: str
+) -> None:
+    graph, table = model()
+    plan = with_stage(plan_for(graph, schedule="zb_h1"), **changes)
+    check_plan(plan, graph, table)
+    with pytest.raises(PlanError, match=f"plan: stage 0: {says}"):
+        check_runs(plan)
+
+
+def test_stages_may_lie_on_spread_ranks_but_regular_ones() -> None:
+    graph, table = model()
+    plan = plan_for(graph, stages=2)
+    for first, second in (((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7))):
+        spread = with_stage(with_stage(plan, 0, ranks=first), 1, ranks=second)
+        check_plan(spread, graph, table)
+    for first, second, axis in (
+        ((0, 1, 3, 4), (2, 5, 6, 7), "stage 1: ranks 2,5-7, .*neighbours on dp are 2, 4 apart"),
+        ((2, 3, 0, 1), (4, 5, 6, 7), "stage 0: ranks 2-3,0-1, .*neighbours on dp are -2 apart"),
+    ):
+        odd = with_stage(with_stage(plan, 0, ranks=first), 1, ranks=second)
+        with pytest.raises(PlanError, match=axis):
+            check_plan(odd, graph, table)
+    wide = plan_for(graph, stages=2, dp=4, tp=1)
+    uneven = with_stage(with_stage(wide, 0, ranks=(0, 1, 3, 4)), 1, ranks=(2, 5, 6, 7))
+    with pytest.raises(PlanError, match=r"neighbours on dp are 1, 2 apart; legal: one distance"):
+        check_plan(uneven, graph, table)
 
 
 def test_virtual_stages_share_the_ranks_of_their_device() -> None:
@@ -321,6 +368,8 @@ def test_virtual_stages_share_the_ranks_of_their_device() -> None:
     swapped = with_stage(with_stage(plan, 2, ranks=groups[1]), 3, ranks=groups[0])
     with pytest.raises(PlanError, match=r"stage 2: ranks 2-3; schedule='interleaved_1f1b' runs"):
         check_plan(swapped, graph, table)
+    with pytest.raises(PlanError, match=r"stage 3: dp=1 × cp=1 × tp=2 on the ranks of stage 1, wh"):
+        check_plan(with_stage(plan, 3, dp=1, tp=2), graph, table)
     with pytest.raises(PlanError, match=r"plan: .*1f1b"):
         check_plan(dataclasses.replace(plan, schedule="1f1b"), graph, table)
 

@@ -100,6 +100,30 @@ def test_plan_as_json(capsys: Captured) -> None:
     assert data["summary"]["step_time_s"] > 0
 
 
+def test_a_time_limit_is_kept_and_told(capsys: Captured) -> None:
+    assert main([*FOUR, "--time-limit", "0", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["summary"]["complete"] is False and data["summary"]["gap"] >= 0
+    assert "time_limit_s=-1.0; legal" in failed(capsys, [*FOUR, "--time-limit", "-1"])
+
+
+def test_alternatives_and_sensitivity_are_printed(capsys: Captured) -> None:
+    assert main([*FOUR, "--sensitivity"]) == 0
+    out = capsys.readouterr().out
+    assert "Why not something else" in out and "What would flip the decision" in out
+    assert main([*FOUR, "--sensitivity", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["family"] for row in data["alternatives"]} > {"full recompute"}
+    assert "FLOP/s" in {row["property"] for row in data["sensitivity"]}
+
+
+def test_the_search_can_be_kept_to_what_runs(capsys: Captured) -> None:
+    assert main([*FOUR, "--zero", "3"]) == 0
+    assert "not run yet" in capsys.readouterr().out
+    error = failed(capsys, [*FOUR, "--zero", "3", "--executable"])
+    assert "zero=3 can be planned, but not run yet" in error
+
+
 @pytest.mark.parametrize("software", ["eager", "megatron"])
 def test_the_prices_are_for_the_software_that_is_named(capsys: Captured, software: str) -> None:
     assert main([*FOUR, "--json", "--no-profile", "--software", software]) == 0
@@ -147,7 +171,7 @@ def test_shardings_are_flags(capsys: Captured) -> None:
     ("flags", "says"),
     [
         (["--tp", "3"], "override tp=3: 3 does not divide the cluster's 8 devices"),
-        (["--zero", "3"], "override zero=3: legal: 0, 1"),
+        (["--zero", "4"], "override zero=4: legal: 0, 1, 2, 3"),
         (["--schedule", "1b1f"], "override schedule='1b1f': legal: "),
         (["--forbid", "tpp"], "did you mean 'tp'?"),
         (["--tp", "2", "--forbid", "tp"], "tp=2 contradicts forbid='tp'"),
@@ -227,7 +251,7 @@ def test_show_prints_the_plan(capsys: Captured) -> None:
     out, err = capsys.readouterr()
     plan = Plan.load("plan.json")
     assert describe(plan) in out and plan.model in out and err == ""
-    assert "stage 1: blocks block.1 on ranks 4-7, dp2 × tp2" in out
+    assert "stage 1: blocks block.1 on ranks 4-7, dp2×tp2" in out
     assert main(["show", "plan.json", "--json"]) == 0
     assert capsys.readouterr().out == plan.to_json()
 

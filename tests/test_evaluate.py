@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 from planning import cluster
 from tiny import cut, net, plan_for
@@ -13,8 +16,8 @@ from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.target import EAGER
 from planner.check import check_plan
-from planner.evaluate import Evaluation, crossings, evaluate, transfer_seconds
-from planner.plan import Plan
+from planner.evaluate import Evaluation, crossings, evaluate, spread_of, transfer_seconds
+from planner.plan import Plan, StagePlan, recompute_of
 from planner.stage_costs import StageCoster
 from profiles.cluster import Cluster
 
@@ -81,3 +84,87 @@ def test_virtual_stages_of_one_device_cost_what_one_stage_does() -> None:
     one, four = (priced(plan, on).prediction for plan in (whole, cut_up))
     assert four.peak_memory_bytes == pytest.approx(one.peak_memory_bytes, abs=1)
     assert four.step_time_s == pytest.approx(one.step_time_s)
+
+
+# --- decisions of a stage ------------------------------------------------------------------------
+
+
+def only(plan: Plan, on: Cluster = NODE, **changes: Any) -> Evaluation:
+    (stage,) = plan.stages
+    return priced(dataclasses.replace(plan, stages=(dataclasses.replace(stage, **changes),)), on)
+
+
+def test_each_block_runs_again_by_its_own_policy() -> None:
+    """Seconds and bytes of recompute add up over blocks, whichever others do it as well."""
+    graph, _ = model()
+    plan = plan_for(graph, dp=1, tp=1)
+    names = plan.stages[0].blocks
+
+    def backward_and_kept(*full: str) -> np.ndarray:
+        policies = ["full" if name in full else "none" for name in names]
+        (stage,) = only(plan, cluster(1), recompute=recompute_of(names, policies)).stages
+        return np.array([stage.backward_s, stage.activation_bytes])
+
+    keep = backward_and_kept()
+    alone = [backward_and_kept(name) - keep for name in names]
+    assert backward_and_kept(*names) - keep == pytest.approx(sum(alone))
+    assert backward_and_kept(names[1], names[3]) - keep == pytest.approx(alone[1] + alone[3])
+    assert alone[1][0] > 0 > alone[1][1]
+    (whole,) = only(plan, cluster(1), recompute="full").stages
+    assert backward_and_kept(*names) == pytest.approx([whole.backward_s, whole.activation_bytes])
+
+
+def test_shards_within_a_node_take_more_memory_and_less_network() -> None:
+    graph, _ = model()
+    plan = plan_for(graph, dp=4, tp=1)
+    on = cluster(2, nodes=2, bandwidth=1e9, node_bandwidth=1e4)
+    inside, whole = (only(plan, on, zero=1, dp_shard=shards) for shards in (2, 4))
+    assert inside.stages[0].static_bytes > whole.stages[0].static_bytes
+    assert inside.stages[0].reduce_s < whole.stages[0].reduce_s
+    assert only(plan, on, zero=1).stages == whole.stages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dp", "cp", "tp", "spread"),
+    [
+        (range(8), 4, 1, 2, 1),
+        (range(3, 4), 1, 1, 1, 1),
+        (range(4, 8), 1, 1, 4, 1),
+        (range(1, 16, 4), 4, 1, 1, 4),
+        ((0, 1, 8, 9, 16, 17, 24, 25), 4, 1, 2, 4),
+        ((0, 1, 8, 9, 16, 17, 24, 25), 2, 2, 2, 4),
+        ((0, 1, 4, 5, 16, 17, 20, 21), 4, 1, 2, 1),  # no one distance
+        ((0, 2, 4, 6), 2, 1, 2, 1),  # a tensor axis of its own kind
+        ((3, 2, 1, 0), 4, 1, 1, 1),
+    ],
+)
+def test_how_far_apart_the_data_axis_lies(
+    ranks: Sequence[int], dp: int, cp: int, tp: int, spread: int
+) -> None:
+    stage = StagePlan(blocks=("x",), ranks=tuple(ranks), dp=dp, cp=cp, tp=tp)
+    assert spread_of(stage) == spread
+
+
+def test_a_pipeline_inside_the_nodes_sends_there_and_reduces_between() -> None:
+    graph, _ = model()
+    names = [block.name for block in graph.blocks]
+    base = plan_for(graph, dp=2, tp=1)
+    on = cluster(2, nodes=2, bandwidth=1e9, node_bandwidth=1e5)
+
+    def laid(first: tuple[int, ...], second: tuple[int, ...]) -> Evaluation:
+        stages = tuple(
+            dataclasses.replace(base.stages[0], blocks=tuple(blocks), ranks=ranks)
+            for blocks, ranks in ((names[:3], first), (names[3:], second))
+        )
+        return priced(dataclasses.replace(base, schedule="1f1b", stages=stages), on)
+
+    between, inside = laid((0, 1), (2, 3)), laid((0, 2), (1, 3))
+    assert inside.stages[0].reduce_s > 100 * between.stages[0].reduce_s
+
+    def sends(of: Evaluation) -> float:
+        graph, table = model()
+        coster = StageCoster(graph, table, on, of.plan.precision, "adamw")
+        found = crossings(of.plan, graph).items()
+        return sum(transfer_seconds(of.plan, coster, edge, values) for edge, values in found)
+
+    assert sends(between) > 100 * sends(inside)

@@ -1,5 +1,6 @@
 """The inter-operator program against enumeration of every partition."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner import staircase
 from planner.inter_op import (
     MemoryShortfall,
     StageChoice,
@@ -53,8 +55,18 @@ def stage_bytes(table: StageTable, stages: Partition, in_flight: InFlight) -> li
 
 
 def objective_s(table: StageTable, stages: Partition, num_microbatches: int) -> float:
+    fill_s = table.time_s if table.fill_s is None else table.fill_s
     times = [float(table.time_s[c.variant, c.start, c.stop]) for c in stages]
-    return sum(times) + (num_microbatches - 1) * max(times)
+    fills = [float(fill_s[c.variant, c.start, c.stop]) for c in stages]
+    return sum(fills) + (num_microbatches - 1) * max(times)
+
+
+def least_objective_s(problem: dict[str, Any]) -> float:
+    """Return the optimum by enumeration, inf where nothing fits."""
+    table, m = problem["table"], problem["num_microbatches"]
+    return min(
+        (objective_s(table, stages, m) for stages in feasible_partitions(problem)), default=np.inf
+    )
 
 
 @st.composite
@@ -71,6 +83,9 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
         time_s = length * rng.uniform(0.5, 1.5, shape) / devices[:, None, None] ** 0.8
     time_s[rng.random(shape) < draw(st.sampled_from([0.0, 0.2, 0.5]))] = np.inf
     time_s[:, np.tril_indices(blocks + 1)[0], np.tril_indices(blocks + 1)[1]] = np.inf
+    fill_s = draw(st.sampled_from([None, 1.0, 0.25]))
+    if fill_s is not None:
+        fill_s = time_s * np.maximum(fill_s, rng.integers(0, 5, shape) / 4)
     m = draw(st.integers(1, 6))
     most = draw(st.sampled_from([None, None, 1, 2, 3, (1, 3), (2, 4), (4, 5)]))
     return {
@@ -79,6 +94,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
             time_s=time_s,
             static_bytes=rng.integers(0, 10, shape) * (1.0 + length),
             activation_bytes=rng.integers(0, 6, shape) * (1.0 + length),
+            fill_s=fill_s,
         ),
         "num_devices": draw(st.integers(1, 6)),
         "num_microbatches": m,
@@ -95,6 +111,15 @@ def allowed_partitions(problem: dict[str, Any]) -> list[Partition]:
     return [stages for stages in every if len(stages) in counts]
 
 
+def feasible_partitions(problem: dict[str, Any]) -> list[Partition]:
+    table, in_flight = problem["table"], problem["in_flight"]
+    return [
+        stages
+        for stages in allowed_partitions(problem)
+        if max(stage_bytes(table, stages, in_flight)) <= problem["memory_bytes"]
+    ]
+
+
 def shortfall_of(problem: dict[str, Any]) -> MemoryShortfall | None:
     return minimal_shortfall(**{k: v for k, v in problem.items() if k != "num_microbatches"})
 
@@ -103,11 +128,7 @@ def shortfall_of(problem: dict[str, Any]) -> MemoryShortfall | None:
 @given(problems())
 def test_solution_equals_enumeration(problem: dict[str, Any]) -> None:
     table, m = problem["table"], problem["num_microbatches"]
-    feasible = [
-        stages
-        for stages in allowed_partitions(problem)
-        if max(stage_bytes(table, stages, problem["in_flight"])) <= problem["memory_bytes"]
-    ]
+    feasible = feasible_partitions(problem)
     solution = solve_inter_op(**problem)
     if not feasible:
         assert solution is None
@@ -119,6 +140,7 @@ def test_solution_equals_enumeration(problem: dict[str, Any]) -> None:
         min(objective_s(table, stages, m) for stages in feasible), rel=1e-11
     )
     assert solution.objective_s == solution.sum_s + (m - 1) * solution.t_max_s
+    assert solution.bound_s == pytest.approx(solution.objective_s, rel=1e-11)
 
 
 @settings(max_examples=300, deadline=None)
@@ -316,6 +338,7 @@ def test_order_of_variants_does_not_change_the_cost(problem: dict[str, Any], ran
         time_s=table.time_s[order],
         static_bytes=table.static_bytes[order],
         activation_bytes=table.activation_bytes[order],
+        fill_s=None if table.fill_s is None else table.fill_s[order],
     )
     first, again = solve_inter_op(**problem), solve_inter_op(**problem)
     other = solve_inter_op(**(problem | {"table": shuffled}))
@@ -340,6 +363,56 @@ def test_relative_gap_is_kept(problem: dict[str, Any], gap: float) -> None:
     assert (exact is None) == (loose is None)
     if exact is not None and loose is not None:
         assert loose.objective_s * (1 - gap) <= exact.objective_s * (1 + 1e-11)
+        assert loose.objective_s * (1 - gap) <= loose.bound_s * (1 + 1e-11)
+        assert loose.bound_s <= exact.objective_s * (1 + 1e-11)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.floats(0.5, 1.5), st.sampled_from([0.0, 0.3]))
+def test_only_objectives_below_the_cutoff_count(
+    problem: dict[str, Any], factor: float, gap: float
+) -> None:
+    optimum = least_objective_s(problem)
+    cutoff = factor * optimum if optimum < np.inf else 10.0
+    solution = solve_inter_op(**problem, cutoff_s=cutoff, relative_gap=gap)
+    assert (solution is not None) == (optimum < cutoff)
+    if solution is not None:
+        assert solution.stages in feasible_partitions(problem)
+        assert solution.objective_s < cutoff
+        assert solution.objective_s * (1 - gap) <= optimum * (1 + 1e-11)
+        assert solution.bound_s <= optimum * (1 + 1e-11)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.integers(0, 3))
+def test_a_deadline_leaves_the_best_so_far_and_its_bound(
+    problem: dict[str, Any], ticks: int
+) -> None:
+    optimum = least_objective_s(problem)
+    clock = itertools.chain(range(ticks), itertools.repeat(ticks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staircase.time, "monotonic", lambda: float(next(clock)))
+        solution = solve_inter_op(**problem, deadline=float(ticks))
+    if solution is not None:
+        assert solution.stages in feasible_partitions(problem)
+        assert solution.bound_s <= optimum * (1 + 1e-11)
+        assert solution.objective_s >= optimum * (1 - 1e-11)
+
+
+def test_past_the_deadline_only_the_first_try_counts() -> None:
+    """Six unequal blocks need several values of t_max, of which only the smallest is tried."""
+    table = pipeline_table(7, seed=4)
+    problem: dict[str, Any] = {
+        "num_devices": 16,
+        "num_microbatches": 4,
+        "memory_bytes": 1e9,
+        "in_flight": one_f_one_b(4),
+    }
+    exact = solve_inter_op(table, **problem)
+    late = solve_inter_op(table, **problem, deadline=0.0)
+    assert exact is not None and late is not None
+    assert late.candidates_tried == 1 < exact.candidates_tried
+    assert late.bound_s < exact.objective_s < late.objective_s
 
 
 def test_malformed_input_is_named() -> None:
@@ -358,6 +431,8 @@ def test_malformed_input_is_named() -> None:
         solve_uniform(replace(table, devices=np.array([1, 0])))
     with pytest.raises(ValueError, match="static_bytes has shape"):
         solve_uniform(replace(table, static_bytes=np.zeros(3)))
+    with pytest.raises(ValueError, match=r"fill_s\[0, 0, 1\] = -1.0"):
+        solve_uniform(replace(table, fill_s=np.full(table.time_s.shape, -1.0)))
     broken = table.time_s.copy()
     broken[1, 0, 2] = np.nan
     with pytest.raises(ValueError, match=r"time_s\[1, 0, 2\] = nan"):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from planning import (
     Traced,
     case,
@@ -22,84 +21,13 @@ from torch.nn import functional as F
 
 from costmodel.graph import Block, Op
 from costmodel.pricing import Pricer
-from costmodel.strategies import RP, P, Placement, R, Strategy
+from costmodel.strategies import RP, Placement, R, Strategy
 from planner.block_price import price_block
-from planner.elimination import PairwiseProblem, eliminate
 from planner.intra_op import BlockProgram, BlockTable
 from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.solvers import objective_of, solve_pairwise
 from planner.stage_costs import StageCoster
+from planner.stage_sums import FIELDS
 from profiles.cluster import Cluster
-
-# --- elimination against enumeration -------------------------------------------------------------
-
-
-@st.composite
-def pairwise_problems(draw: st.DrawFn) -> PairwiseProblem:
-    """A random graph of up to six nodes: sparse ones fold away, dense ones leave a core."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    names = "abcdef"[: draw(st.integers(1, 6))]
-    density, illegal = draw(st.sampled_from([0.4, 0.7, 1.0])), draw(st.sampled_from([0.0, 0.25]))
-    problem = PairwiseProblem()
-
-    def costs(*shape: int) -> np.ndarray:
-        return np.where(rng.random(shape) < illegal, np.inf, rng.integers(0, 9, shape))
-
-    for name in names:
-        size = int(rng.integers(1, 4))
-        problem.node(name, range(size), costs(size))  # type: ignore[arg-type]
-    for pair in itertools.combinations(names, 2):
-        for a, b in (pair, pair[::-1]):  # both directions at times: the edges add up
-            if rng.random() < density / 1.5:
-                problem.edge(a, b, costs(len(problem.states[a]), len(problem.states[b])))
-    return problem
-
-
-def best_by_enumeration(problem: PairwiseProblem, fixed: Mapping[str, int]) -> float:
-    options = [[fixed[n]] if n in fixed else range(len(problem.states[n])) for n in problem.unary]
-    return min(
-        objective_of(dict(zip(problem.unary, states, strict=True)), problem.unary, problem.pairs)
-        for states in itertools.product(*options)
-    )
-
-
-@settings(max_examples=150, deadline=None)
-@given(pairwise_problems(), st.integers(0, 2))
-def test_elimination_equals_enumeration(problem: PairwiseProblem, kept: int) -> None:
-    keep = list(problem.unary)[:kept]
-    reduced = eliminate(problem, keep)
-    for index in itertools.product(*(range(len(problem.states[n])) for n in keep)):
-        fixed = dict(zip(keep, index, strict=True))
-        best = best_by_enumeration(problem, fixed)
-        found = reduced.finish(fixed)
-        if best == np.inf:
-            assert found is None
-            continue
-        assert found is not None
-        assert {n: found[n] for n in keep} == fixed
-        assert objective_of(found, problem.unary, problem.pairs) == best
-
-
-@settings(max_examples=40, deadline=None)
-@given(pairwise_problems())
-def test_elimination_equals_the_solver(problem: PairwiseProblem) -> None:
-    whole = solve_pairwise(problem.unary, problem.pairs)
-    found = eliminate(problem, []).finish({})
-    assert (whole is None) == (found is None)
-    if whole is not None and found is not None:
-        assert objective_of(found, problem.unary, problem.pairs) == pytest.approx(whole.objective)
-
-
-def test_a_chain_leaves_no_core() -> None:
-    problem = PairwiseProblem()
-    for name in "abcd":
-        problem.node(name, [R, P], [0.0, 1.0])
-    for a, b in itertools.pairwise("abcd"):
-        problem.edge(a, b, np.ones((2, 2)))
-    reduced = eliminate(problem, ["a", "d"])
-    assert set(reduced.unary) == {"a", "d"}
-    assert set(reduced.pairs) == {("a", "d")}
-
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -163,16 +91,63 @@ def test_the_table_is_the_optimum_of_the_whole_program(name: str) -> None:
             )
 
 
+@pytest.mark.parametrize("name", [m for m in MODELS if m != "resnet"])
+@pytest.mark.parametrize("microbatches", [1, 64, math.inf])
+def test_a_program_solved_for_another_data_axis_is_as_one_built_for_it(
+    name: str, microbatches: float
+) -> None:
+    """Only how parameters are stored is priced again; a first table stays what it was. (Statistics
+    of a batch are summed over the data axis: blocks with them have a program for each.)"""
+    coster, _, solved = tables(case(name), odd_cluster(7), tp=2, rows=2, m=8)
+    pricer = coster.pricer(coster.setting(dp=4, tp=2, rows=2, microbatches=4))
+    for table in solved.values():
+        program, before = table.program, table.costs.copy()
+        again = program.solve(pricer, microbatches=microbatches)
+        fresh = BlockProgram(
+            pricer, program.layouts, inputs=program.inputs, outputs=program.outputs
+        ).solve(pricer, microbatches=microbatches)
+        assert again is not None
+        assert fresh is not None
+        np.testing.assert_array_equal(again.costs, fresh.costs)
+        assert dict(again.choices) == dict(fresh.choices)
+        np.testing.assert_array_equal(table.costs, before)
+        for index, objective in states(again):
+            proof = again.certify(index)
+            assert proof is not None
+            assert proof.objective == pytest.approx(objective, rel=1e-7)
+
+
+def sharded_only(program: BlockProgram) -> Callable[[str, Placement], bool]:
+    """Parameters that can be sharded are."""
+    return lambda value, state: state.sharded or len(program.stored_states(value)) == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama"])
+def test_what_is_forbidden_to_store_is_not_stored(name: str) -> None:
+    """Forbidding states can't make a block cheaper; forbidding all leaves no assignment."""
+    _, pricer, solved = tables(case(name), odd_cluster(3), tp=2)
+    for table in solved.values():
+        program = table.program
+        split = [v for v in program.block.parameters if len(program.stored_states(v)) > 1]
+        free = program.solve(pricer)
+        found = program.solve(pricer, sharded_only(program))
+        assert free is not None
+        assert found is not None
+        assert (found.costs >= free.costs).all()
+        assert all(found.stored(i, v).sharded for i in found.choices for v in split)
+        assert program.solve(pricer, lambda value, state: False) is None
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_moves_nothing(name: str) -> None:
     coster = StageCoster(case(name).graph, case(name).table, odd_cluster(1), "fp32", "adamw")
     setting = coster.setting(dp=1, tp=1, rows=4, microbatches=4)
     chain = coster.chain(setting)
     assert chain is not None
-    for table in chain.tables:
+    for j, table in enumerate(chain.tables):
         assert table.costs.shape == ()
-        price = coster.price(coster.pricer(setting), table, ())
-        assert price.cost.forward_comm_s == price.cost.backward_comm_s == price.cost.reduce_s == 0
+        for name in ("forward_comm_s", "backward_comm_s", "reduce_s"):
+            assert chain.parts(j, 0, 0)[FIELDS.index(name)] == 0
 
 
 # --- the table against every assignment ----------------------------------------------------------

@@ -50,7 +50,7 @@ def solve(
     chosen: dict[str, Strategy] = {}
     moves: dict[str, Recorder] = {}
     at: dict[str, Placement] = {}
-    found = coster.assignments(chain, 0, len(of.graph.blocks))
+    found = chain.assignments(0, len(of.graph.blocks))
     for block in of.graph.blocks:
         assignment = found[block.name]
         chosen |= {op.key: assignment.strategies[op.name] for op in block.ops}

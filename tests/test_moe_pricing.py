@@ -140,10 +140,11 @@ def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_them() -> Non
     cluster = ideal(8, 1)
     priced = pricer(graph, table, cluster, dp=4, tp=2, ep=4)
     weight = ops_of(graph, GROUPED)[0].operands[1]
-    assert priced.replicas(weight, R) == group_for(cluster, size=2, stride=4)
-    assert priced.replicas(weight, Placement("S", 2)) == group_for(cluster, size=1, stride=8)
+    holders = priced.parameters.replicas
+    assert holders(weight, R) == group_for(cluster, size=2, stride=4)
+    assert holders(weight, Placement("S", 2)) == group_for(cluster, size=1, stride=8)
     router = next(v for v, fqn in graph.parameters.items() if fqn.endswith("router.weight"))
-    assert priced.replicas(router, R) == group_for(cluster, size=4, stride=2)
+    assert holders(router, R) == group_for(cluster, size=4, stride=2)
     # an all-reduce among two sends each rank's bytes once: 4 a parameter
     sent = 4 * graph.values[weight].numel / 4
     assert priced.parameter_cost(weight, R).reduce_s == pytest.approx(sent / 1e10)

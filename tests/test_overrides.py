@@ -11,8 +11,9 @@ from tiny import cut, net, slow_host
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.schedule import EXECUTABLE
-from planner.overrides import OverrideError, Overrides, check_overrides, stage_cuts
+from costmodel.schedule import SCHEDULES
+from planner.override_values import FORBIDDABLE, FORBIDS
+from planner.overrides import OverrideError, Overrides, check_overrides
 from planner.search import Search, SearchResult
 
 ROWS = 16
@@ -21,10 +22,6 @@ ROWS = 16
 @cache
 def model() -> tuple[Graph, FactorTable]:
     return cut(net())
-
-
-def names() -> list[str]:
-    return [block.name for block in model()[0].blocks]
 
 
 def search(devices: int = 4, **given: Any) -> SearchResult:
@@ -36,7 +33,10 @@ def search(devices: int = 4, **given: Any) -> SearchResult:
 # --- one override --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tp", "dp", "pp", "microbatch_size", "num_microbatches"])
+DEGREES = ("tp", "dp", "cp", "ep", "pp", "dp_shard", "virtual_stages", "microbatch_size")
+
+
+@pytest.mark.parametrize("name", [*DEGREES, "num_microbatches"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, "2", True, [2]])
 def test_degrees_are_integers_from_one(name: str, value: Any) -> None:
     with pytest.raises(OverrideError, match=rf"override {name}=.*legal: an integer from 1"):
@@ -48,16 +48,48 @@ def test_degrees_are_integers_from_one(name: str, value: Any) -> None:
     [
         ("schedule", "1b1f", "1f1b"),
         ("schedule", True, "gpipe"),
-        ("zero", 2, "0, 1"),
-        ("zero", True, "0, 1"),
-        ("zero", "1", "0, 1"),
-        ("recompute", "some", "none, full"),
-        ("recompute", False, "none, full"),
+        ("schedule", {"head": "gpipe"}, "gpipe"),
+        ("zero", 4, "0, 1, 2, 3"),
+        ("zero", True, "0, 1, 2, 3"),
+        ("zero", 1.0, "0, 1, 2, 3"),
+        ("zero", "1", "0, 1, 2, 3"),
+        ("recompute", "some", "none, selective, full"),
+        ("recompute", "alternate", "none, selective, full"),
+        ("recompute", False, "none, selective, full"),
+        ("placement", "pp,tp,dp", "tp,dp,pp, tp,pp,dp"),
     ],
 )
 def test_choices_name_what_is_legal(name: str, value: Any, legal: str) -> None:
     with pytest.raises(OverrideError, match=rf"override {name}={value!r}: legal: .*{legal}"):
         Overrides(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tp", {"layers.*": 0}),
+        ("tp", {"layers.*": 2, "head": "2"}),
+        ("dp_shard", {"**": True}),
+        ("zero", {"head": 4}),
+        ("recompute", {"head": "some"}),
+        ("recompute", {}),
+        ("cp", {"": 2}),
+        ("ep", {3: 2}),
+        ("pp", {"head": 2}),
+    ],
+)
+def test_values_by_block_are_checked_like_one_for_all(name: str, value: Any) -> None:
+    with pytest.raises(OverrideError, match=rf"override {name}=\{{.*legal: .*or None") as caught:
+        Overrides(**{name: value})
+    assert ("glob over block names" in str(caught.value)) == (name != "pp")
+
+
+def test_everything_that_can_be_decided_can_be_forbidden() -> None:
+    assert set(FORBIDS) == {
+        "tp", "dp", "pp", "cp", "ep", "virtual_stages", "zero", "recompute", "placement",
+        "dp_shard", "zero-1", "zero-2", "zero-3", "selective", "full", *SCHEDULES,
+    }  # fmt: skip
+    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
 
 
 @pytest.mark.parametrize(
@@ -102,24 +134,68 @@ def test_only_what_is_set_is_given() -> None:
         ({"schedule": "gpipe", "forbid": ["gpipe"]}, ("schedule='gpipe'", "forbid='gpipe'")),
         ({"pp": 3, "stages": [["a"], ["b"]]}, ("pp=3", "stages= with 2 stages")),
         ({"forbid": ["pp"], "stages": [["a"], ["b"]]}, ("forbid='pp'", "stages= with 2 stages")),
+        ({"pp": 2, "virtual_stages": 2, "stages": [["a"], ["b"]]}, ("pp=2", "virtual_stages=2")),
+        ({"pp": 2, "schedule": "1f1b", "stages": [["a"]] * 4}, ("pp=2", "stages= with 4 stages")),
+        ({"schedule": "zb_v", "stages": [["a"]] * 3}, ("'zb_v'", "stages= with 3 stages")),
+        ({"cp": 2, "forbid": ["cp"]}, ("cp=2", "forbid='cp'")),
+        ({"ep": {"a": 1, "b": 2}, "forbid": ["ep"]}, ("ep={'b': 2}", "forbid='ep'")),
+        ({"recompute": {"a": "full"}, "forbid": ["full"]}, ("{'a': 'full'}", "forbid='full'")),
+        ({"recompute": "selective", "forbid": ["selective"]}, ("recompute=", "forbid='selective'")),
+        ({"zero": 3, "forbid": ["zero-3"]}, ("zero=3", "forbid='zero-3'")),
+        ({"zero": {"a": 2}, "forbid": ["zero"]}, ("zero={'a': 2}", "forbid='zero'")),
+        ({"dp_shard": 4, "forbid": ["dp_shard"]}, ("dp_shard=4", "forbid='dp_shard'")),
+        ({"placement": "tp,pp,dp", "forbid": ["placement"]}, ("'tp,pp,dp'", "forbid='placement'")),
+        ({"virtual_stages": 2, "forbid": ["pp"]}, ("virtual_stages=2", "forbid='pp'")),
+        ({"virtual_stages": 2, "forbid": ["virtual_stages"]}, ("virtual_stages=2", "forbid=")),
+        ({"schedule": "gpipe", "virtual_stages": 2}, ("schedule='gpipe'", "virtual_stages=2")),
+        ({"schedule": "zb_v", "virtual_stages": 3}, ("schedule='zb_v'", "virtual_stages=3")),
+        ({"schedule": "zb_v", "forbid": ["pp"]}, ("schedule='zb_v'", "forbid='pp'")),
+        (
+            {"schedule": "interleaved_1f1b", "forbid": ["virtual_stages"]},
+            ("schedule='interleaved_1f1b'", "forbid='virtual_stages'"),
+        ),
+        ({"zero": 0, "dp_shard": 4}, ("zero=0", "dp_shard=4")),
+        ({"zero": {"a": 0, "b": 1}, "dp_shard": 4}, ("zero={'a': 0}", "dp_shard=4")),
+        ({"zero": 0, "dp_shard": {"a": 4}}, ("zero=0", "dp_shard={'a': 4}")),
+        ({"tp": {"a": 4, "b": 2}, "forbid": ["unequal_meshes"]}, ("tp={", "'unequal_meshes'")),
+        ({"dp": {"a": 4, "b": 2}, "microbatch_size": 1}, ("dp={", "microbatch_size=1")),
     ],
+    ids=str,
 )
 def test_a_contradiction_names_both(given: dict[str, Any], both: tuple[str, str]) -> None:
     with pytest.raises(OverrideError) as caught:
-        Overrides(**given).effective()
+        Overrides(**given)
     assert all(part in str(caught.value) for part in (*both, "drop one of the two"))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tp": 1, "forbid": ["tp"]},
+        {"zero": 0, "recompute": {"a": "none"}, "forbid": ["zero", "recompute"]},
+        {"zero": {"a": 0}, "dp_shard": {"b": 4}},
+        {"dp_shard": {"a": 2}, "zero": {"a": 3, "b": 0}},
+        {"schedule": "interleaved_1f1b", "virtual_stages": 1},
+        {"schedule": "zb_v", "pp": 2, "stages": [["a"]] * 4},
+        {"schedule": "interleaved_1f1b", "pp": 2, "stages": [["a"]] * 6},
+        {"tp": {"a": 2, "b": 2}, "forbid": ["unequal_meshes"]},
+        {"dp": {"a": 2}, "microbatch_size": 2},
+        {"virtual_stages": 1, "forbid": ["pp", "virtual_stages"]},
+        {"placement": "tp,dp,pp", "forbid": ["placement"]},
+    ],
+    ids=str,
+)
+def test_what_can_hold_together_is_taken(given: dict[str, Any]) -> None:
+    assert Overrides(**given).given() == given
+
+
 def test_forbidding_leaves_the_value_that_does_without() -> None:
-    found = Overrides(forbid=["tp", "zero", "recompute"], dp=2).effective()
-    assert (found.tp, found.dp, found.pp, found.zero, found.recompute) == (1, 2, None, 0, "none")
-    assert Overrides(tp=1, forbid=["tp"]).effective().tp == 1
-    assert Overrides(forbid=["gpipe"]).schedules() == [s for s in EXECUTABLE if s != "gpipe"]
-
-
-def test_some_schedule_must_be_left() -> None:
-    with pytest.raises(OverrideError, match=r"leaves no schedule; legal: .*1f1b"):
-        Overrides(forbid=list(EXECUTABLE)).effective()
+    found = Overrides(forbid=["tp", "zero", "recompute"], dp=2)
+    values = [found.everywhere(name) for name in ("tp", "dp", "pp", "zero", "recompute")]
+    assert values == [1, 2, None, 0, "none"]
+    assert Overrides(tp=1, forbid=["tp"]).everywhere("tp") == 1
+    assert Overrides(tp={"head": 2}).everywhere("tp") is None
+    assert Overrides(forbid=["full", "zero-2"]).left("recompute") == ("none", "selective")
 
 
 def equal_stages_exist(tp: int | None, dp: int | None, pp: int | None, devices: int) -> bool:
@@ -140,7 +216,9 @@ def test_degrees_must_fit_the_devices() -> None:
     for devices, tp, dp, pp in product((1, 4, 6), choices, choices, choices):
         overrides = Overrides(tp=tp, dp=dp, pp=pp)
         try:
-            check_overrides(overrides, num_devices=devices, global_batch_size=12, num_blocks=9)
+            check_overrides(
+                overrides, num_devices=devices, global_batch_size=12, num_blocks=9, executable=True
+            )  # fmt: skip
             refused = ""
         except OverrideError as error:
             refused = str(error)
@@ -160,6 +238,11 @@ def test_degrees_must_fit_the_devices() -> None:
         ({"forbid": ["tp", "dp", "pp"]}, r"tp=1 \(forbid='tp'\), dp=1 .*is not the cluster's 8"),
         ({"num_microbatches": 5}, "num_microbatches=5: 5 does not divide global_batch_size=16"),
         ({"dp": 8, "microbatch_size": 4}, "dp=8, microbatch_size=4: the product 32 does not"),
+        ({"pp": 3, "stages": [["a"]] * 6}, "pp=3 contradicts stages= with 6 stages"),
+        ({"stages": [["a"]] * 6}, "pp=6: the model has 5 blocks"),
+        ({"tp": {"a": 16}}, r"tp=\{'a': 16\}: more than the cluster's 8 devices"),
+        ({"zero": 3}, "zero=3 can be planned, but not run yet; the executor runs 0, 1"),
+        ({"cp": 2}, "cp=2 can be planned, but not run yet; the executor runs 1"),
         (
             {"dp": 2, "microbatch_size": 2, "num_microbatches": 2},
             "the product 8 is not global_batch_size=16; legal: 16;",
@@ -168,38 +251,31 @@ def test_degrees_must_fit_the_devices() -> None:
 )
 def test_what_cannot_fit_says_why(given: dict[str, Any], says: str) -> None:
     with pytest.raises(OverrideError, match=says):
+        check_overrides(
+            Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5,
+            executable=True,
+        )  # fmt: skip
+
+
+def test_context_and_virtual_stages_count_where_they_need_not_run() -> None:
+    def check(**given: Any) -> None:
         check_overrides(Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5)
 
-
-# --- stages --------------------------------------------------------------------------------------
-
-
-def test_stages_are_cuts_and_may_be_ranges() -> None:
-    graph, _ = model()
-    assert names() == ["embed", "layers.0", "layers.1", "layers.2", "head"]
-    for stages, cuts in (
-        ([["embed", "layers.0-2", "head"]], [5]),
-        ([["embed", "layers.0"], ["layers.1-2"], ["head"]], [2, 4, 5]),
-        ([["embed"], ["layers.0", "layers.1", "layers.2", "head"]], [1, 5]),
+    check(tp=2, dp=2, pp=1)  # cp=2 is left to choose
+    check(tp=2, cp=2, dp=2)
+    check(pp=2, virtual_stages=2)
+    for given, says in (
+        ({"tp": 2, "dp": 2, "pp": 1, "forbid": ["cp"]}, "product 4 is not the cluster's 8"),
+        ({"tp": 2, "cp": 4, "dp": 2}, "tp=2, cp=4, dp=2: the product 16 does not divide"),
+        ({"tp": 3, "cp": {"a": 2}}, "tp=3: 3 does not divide"),
+        ({"pp": 3, "virtual_stages": 2}, "pp=3, virtual_stages=2: the model has 5 blocks"),
+        ({"pp": 3, "schedule": "zb_v"}, "pp=3, virtual_stages=2: the model has 5 blocks"),
     ):
-        assert stage_cuts(Overrides(stages=stages), graph) == cuts
-    assert stage_cuts(Overrides(), graph) is None
+        with pytest.raises(OverrideError, match=says):
+            check(**given)
 
 
-@pytest.mark.parametrize(
-    ("stages", "says"),
-    [
-        ([["embed", "layers.0-3"], ["head"]], r"stages\[0\]: no block 'layers.3'; nearest: layers"),
-        ([["layers.0-2", "head"]], r"stages\[0\]: block 'layers.0' out of order, expected 'embed'"),
-        ([["embed", "layers.0"], ["layers.2", "head"]], r"\[1\]: .*expected 'layers.1'"),
-        ([["embed", "layers.0-2", "head"], ["head"]], r"\[1\]: .*expected 'nothing more'"),
-        ([["embed"], ["layers.0"]], "in no stage: layers.1-2, head"),
-        ([["embed", "layers.2-0", "head"]], "no block 'layers.2-0'; nearest"),
-    ],
-)
-def test_stages_cover_the_blocks_in_order(stages: list[list[str]], says: str) -> None:
-    with pytest.raises(OverrideError, match=says):
-        stage_cuts(Overrides(stages=stages), model()[0])
+# --- in the search -------------------------------------------------------------------------------
 
 
 def test_the_search_takes_the_stages() -> None:
@@ -209,9 +285,6 @@ def test_the_search_takes_the_stages() -> None:
             ("embed", "layers.0"),
             ("layers.1", "layers.2", "head"),
         ]
-
-
-# --- in the search -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,18 +301,17 @@ def test_the_search_takes_the_stages() -> None:
     ids=str,
 )
 def test_every_candidate_keeps_the_overrides(given: dict[str, Any]) -> None:
-    wanted = Overrides(**given).effective()
+    wanted = Overrides(**given)
     for candidate in search(**given).candidates:
         plan = candidate.plan
-        assert wanted.pp in (None, len(plan.stages))
+        assert wanted.everywhere("pp") in (None, len(plan.devices))
         assert wanted.num_microbatches in (None, plan.num_microbatches)
         assert wanted.schedule in (None, plan.schedule)
         for stage in plan.stages:
-            assert wanted.tp in (None, stage.tp)
-            assert wanted.dp in (None, stage.dp)
+            for name in ("tp", "dp", "zero"):
+                assert wanted.everywhere(name) in (None, getattr(stage, name))
             assert wanted.microbatch_size in (None, plan.microbatch_rows // stage.dp)
-            assert wanted.zero in (None, stage.zero)
-            assert wanted.recompute in (None, stage.recompute)
+            assert wanted.recompute is None or set(stage.policies) == {wanted.recompute}
 
 
 def test_shardings_reach_every_repeat() -> None:

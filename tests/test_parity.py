@@ -95,10 +95,11 @@ def test_matrix_covers_every_knob_on_every_mesh() -> None:
     """Recompute, ZeRO and schedules are spread so that every mesh sees each of them."""
     for mesh in {(c.pp, c.dp, c.tp) for c in cells()}:
         here = [c for c in cells() if (c.pp, c.dp, c.tp) == mesh]
-        assert {c.recompute for c in here} == {"none", "full"}
+        assert {c.recompute for c in here} >= {"none", "full"}
         assert {c.zero for c in here} == {0, 1}
         assert {c.schedule for c in here} == {"gpipe", "1f1b"}
         assert {c.num_microbatches for c in here} == {2, 4}
+    assert "some" in {c.recompute for c in cells()}  # by block
     assert len({c.name for c in cells()}) == len(cells())
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
+from planner.alternatives import Alternative
+from planner.answers import Answers
+from planner.evaluate import Evaluation
+from planner.explain import alternative_row
 from planner.plan import StagePlan
-from planner.report import Components, counted, describe, seconds, table, why_slower
+from planner.report import (
+    Components,
+    counted,
+    describe,
+    seconds,
+    sensitivity_lines,
+    table,
+    why_slower,
+)
 
 
 class Odd(nn.Module):
@@ -70,12 +83,12 @@ def test_the_first_screen_has_what_matters() -> None:
     assert f"{result.prediction.mfu:.1%}" in first
     for word in ("compute", "exposed communication", "bubble", "peak memory", "GiB"):
         assert word in first
-    assert re.search(r"^  stage +blocks +ranks +dp×tp .*memory$", first, re.MULTILINE)
+    assert re.search(r"^  stage +blocks +ranks +mesh .*memory$", first, re.MULTILINE)
     for k in range(len(result.plan.stages)):
         assert re.search(rf"^  {k} ", first, re.MULTILINE)
-    assert report.runners_up
-    for runner in report.runners_up:
-        assert runner["plan"] in first and runner["why"] in first
+    assert f"no plan of the space is faster than {seconds(report.summary['bound_s'])}" in first
+    assert f"gap {report.summary['gap']:.1%}" in first and "time limit" not in first
+    assert "Why not something else" in first
     for assumption in report.assumptions:
         assert f"  - {assumption}" in str(report)
     assert "Assumed" in first
@@ -132,29 +145,123 @@ def test_runners_up_are_no_faster_and_differ() -> None:
 
 
 def test_overrides_are_priced_against_the_free_optimum() -> None:
-    (row,) = overridden().report.overrides
+    together, *each = overridden().report.overrides
     best, ours = searched().prediction, overridden().prediction
-    assert row["free_step_time_s"] == pytest.approx(best.step_time_s)
+    assert together["free_step_time_s"] == pytest.approx(best.step_time_s)
     extra = ours.step_time_s - best.step_time_s
     assert extra > 0
-    assert f"cost {seconds(extra)} a step" in row["effect"]
-    assert all(word in row["override"] for word in ("pp=2", "schedule='gpipe'"))
-    assert row["effect"] in str(overridden().report)
+    assert f"cost {seconds(extra)} a step" in together["effect"]
+    assert together["cost_s"] == pytest.approx(extra)
+    assert all(word in together["override"] for word in ("pp=2", "schedule='gpipe'"))
+    assert together["effect"] in str(overridden().report)
+    assert len(each) == 3
+
+
+def test_each_override_is_priced_against_the_best_without_it() -> None:
+    given: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "num_microbatches": 2}
+    rows = {row["override"]: row for row in overridden().report.overrides}
+    for name, value in given.items():
+        rest = {key: kept for key, kept in given.items() if key != name}
+        without = overridden().replan(Overrides(**rest)).prediction.step_time_s
+        row = rows[f"{name}={value!r}"]
+        assert row["cost_s"] == pytest.approx(
+            max(0.0, overridden().prediction.step_time_s - without), abs=1e-12
+        )
+        assert row["cost"] == pytest.approx(row["cost_s"] / without)
 
 
 def test_overrides_that_hold_anyway_cost_nothing() -> None:
     (stage,) = searched().plan.stages
-    result = auto_parallelize(
-        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=8,
-        precision="fp32", overrides=Overrides(tp=stage.tp, dp=stage.dp, pp=1),
-    )  # fmt: skip
-    (row,) = result.report.overrides
-    assert row["effect"].startswith("cost nothing")
+    result = searched().replan(Overrides(tp=stage.tp, dp=stage.dp, pp=1))
+    rows = result.report.overrides
+    assert [row["effect"][:12] for row in rows] == ["cost nothing"] * 4
+    assert [row["cost_s"] for row in rows] == [0.0] * 4
+
+
+def test_many_overrides_are_priced_together_only() -> None:
+    forbidden = ["cp", "ep", "dp_shard", "gpipe", "unequal_meshes", "virtual_stages", "placement"]
+    (row,) = searched().replan(Overrides(forbid=forbidden)).report.overrides
+    assert "not priced one by one" in row["effect"]
 
 
 def test_no_overrides_no_rows() -> None:
     assert searched().report.overrides == []
     assert "Overrides" not in str(searched().report)
+
+
+# --- what else there is --------------------------------------------------------------------------
+
+
+def test_alternatives_are_against_the_chosen_plan() -> None:
+    report = searched().report
+    rows = [row for row in report.alternatives if row["plan"]]
+    assert {"full recompute"} <= {row["family"] for row in rows}
+    best_s = report.summary["step_time_s"]
+    for row in rows:
+        assert row["slower"] == pytest.approx(row["step_time_s"] / best_s - 1)
+        total_s = sum(row["components_s"].values())
+        assert total_s == pytest.approx(row["step_time_s"] - best_s, abs=1e-12)
+
+
+def test_every_alternative_is_in_the_text() -> None:
+    report, text = searched().report, str(searched().report)
+    for row in report.alternatives:
+        assert row["family"] in text
+        assert (row["plan"] or row["why"]) in text
+    for runner in report.runners_up:
+        assert runner["plan"] in text
+
+
+def test_why_a_family_has_no_plan() -> None:
+    best = searched_evaluation()
+    lacking = alternative_row(Alternative(family="tp=4", shortfall_bytes=3 * 2.0**30), best)
+    assert (
+        lacking["plan"] is None
+        and "no plan with equal stages was found to fit: the leanest lacks 3 GiB" in lacking["why"]
+    )
+    late = alternative_row(Alternative(family="tp=4", bound_s=1.5), best)
+    assert late["why"].startswith("at least 1.5 s; not explored")
+
+
+def searched_evaluation() -> Evaluation:
+    later = searched().report.later
+    assert isinstance(later, Answers)
+    return later.result.best.evaluation
+
+
+def test_a_time_limit_is_told() -> None:
+    result = auto_parallelize(
+        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=8,
+        precision="fp32", time_limit_s=0,
+    )  # fmt: skip
+    summary = result.report.summary
+    assert not summary["complete"] and summary["gap"] >= 0
+    assert "the time limit ended the search" in str(result.report)
+    assert summary["bound_s"] <= searched().report.summary["step_time_s"] * (1 + 1e-9)
+
+
+def test_what_cannot_be_run_is_told_with_what_can() -> None:
+    result = searched().replan(Overrides(forbid=["tp"], zero=3), executable=False)
+    (note,) = [n for n in result.report.notes if "can be priced, but not run yet" in n]
+    assert "zero=3" in note and "executable=True asks" in note
+    with pytest.raises(RuntimeError, match=r"zero=3.*plan again with executable=True"):
+        result.train_step(batch(8))
+
+
+def test_sensitivity_names_properties_factors_and_plans() -> None:
+    rows = searched().report.sensitivity()
+    assert {"intra-node bandwidth", "FLOP/s", "memory bandwidth", "memory"} == {
+        row["property"] for row in rows
+    }
+    lines = sensitivity_lines(
+        [*rows, {"property": "memory", "factor": 0.5, "plan": None},
+         {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"}]
+    )  # fmt: skip
+    assert lines[-2:] == [
+        "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4×tp1",
+    ]  # fmt: skip
+    for row, line in zip(rows, lines[1:-2], strict=True):
+        assert ("no flip" in line) == (row["factor"] is None)
 
 
 # --- what is named -------------------------------------------------------------------------------
@@ -193,7 +300,15 @@ def test_the_report_is_json(make: object) -> None:
     assert len(data["stages"]) == len(result.plan.stages)
     assert [s["memory_bytes"] for s in data["stages"]] == result.prediction.peak_memory_bytes
     assert sum(data["components_s"].values()) == pytest.approx(result.prediction.step_time_s)
-    assert set(data) >= {"runners_up", "overrides", "solver", "assumptions", "notes", "planning_s"}
+    assert set(data) >= {
+        "runners_up",
+        "alternatives",
+        "overrides",
+        "solver",
+        "assumptions",
+        "notes",
+        "planning_s",
+    }
 
 
 def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
@@ -236,6 +351,12 @@ def test_a_plan_in_a_line() -> None:
         StagePlan(blocks=s.blocks, ranks=s.ranks, dp=s.dp, tp=s.tp, zero=k, recompute="full")
         for k, s in enumerate(one.stages)
     )
+
+    twice = dataclasses.replace(one, schedule="interleaved_1f1b", stages=(*one.stages, *one.stages))
+    assert describe(twice).startswith(describe(one).split(", ")[0])
+    assert ", interleaved_1f1b with 2 stages on each, " in describe(twice)
+    split = tuple(dataclasses.replace(s, dp=2, cp=2, ep=2, tp=1) for s in one.stages)
+    assert "pp2 × dp2×cp2×ep2×tp1" in describe(dataclasses.replace(one, stages=split))
 
     mixed = describe(dataclasses.replace(one, stages=stages, num_microbatches=8))
     assert mixed.endswith("8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute")

@@ -1,37 +1,25 @@
-"""The outer search against every plan there is, its limits, and what it finds for known cases."""
+"""The outer search: its limits, memory, overrides, and what it finds for known cases."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import pickle
-import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
+from enumeration import Enumeration, instance, limited
 from planning import Traced, case, cluster, cut, linears, token_batch
 
-from costmodel.graph import Block
-from costmodel.schedule import EXECUTABLE, in_flight
-from planner.candidates import Candidate, Variant, make_candidate, place_stages
+from planner.candidates import Candidate, make_candidate
 from planner.overrides import OverrideError, Overrides
-from planner.plan import Plan
-from planner.search import (
-    CANDIDATE_SLACK,
-    DP_GAP,
-    MAX_MICROBATCH_CHOICES,
-    InfeasibleError,
-    Search,
-    SearchResult,
-)
-from planner.stage_costs import MODES, StageCoster
+from planner.search import InfeasibleError, Search, SearchResult
+from planner.stage_costs import StageCoster
 from profiles.cluster import Cluster
 
 BATCH = 4
@@ -52,155 +40,21 @@ def model() -> Traced:
 
 
 def search(
-    on: Cluster, of: Traced | None = None, *, batch: int = BATCH, **given: Any
-) -> SearchResult:
-    return searching(on, of, batch=batch, **given).run()
+    on: Cluster, of: Traced | None = None, *, batch: int = BATCH, time_limit_s: float | None = None,
+    **given: Any,
+) -> SearchResult:  # fmt: skip
+    return searching(on, of, batch=batch, time_limit_s=time_limit_s, **given).run()
 
 
-def searching(on: Cluster, of: Traced | None = None, *, batch: int = BATCH, **given: Any) -> Search:
+def searching(
+    on: Cluster, of: Traced | None = None, *, batch: int = BATCH, time_limit_s: float | None = None,
+    coster: StageCoster | None = None, **given: Any,
+) -> Search:  # fmt: skip
     of = of or model()
-    return Search(of.graph, of.table, on, batch, "bf16", "adamw", Overrides(**given))
-
-
-def limited(on: Cluster, memory_bytes: float) -> Cluster:
-    device = dataclasses.replace(on.device, memory_bytes=int(memory_bytes))
-    return dataclasses.replace(on, device=device)
-
-
-# --- against enumeration -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """One plan: Alpa's objective from the evaluated stages, the simulated step, the peak."""
-
-    plan: Plan
-    objective_s: float
-    step_time_s: float
-    peak_bytes: int
-
-
-def variants(coster: StageCoster, m: int) -> list[Variant]:
-    """Every mesh of 1, 2 or 4 devices, layout, ZeRO stage and recompute."""
-    found = []
-    for dp, tp in itertools.product((1, 2, 4), repeat=2):
-        if dp * tp > 4 or BATCH // m % dp or tp > coster.cluster.devices_per_node:
-            continue
-        setting = coster.setting(dp=dp, tp=tp, rows=BATCH / m / dp, microbatches=m)
-        for mode, zero, recompute in itertools.product(MODES, (0, 1), ("none", "full")):
-            chain = coster.chain(setting, mode)
-            assert chain is not None
-            kind = Variant(dp=dp, tp=tp, zero=zero, recompute=recompute, chain=chain)
-            if (tp > 1 or mode == MODES[0]) and (dp > 1 or zero == 0):
-                found.append(kind)
-    return found
-
-
-def partitions(
-    options: list[Variant], blocks: tuple[Block, ...], devices: int = 4, start: int = 0
-) -> Iterator[list[tuple[int, int, Variant]]]:
-    """Every cut of blocks start.. into stages that train something and take exactly `devices`."""
-    if start == len(blocks):
-        if devices == 0:
-            yield []
-        return
-    for stop, v in itertools.product(range(start + 1, len(blocks) + 1), options):
-        if v.dp * v.tp <= devices and any(b.parameters for b in blocks[start:stop]):
-            for rest in partitions(options, blocks, devices - v.dp * v.tp, stop):
-                yield [(start, stop, v), *rest]
-
-
-def priced(
-    coster: StageCoster, stages: list[tuple[int, int, Variant]], m: int, schedule: str
-) -> Priced:
-    made = make_candidate(coster, stages, BATCH, m, schedule)
-    times = [
-        stage.amortised_s(m) + v.chain.send_s[i] + v.chain.send_s[j]
-        for stage, (i, j, v) in zip(made.evaluation.stages, stages, strict=True)
-    ]
-    count = len(stages)
-    used = [
-        stage.static_bytes + stage.activation_bytes
-        * in_flight(schedule, stage=k, num_stages=count, num_microbatches=m)
-        for k, stage in enumerate(made.evaluation.stages)
-    ]  # fmt: skip
-    assert made.evaluation.prediction.peak_memory_bytes == pytest.approx(used, abs=1)
-    return Priced(
-        plan=made.plan,
-        objective_s=float(sum(times) + (m - 1) * max(times)),
-        step_time_s=made.step_time_s,
-        peak_bytes=max(made.evaluation.prediction.peak_memory_bytes),
-    )
-
-
-@cache
-def every_plan(name: str) -> list[Priced]:
-    of = model()
-    coster = StageCoster(of.graph, of.table, CLUSTERS[name], "bf16", "adamw")
-    return [
-        priced(coster, stages, m, schedule)
-        for m in (1, 2, 4)
-        for stages in partitions(variants(coster, m), of.graph.blocks)
-        for schedule in EXECUTABLE
-    ]
-
-
-def limits(name: str) -> list[float]:
-    """Memory for all plans, for a quarter, for few, and for the leanest alone."""
-    peaks = sorted(p.peak_bytes for p in every_plan(name))
-    return [AMPLE, *(peaks[len(peaks) * k // 100] for k in (25, 3)), peaks[0]]
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_programs_optimum_is_that_of_all_plans(name: str) -> None:
-    """For every number of micro-batches, schedule and memory: the cut found costs no more than the
-    cheapest of all, but for the gap that the search grants itself."""
-    for memory_bytes in limits(name):
-        running = searching(limited(CLUSTERS[name], memory_bytes))
-        for m, schedule in itertools.product((1, 2, 4), EXECUTABLE):
-            table = running._table(running._variants(m), m)
-            found = running._solve(table, m, schedule)
-            fitting = [
-                p.objective_s for p in every_plan(name)
-                if (p.plan.num_microbatches, p.plan.schedule) == (m, schedule)
-                and p.peak_bytes <= memory_bytes
-            ]  # fmt: skip
-            if not fitting:
-                assert found is None
-                continue
-            assert found is not None
-            assert min(fitting) * (1 - 1e-9) <= found.objective_s
-            assert found.objective_s <= min(fitting) * (1 + DP_GAP + 1e-9)
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_best_plan_is_the_fastest_of_all(name: str) -> None:
-    """The search simulates only what its program proposes, one plan for each number of
-    micro-batches and schedule. On one node that loses next to nothing. On two, the program does
-    not know which stages will share a node, and may lose what candidates are allowed to."""
-    slack = 1.02 if CLUSTERS[name].num_nodes == 1 else CANDIDATE_SLACK
-    for memory_bytes in limits(name):
-        fitting = [p for p in every_plan(name) if p.peak_bytes <= memory_bytes]
-        fastest = min(p.step_time_s for p in fitting)
-        found = search(limited(CLUSTERS[name], memory_bytes))
-        best = found.best.step_time_s
-        assert any(p.step_time_s == pytest.approx(best, rel=1e-9) for p in fitting)
-        assert fastest * (1 - 1e-9) <= best <= fastest * slack
-        for candidate in found.candidates:
-            assert max(candidate.evaluation.prediction.peak_memory_bytes) <= memory_bytes
-
-
-def test_the_clusters_ask_for_different_plans() -> None:
-    """Or the enumeration would prove little."""
-    best = {
-        tuple((s.dp, s.tp) for s in search(limited(on, memory_bytes)).best.plan.stages)
-        for name, on in CLUSTERS.items()
-        for memory_bytes in limits(name)
-    }
-    assert len(best) >= 4
-    assert any(len(meshes) > 1 for meshes in best)
-    assert any(tp > 1 for meshes in best for _, tp in meshes)
-    assert any(dp > 1 for meshes in best for dp, _ in meshes)
+    return Search(
+        of.graph, of.table, on, batch, "bf16", "adamw", Overrides(**given),
+        time_limit_s=time_limit_s, coster=coster,
+    )  # fmt: skip
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -227,15 +81,14 @@ def ladder(on: Cluster, of: Traced, batch: int, shrink: float) -> list[Candidate
 def test_time_is_paid_for_memory(of: Callable[[], Traced], shrink: float) -> None:
     plans = ladder(cluster(4, bandwidth=1e9), of(), 8, shrink)
     steps = [c.step_time_s for c in plans]
-    assert len(plans) > 6
+    assert len(plans) > 4
     assert steps[0] == min(steps)
     assert steps[-1] > 1.5 * steps[0]
     # a lower limit may lead the program to a plan that simulates faster, but hardly so
     assert all(later >= earlier * 0.97 for earlier, later in itertools.pairwise(steps))
-    again = [any(s.recompute == "full" for s in c.plan.stages) for c in plans]
+    again = [any(p != "none" for s in c.plan.stages for p in s.policies) for c in plans]
     assert not again[0]
     assert again[-1]
-    assert plans[-1].plan.num_microbatches > plans[0].plan.num_microbatches
 
 
 def test_nothing_is_recomputed_where_all_fits() -> None:
@@ -271,16 +124,16 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
 @pytest.mark.parametrize(("given", "way"), [("recompute", "none"), ("zero", 0)])
 def test_the_way_out_may_be_an_override(given: str, way: object) -> None:
     of = linears(64, 4, 8, 512) if given == "recompute" else linears(512, 4, 8)
-    others = {"forbid": ["tp", "pp"], "num_microbatches": 2}
-    free = search(cluster(4), of, batch=8, **others, **{given: way}).best
+    others = {"forbid": ["tp", "pp"], "num_microbatches": 2} | {"zero": 0, given: way}
+    free = search(cluster(4), of, batch=8, **others).best
     peak_bytes = max(free.evaluation.prediction.peak_memory_bytes)
-    with pytest.raises(InfeasibleError, match=f"Way out: leave {given} free"):
-        search(limited(cluster(4), peak_bytes * 0.9), of, batch=8, **others, **{given: way})
+    with pytest.raises(InfeasibleError, match=f"Way out: .*leave {given} free"):
+        search(limited(cluster(4), peak_bytes * 0.9), of, batch=8, **others)
 
 
 def test_a_model_beyond_any_cluster_says_so() -> None:
     of = linears(512, 2, 4)
-    with pytest.raises(InfeasibleError, match="Not even 64 times as many nodes"):
+    with pytest.raises(InfeasibleError, match="Nothing was found with up to 64 times"):
         search(limited(cluster(1), 1000), of)
 
 
@@ -346,35 +199,6 @@ def test_overrides_that_leave_no_plan_are_named(given: dict[str, Any]) -> None:
     assert all(name in str(refused.value) for name in given)
 
 
-# --- what is tried -------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 5000))
-def test_numbers_of_microbatches_divide_the_batch_and_reach_its_ends(batch: int) -> None:
-    counts = searching(cluster(4), batch=batch).microbatch_counts()
-    assert counts == sorted(set(counts))
-    assert (counts[0], counts[-1]) == (1, batch)
-    assert all(batch % m == 0 for m in counts)
-    assert len(counts) <= MAX_MICROBATCH_CHOICES
-
-
-@given(st.sampled_from([1, 2, 4, 6, 8]), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_stages_tile_the_cluster_along_its_nodes(node: int, nodes: int, rng: random.Random) -> None:
-    shapes = [n for n in range(1, node + 1) if node % n == 0]
-    shapes += [node * k for k in range(2, nodes + 1) if nodes % k == 0]
-    sizes, left = [], node * nodes
-    while left:
-        sizes.append(rng.choice([n for n in shapes if n <= left]))
-        left -= sizes[-1]
-    placed = place_stages(sizes, cluster(node, nodes=nodes))
-    assert [len(ranks) for ranks in placed] == sizes
-    assert sorted(r for ranks in placed for r in ranks) == list(range(node * nodes))
-    for ranks in placed:
-        assert ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
-        touched = {r // node for r in ranks}
-        assert len(touched) == max(1, len(ranks) // node)
-
-
 # --- what the field knows ------------------------------------------------------------------------
 
 H100 = Cluster.from_catalog("h100-sxm")
@@ -403,7 +227,7 @@ def test_many_rows_through_few_weights_are_data_parallel() -> None:
 
 def test_few_rows_through_many_weights_are_tensor_parallel() -> None:
     found = search(H100, linears(8192, 4, 64), batch=64)
-    assert [(s.dp, s.tp) for s in found.best.plan.stages] == [(1, 8)]
+    assert all(s.dp == 1 and s.tp > 1 for s in found.best.plan.stages)
 
 
 def test_a_split_stage_comes_with_a_proof() -> None:
@@ -417,13 +241,111 @@ def test_candidates_differ_and_the_best_comes_first() -> None:
     found = search(CLUSTERS["two nodes"])
     steps = [c.step_time_s for c in found.candidates]
     assert steps == sorted(steps)
-    families = [
-        tuple((s.dp, s.tp, s.zero, s.recompute) for s in c.plan.stages) for c in found.candidates
+    shapes = [
+        tuple((s.dp, s.cp, s.tp, s.zero, s.dp_shard, s.policies[0]) for s in c.plan.stages)
+        for c in found.candidates
     ]
-    assert len(set(families)) == len(families) > 1
-    assert CANDIDATE_SLACK > 1 > DP_GAP > 0
+    assert len(set(shapes)) == len(shapes) > 1
 
 
-def test_the_same_search_gives_the_same_plan() -> None:
-    first, second = (search(CLUSTERS["two nodes"]).best.plan.to_json() for _ in range(2))
-    assert first == second
+# --- again, and in time --------------------------------------------------------------------------
+
+
+def same(first: SearchResult, second: SearchResult) -> bool:
+    return [c.plan for c in first.candidates] == [c.plan for c in second.candidates] and (
+        first.bound_s, first.best.evaluation.prediction, first.notes
+    ) == (second.bound_s, second.best.evaluation.prediction, second.notes)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_same_search_gives_the_same_plan(name: str) -> None:
+    assert same(search(CLUSTERS[name]), search(CLUSTERS[name]))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_what_was_priced_before_changes_nothing(name: str) -> None:
+    """One coster through searches with other overrides, shardings among them."""
+    others: list[dict[str, Any]] = [
+        {"tp": 2, "shardings": {"layers.0": "rowwise"}},
+        {"recompute": {"layers.1": "full"}},
+        {"stages": [BLOCKS[:1], BLOCKS[1:]]},
+        {"forbid": ["tp"], "zero": 1},
+        {},
+    ]
+    before = searching(CLUSTERS[name])
+    assert same(before.run(), search(CLUSTERS[name]))
+    for given in others:
+        again = searching(CLUSTERS[name], coster=before.coster, **given)
+        assert same(again.run(), search(CLUSTERS[name], **given))
+        before = again
+
+
+def test_a_search_out_of_time_says_so() -> None:
+    """Whatever the limit, there is a plan that fits and a bound that holds."""
+    for seed in range(8):
+        of, on, batch, rng = instance(seed)
+        plans = Enumeration(of=of, cluster=on, batch=batch)
+        memory_bytes = rng.choice([int(AMPLE), *plans.peaks(8)[2:]])
+        fastest = plans.fastest(memory_bytes)
+        assert fastest is not None
+        small = limited(on, memory_bytes)
+        free = search(small, of, batch=batch)
+        hurried = search(small, of, batch=batch, time_limit_s=0.0)
+        patient = search(small, of, batch=batch, time_limit_s=1e6)
+        assert same(free, patient)
+        assert free.complete and not hurried.complete
+        assert max(hurried.best.evaluation.prediction.peak_memory_bytes) <= memory_bytes
+        assert hurried.best.step_time_s >= free.best.step_time_s * (1 - 1e-9)
+        assert hurried.bound_s <= fastest.prediction.step_time_s * (1 + 1e-6)
+        assert hurried.bound_s <= hurried.best.step_time_s
+
+
+# --- recompute by block --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [{"layers.0": "full"}, {"layers.1": "selective", "layers.2": "none"}, {"**": "full"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict[str, str]) -> None:
+    running = searching(CLUSTERS[name], recompute=recompute)
+    running.run()
+    for draft in running.drafts:
+        made = make_candidate(running.equal.coster, draft)
+        policies = {
+            block: policy for stage in made.plan.stages
+            for block, policy in zip(stage.blocks, stage.policies, strict=True)
+        }  # fmt: skip
+        for block, policy in policies.items():
+            assert policy == recompute.get(block, recompute.get("**", "none"))
+        assert made.step_time_s == pytest.approx(draft.step_time_s, rel=1e-9)
+        peaks = [c.evaluation.prediction.peak_memory_bytes for c in (draft, made)]
+        assert peaks[0] == pytest.approx(peaks[1], abs=1)
+
+
+def test_recompute_by_block_is_no_slower_than_one_policy() -> None:
+    """Where memory binds; on one device there is nothing else to choose."""
+    of, on = linears(64, 4, 8, 512), cluster(1)
+    peaks = [
+        max(found.best.evaluation.prediction.peak_memory_bytes)
+        for found in (
+            search(on, of, batch=8, num_microbatches=1, recompute=policy)
+            for policy in ("full", "none")
+        )
+    ]
+    gains = 0
+    for share in (0.9, 0.7, 0.5, 0.3, 0.1, 0.0):
+        small = limited(on, peaks[0] + share * (peaks[1] - peaks[0]))
+        best = search(small, of, batch=8, num_microbatches=1).best
+        assert any(policy != "none" for s in best.plan.stages for policy in s.policies)
+        uniform = []
+        for policy in ("selective", "full"):
+            with contextlib.suppress(InfeasibleError):
+                uniform.append(
+                    search(small, of, batch=8, num_microbatches=1, recompute=policy).best
+                )
+        assert all(best.step_time_s <= u.step_time_s * (1 + 1e-9) for u in uniform)
+        gains += all(best.step_time_s < u.step_time_s * (1 - 1e-3) for u in uniform)
+    assert gains >= 3

@@ -17,7 +17,7 @@ from planning import cluster
 from costmodel.cost import Setting
 from costmodel.memory import model_state_bytes
 from costmodel.target import EAGER, Target
-from planner.stage_sums import FIELDS, MAXIMA, StageCosts, joined, stage_costs
+from planner.stage_sums import FIELDS, MAXIMA, Again, StageCosts, again_of, joined, stage_costs
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)
@@ -126,6 +126,18 @@ def test_hidden_behind_enough_compute_only_the_edge_is_left(zero: int) -> None:
     assert (found.forward_s, found.backward_s, found.reduce_s) == pytest.approx(bare)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_of_shards_are_reduced_once_per_step(zero: int) -> None:
+    """Not once per micro-batch, and behind the last backward like what is scattered in it."""
+    for target in (EAGER, HIDING):
+        alone = stage(**ONCE, zero=zero, target=target, largest_parameters=100)
+        both = stage(**ONCE, replicate_s=7, zero=zero, target=target, largest_parameters=100)
+        assert (both.forward_s, both.backward_s) == (alone.forward_s, alone.backward_s)
+        bare = 7 if target is EAGER else 0.7
+        assert both.reduce_s - alone.reduce_s == pytest.approx(bare)
+    assert stage(**ONCE, replicate_s=7).reduce_s == stage(**ONCE).reduce_s
+
+
 # --- the host ------------------------------------------------------------------------------------
 
 
@@ -163,6 +175,24 @@ def test_recompute_repeats_and_frees_what_its_policy_says(policy: str) -> None:
     assert (again.forward_s, again.backward_s, again.activation_bytes) == (5, 12, 47)
     # a block that runs again whole holds all it saves, in its turn
     assert (keep.passing_bytes, again.passing_bytes) == (11, 41 if policy == "full" else 11)
+
+
+def test_blocks_may_each_have_their_policy() -> None:
+    """Sums of what each block runs again under its own; the most that a `full` one holds."""
+    values: list[dict[str, float]] = [
+        {"full_s": 3, "full_comm_s": 1, "full_bytes": 50, "largest_bytes": 50, "selective_s": 1,
+         "selective_bytes": 20, "selective_host_s": 2, "full_host_s": 5},
+        {"full_s": 4, "full_comm_s": 2, "full_bytes": 60, "largest_bytes": 60, "selective_s": 2,
+         "selective_bytes": 30, "selective_host_s": 4, "full_host_s": 6},
+    ]  # fmt: skip
+    first, second = (np.array([v.get(name, 0.0) for name in FIELDS]) for v in values)
+    mixed = again_of(first, "full") + again_of(second, "selective")
+    assert mixed == Again(seconds=5, comm_s=1, host_s=9, freed_bytes=80, largest_bytes=50)
+    none = again_of(first, "none") + again_of(second, "none")
+    assert none == Again()
+    sums = joined(first, second)
+    for policy in ("none", "selective", "full"):
+        assert again_of(first, policy) + again_of(second, policy) == again_of(sums, policy)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -1,0 +1,133 @@
+"""What parameters cost once per step: their gradients' reduction, their gathering, the optimizer.
+
+n ranks hold the same part of a parameter. ZeRO divides it among s of them, neighbours on the data
+axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of weights
+
+    ZeRO 0      all-reduce of b over the n                                            `reduce_s`
+    ZeRO 1-3    reduce-scatter of b over the s                                        `scatter_s`
+                all-gather of w over the s                                            `gather_s`
+                all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
+                1/s of the optimizer's traffic                                        `shard_s`
+
+(s < n is what torch's `fully_shard` does on a mesh of two dims, HSDP.) A collective moves a whole
+unit at once, a bucket or a block's parameters; each parameter bears its share of the unit's
+seconds. Experts are held by fewer ranks than other parameters: as many of these share them as
+divide both s and their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from costmodel.collectives import Group
+from costmodel.compute import stream_seconds
+from costmodel.cost import DTYPE_BYTES, NOTHING, Cost, Setting
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph
+from costmodel.memory import optimizer_step_bytes
+from costmodel.strategies import Placement
+
+
+@dataclass(slots=True, kw_only=True)
+class ParameterPricer:
+    """Once-per-step prices of one graph's parameters in one setting. `numel` gives local elements,
+    `unit_numel` the elements of all parameters that travel with one; `known`, prices found so far
+    on any data axis."""
+
+    graph: Graph
+    table: FactorTable
+    setting: Setting
+    numel: Callable[[str, Placement], float]
+    unit_numel: Mapping[str, float]
+    known: dict[Any, Cost] = field(default_factory=dict)
+
+    def cost(self, value: str, placement: Placement) -> Cost:
+        """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
+        parameter, for ZeRO and for none."""
+        setting = self.setting
+        several = setting.num_microbatches > 1
+        key = value, placement, setting.dp, setting.dp_shard, setting.spread, several
+        if key not in self.known:
+            meta = self.graph.values[value]
+            trained = meta.requires_grad and meta.numel > 0
+            self.known[key] = self._cost(value, placement) if trained else NOTHING
+        return self.known[key]
+
+    def _cost(self, value: str, placement: Placement) -> Cost:
+        setting, target, device = self.setting, self.setting.target, self.setting.cluster.device
+        numel = self.numel(value, placement)
+        reduced, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
+        moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
+        optimizer_s = stream_seconds(device, moved)
+        holders, shards = self.replicas(value, placement), self.shards(value, placement)
+        again = self._group(value, placement, holders.size // shards.size, shards.size)
+        buffered = target.bucket_copies > 0 and holders.size > 1
+        copied = stream_seconds(device, 2 * reduced) * buffered
+        several = setting.num_microbatches > 1
+
+        def share(kind: str, nbytes: float, unit: str, group: Group, part: int = 1) -> float:
+            """Its share of the seconds of a collective over 1/part of a whole unit."""
+            whole = self._unit_bytes(value, nbytes, unit, holders.size)
+            slowed = 1.0 if kind == "all_reduce" else target.zero_bandwidth
+            each = setting.collective_s(kind, whole / part / slowed, group)
+            return each * nbytes / whole
+
+        return Cost(
+            backward_s=stream_seconds(device, 2 * reduced + weights) * several,
+            reduce_s=copied + share("all_reduce", reduced, "bucket", holders),
+            scatter_s=copied + share("reduce_scatter", reduced, target.unit, shards),
+            gather_s=share("all_gather", weights, target.unit, shards),
+            replicate_s=share("all_reduce", reduced, target.unit, again, shards.size),
+            optimizer_s=optimizer_s,
+            shard_s=optimizer_s / shards.size,
+        )
+
+    def replicas(self, value: str, placement: Placement) -> Group:
+        """The ranks that hold the same part of a parameter; of a weight, context-parallel ones
+        do."""
+        return self._group(value, placement, self._holders(value, placement), 1)
+
+    def shards(self, value: str, placement: Placement) -> Group:
+        """Those of them that ZeRO divides it among."""
+        return self._group(value, placement, self.shard_count(value, placement), 1)
+
+    def shard_count(self, value: str, placement: Placement) -> int:
+        """Parts that ZeRO makes of what one rank holds of a parameter."""
+        setting, holders = self.setting, self._holders(value, placement)
+        if setting.dp_shard in (0, setting.dp * setting.cp):
+            return holders
+        return math.gcd(setting.dp_shard, holders)
+
+    def _holders(self, value: str, placement: Placement) -> int:
+        setting = self.setting
+        return setting.dp * setting.cp * setting.tp // self._parts(value, placement)
+
+    def _parts(self, value: str, placement: Placement) -> int:
+        """Neighbours that hold other parts of the parameter, or of others of its kind."""
+        if not self.table.has_experts(value):
+            return self.setting.tp
+        return self.setting.ep * (self.setting.tp if placement.sharded else 1)
+
+    def _group(self, value: str, placement: Placement, size: int, apart: int) -> Group:
+        return self.setting.group(size=size, stride=self._parts(value, placement) * apart)
+
+    def _unit_bytes(self, value: str, nbytes: float, unit: str, ranks: int) -> float:
+        """Bytes that travel at once where a parameter's are `nbytes`."""
+        if unit == "parameter":
+            return nbytes
+        if unit == "block":
+            return nbytes * self.unit_numel[value] / self.graph.values[value].numel
+        target = self.setting.target
+        return float(max(target.bucket_bytes, target.bucket_bytes_per_rank * ranks))
+
+
+def unit_numels(graph: Graph) -> dict[str, float]:
+    """Parameter -> elements of its block's parameters."""
+    found: dict[str, float] = {}
+    for block in graph.blocks:
+        numel = sum(graph.values[value].numel for value in block.parameters)
+        found |= dict.fromkeys(block.parameters, float(numel))
+    return found

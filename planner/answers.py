@@ -1,0 +1,139 @@
+"""What a report is asked later: the best plan of each family, what each override costs, which
+change of the cluster would flip the decision.
+
+All rest on what the search has priced. An override costs the seconds by which the plan is slower
+than the best plan without it, all others kept; all together, against the free optimum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.alternatives import Alternative, alternatives
+from planner.candidates import Candidate, Draft, make_candidate
+from planner.evaluator import Evaluator
+from planner.explain import alternative_row
+from planner.override_values import OverrideError
+from planner.overrides import Overrides
+from planner.relax import each_dropped, varied
+from planner.report import describe, seconds
+from planner.search import InfeasibleError, Search, SearchResult
+from planner.sensitivity import Flip, Rival, Sensitivity
+
+MAX_EACH = 6  # overrides that are priced one by one
+MAX_RIVALS = 8  # plans that are priced again on changed clusters
+EQUAL = 1e-9
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Answers:
+    """Of one search; every answer is found once."""
+
+    search: Search
+    result: SearchResult
+    _others: tuple[Alternative, ...] | None = None
+    _overrides: list[dict[str, Any]] | None = None
+    _sensitivity: list[dict[str, Any]] | None = None
+
+    @property
+    def others(self) -> tuple[Alternative, ...]:
+        if self._others is None:
+            self._others = alternatives(self.search, self.result)
+        return self._others
+
+    def alternatives(self) -> list[dict[str, Any]]:
+        """The best plan of each family."""
+        return [alternative_row(other, self.result.best.evaluation) for other in self.others]
+
+    def overrides(self) -> list[dict[str, Any]]:
+        """All given overrides together, then each of several."""
+        if self._overrides is None:
+            self._overrides = self._priced()
+        return self._overrides
+
+    def sensitivity(self) -> list[dict[str, Any]]:
+        """Flips of the decision, by property of the cluster."""
+        if self._sensitivity is None:
+            self._sensitivity = [_flip_row(flip) for flip in self._compared().flips()]
+        return self._sensitivity
+
+    # --- overrides ---
+
+    def _priced(self) -> list[dict[str, Any]]:
+        given = self.search.overrides.given()
+        if not given:
+            return []
+        free = self._best(Overrides())
+        text = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        rows = [self._row(text, free, "the free optimum")]
+        if free is not None:
+            rows[0]["free_step_time_s"] = free.step_time_s
+        each = list(each_dropped(self.search.overrides))
+        if len(each) > MAX_EACH:
+            rows[0]["effect"] += f" (with more than {MAX_EACH} overrides not priced one by one)"
+        elif len(each) > 1:
+            for one in each:
+                best = self._best(one.left)
+                rows.append(self._row(one.said, best, "the best with the rest kept"))
+        return rows
+
+    def _row(self, text: str, without: Candidate | None, name: str) -> dict[str, Any]:
+        if without is None:
+            return {"override": text, "effect": "without it no plan was found"}
+        ours, best = self.result.best.step_time_s, without.step_time_s
+        cost_s = max(0.0, ours - best)
+        effect = f"cost nothing: {name} is no faster"
+        if ours < best * (1 - EQUAL):
+            effect = (
+                f"helped by {seconds(best - ours)} a step: without it the search stopped at "
+                f"{seconds(best)}, within its gap"
+            )
+        if cost_s > best * EQUAL:
+            effect = (
+                f"cost {seconds(cost_s)} a step (+{cost_s / best:.1%}) against {name}, "
+                f"{describe(without.plan)} at {seconds(best)}"
+            )
+        return {"override": text, "effect": effect, "cost_s": cost_s, "cost": cost_s / best}
+
+    def _best(self, overrides: Overrides) -> Candidate | None:
+        """The same search under other overrides."""
+        try:
+            return varied(self.search, overrides=overrides).run().best
+        except (InfeasibleError, OverrideError):
+            return None
+
+    # --- sensitivity ---
+
+    def _compared(self) -> Sensitivity:
+        search, best = self.search, self.result.best
+        known = {describe(best.plan)}
+        rivals, bigger = [], []
+        drafts = [a.draft for a in self.others if a.draft] + search.drafts
+        for draft in sorted(drafts, key=lambda d: d.step_time_s):
+            room = rivals if draft.fits else bigger
+            if describe(draft.plan) in known or len(room) >= MAX_RIVALS:
+                continue
+            known.add(describe(draft.plan))
+            if draft.fits:
+                rivals.append(_rival(make_candidate(search.equal.coster, draft)))
+            elif draft.step_time_s < best.step_time_s:
+                bigger.append(_rival(draft))
+        evaluator = Evaluator(
+            graph=search.graph, table=search.table, cluster=search.cluster,
+            optimizer=search.optimizer, target=search.target,
+        )  # fmt: skip
+        return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
+
+
+def _rival(found: Draft | Candidate) -> Rival:
+    peak = max(found.evaluation.prediction.peak_memory_bytes)
+    return Rival(plan=found.plan, step_time_s=found.step_time_s, peak_bytes=peak)
+
+
+def _flip_row(flip: Flip) -> dict[str, Any]:
+    return {
+        "property": flip.knob,
+        "factor": flip.factor,
+        "plan": flip.rival and describe(flip.rival.plan),
+    }

@@ -1,0 +1,96 @@
+"""What each override may be: legal values as data, and the check of one value by itself."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from costmodel.schedule import SCHEDULES
+from planner.plan import PLACEMENTS, ZERO
+
+MESH = ("tp", "dp", "cp", "ep")
+BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value
+COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
+POLICIES = ("none", "selective", "full")
+
+CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"zero": ZERO, "recompute": POLICIES, "schedule": tuple(SCHEDULES), "placement": PLACEMENTS}
+)
+
+
+def _without(name: str, value: Any) -> tuple[str, tuple[Any, ...]]:
+    return name, tuple(v for v in CHOICES[name] if v != value)
+
+
+# What may be forbidden: of which override, and the values that are left. A part of the data axis
+# (dp_shard) has no value that does without; `unequal_meshes` is about all stages together.
+FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
+    {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages")}
+    | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
+    | {"placement": ("placement", PLACEMENTS[:1]), "dp_shard": ("dp_shard", ())}
+    | {f"zero-{stage}": _without("zero", stage) for stage in ZERO if stage}
+    | {policy: _without("recompute", policy) for policy in POLICIES if policy != "none"}
+    | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}
+)
+FORBIDDABLE = (*FORBIDS, "unequal_meshes")
+
+
+class OverrideError(ValueError):
+    """An override that can't hold: names the value, the place, the legal values and the way out."""
+
+
+def check_value(name: str, value: Any) -> None:
+    """A value of its kind, or where blocks may differ a mapping from globs to such."""
+    if value is None:
+        return
+    choices, by_block = CHOICES.get(name), name in BY_BLOCK
+    legal = ", ".join(map(str, choices)) if choices else "an integer from 1"
+    legal += ", {glob over block names: such a value}" * by_block + ", or None to leave it free"
+    values = [value]
+    if by_block and isinstance(value, Mapping):
+        values = list(value.values())
+        if not values or not all(isinstance(pattern, str) and pattern for pattern in value):
+            raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
+    for one in values:
+        right = not isinstance(one, bool) and (
+            isinstance(one, type(choices[0])) and one in choices
+            if choices
+            else isinstance(one, int) and one >= 1
+        )
+        if not right:
+            raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
+
+
+def check_forbid(forbid: Any) -> None:
+    if isinstance(forbid, str):
+        raise OverrideError(
+            f"override forbid={forbid!r}: legal: a list of names, forbid=[{forbid!r}]"
+        )
+    for name in forbid:
+        if name not in FORBIDDABLE:
+            near = difflib.get_close_matches(str(name), FORBIDDABLE, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OverrideError(f"override forbid={name!r}: legal: {', '.join(FORBIDDABLE)}{hint}")
+
+
+def check_stages(stages: Any) -> None:
+    if stages is None:
+        return
+    legal = 'a list of block names per stage, e.g. [["embed", "layers.0-5"], ["layers.6-11"]]'
+    if isinstance(stages, str) or not stages:
+        raise OverrideError(f"override stages={stages!r}: legal: {legal}")
+    for k, stage in enumerate(stages):
+        if isinstance(stage, str) or not stage or not all(isinstance(n, str) for n in stage):
+            raise OverrideError(f"override stages[{k}]={stage!r}: legal: {legal}")
+
+
+def check_shardings(shardings: Any) -> None:
+    if not isinstance(shardings, Mapping) or not all(
+        isinstance(text, str) for item in shardings.items() for text in item
+    ):
+        raise OverrideError(
+            f"override shardings={shardings!r:.80}: legal: a dict of glob: decision, e.g. "
+            '{"layers.*.mlp.up_proj": "colwise"}'
+        )

@@ -1,0 +1,76 @@
+"""A whole plan as overrides: what the search finds under them is that plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from costmodel.graph import Graph
+from planner.layouts import Entry
+from planner.overrides import Overrides
+from planner.plan import Plan, compress_names
+from planner.ranks import placement_of
+from planner.shardings import express_shardings, resolve_shardings
+
+
+def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
+    """Overrides that pin a checked plan: stages, meshes, ZeRO, recompute, schedule, micro-batches,
+    ranks, and of the shardings those that the plan states.
+
+    Raises `PlanError` where the ranks follow no placement that the search knows.
+    """
+    stages = [stage for stage in plan.stages for _ in stage.blocks]
+    blocks = [name for stage in plan.stages for name in stage.blocks]
+
+    def pinned(values: Sequence[Any]) -> Any:
+        return _pinned(blocks, values)
+
+    return Overrides(
+        tp=pinned([stage.tp for stage in stages]),
+        dp=pinned([stage.dp for stage in stages]),
+        cp=pinned([stage.cp for stage in stages]),
+        ep=pinned([stage.ep for stage in stages]),
+        zero=pinned([stage.zero for stage in stages]),
+        dp_shard=pinned([stage.shards if stage.zero else None for stage in stages]),
+        recompute=pinned([policy for stage in plan.stages for policy in stage.policies]),
+        pp=len(plan.devices),
+        virtual_stages=len(plan.stages) // len(plan.devices),
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        placement=placement_of(plan),
+        stages=[compress_names(stage.blocks) for stage in plan.stages],
+        shardings=_shardings(plan, graph),
+    )
+
+
+def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:
+    """One value for all blocks, or by their names; None is free."""
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) == 1:
+        return distinct[0]
+    return {
+        name: value
+        for value in distinct
+        if value is not None
+        for name in compress_names(
+            [b for b, own in zip(blocks, values, strict=True) if own == value]
+        )
+    }
+
+
+def _shardings(plan: Plan, graph: Graph) -> dict[str, str]:
+    """The globs of all stages, each about its own blocks, as globs over the model.
+
+    What leaves a stage is whole there, whatever the globs say: its state is not pinned.
+    """
+    entries: dict[str, Entry] = {}
+    for k, stage in enumerate(plan.stages):
+        own = [block for block in graph.blocks if block.name in stage.blocks]
+        read = {v for block in graph.blocks if block.name not in stage.blocks for v in block.inputs}
+        leaving = {op.name for block in own for op in block.ops if read.intersection(op.results)}
+        found = resolve_shardings(graph, own, stage.shardings, f"plan: stage {k}")
+        for name in leaving & set(found):
+            found[name] = replace(found[name], state=None)
+        entries |= {name: entry for name, entry in found.items() if entry != Entry()}
+    return express_shardings(graph, graph.blocks, entries)

@@ -1,0 +1,123 @@
+"""The ranks of a plan: what they must be, and which placement gives them.
+
+A stage lists its ranks (dp, cp, tp), tp innermost, on a regular grid: rank (d, c, t) is
+r0 + d·s_dp + c·s_cp + t·s_tp. Placements say where the pipeline lies among these axes. With
+u = tp·cp, "tp,dp,pp" gives a device group consecutive ranks. "tp,pp,dp" takes s groups that follow
+each other in the pipeline together, on s·dp·u consecutive ranks: group g, the (g mod s)-th of them,
+has ranks r + d·s·u + (g mod s)·u + i, 0 <= i < u, with r = (g div s)·s·dp·u. Its neighbours in the
+pipeline are u away, on dp s·u.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from costmodel.schedule import stages_of_devices
+from planner.plan import PLACEMENTS, Plan, PlanError, StagePlan, compress_ranks
+
+
+def check_ranks(plan: Plan) -> None:
+    """Raise `PlanError` unless every rank is used once and device groups fit the schedule."""
+    for k, stage in enumerate(plan.stages):
+        needed = stage.dp * stage.cp * stage.tp
+        if len(stage.ranks) != needed:
+            raise PlanError(
+                f"plan: stage {k}: ranks {compress_ranks(stage.ranks) or 'none'} are "
+                f"{len(stage.ranks)}, its mesh dp={stage.dp} × "
+                f"{f'cp={stage.cp} × ' * (stage.cp > 1)}tp={stage.tp} needs {needed}"
+            )
+    counts = Counter(rank for ranks in plan.devices for rank in ranks)
+    twice = sorted(rank for rank, count in counts.items() if count > 1)
+    missing = sorted(set(range(plan.num_ranks)) - set(counts))
+    if twice or missing:
+        raise PlanError(
+            f"plan: ranks must be 0 to {plan.num_ranks - 1}, each in one stage; "
+            f"used twice: {compress_ranks(twice) or 'none'}; "
+            f"missing: {compress_ranks(missing) or 'none'}"
+        )
+    for k, stage in enumerate(plan.stages):
+        _check_grid(stage, f"plan: stage {k}")
+    try:
+        placed = stages_of_devices(
+            plan.schedule, num_stages=len(plan.stages), num_devices=len(plan.devices)
+        )
+    except ValueError as error:
+        raise PlanError(f"plan: {error}") from None
+    for device, stages in enumerate(placed):
+        for k in stages:
+            first, own = plan.stages[stages[0]], plan.stages[k]
+            if own.ranks == first.ranks and _mesh(own) != _mesh(first):
+                raise PlanError(
+                    f"plan: stage {k}: {_mesh(own)} on the ranks of stage {stages[0]}, which has "
+                    f"{_mesh(first)}; stages of one device group share its mesh: give them one"
+                )
+            if own.ranks != plan.devices[device]:
+                raise PlanError(
+                    f"plan: stage {k}: ranks {compress_ranks(own.ranks)}; "
+                    f"schedule={plan.schedule!r} runs stages {stages} on one group of ranks, here "
+                    f"{compress_ranks(plan.devices[device])}"
+                )
+
+
+def _mesh(stage: StagePlan) -> str:
+    return f"dp={stage.dp} × cp={stage.cp} × tp={stage.tp}"
+
+
+def _check_grid(stage: StagePlan, place: str) -> None:
+    """Neighbours on each axis are equally far apart: collectives are priced for such groups."""
+    grid = np.array(stage.ranks).reshape(stage.dp, stage.cp, stage.tp)
+    for axis, name in enumerate(("dp", "cp", "tp")):
+        steps = np.unique(np.diff(grid, axis=axis))
+        if len(steps) > 1 or (steps < 1).any():
+            raise PlanError(
+                f"{place}: ranks {compress_ranks(stage.ranks)}, listed (dp, cp, tp) with tp "
+                f"innermost, are no regular grid: neighbours on {name} are "
+                f"{', '.join(map(str, steps.tolist()))} apart; legal: one distance from 1 per axis"
+            )
+
+
+def placement_of(plan: Plan) -> str:
+    """The placement that gives the device groups of the pipeline their ranks."""
+    groups = [next(s for s in plan.stages if s.ranks == ranks) for ranks in plan.devices]
+    for placement, holds in zip(PLACEMENTS, (_consecutive, _alternating), strict=True):
+        if holds(groups):
+            return placement
+    ranks = "; ".join(compress_ranks(stage.ranks) for stage in groups)
+    raise PlanError(
+        f"plan: the device groups have ranks {ranks}, which no placement gives; legal: "
+        f"{PLACEMENTS[0]} (each group consecutive, groups of one size in the order of the "
+        f"pipeline) or {PLACEMENTS[1]} (equal groups of one node take turns, tp·cp "
+        "ranks each)"
+    )
+
+
+def _consecutive(groups: Sequence[StagePlan]) -> bool:
+    """Groups of different sizes may come in any order: the larger are placed first."""
+    last: dict[int, int] = {}
+    for stage in groups:
+        first, size = stage.ranks[0], len(stage.ranks)
+        if stage.ranks != tuple(range(first, first + size)) or first < last.get(size, 0):
+            return False
+        last[size] = first
+    return True
+
+
+def _alternating(groups: Sequence[StagePlan]) -> bool:
+    """Equal groups, so many of them together as lie between neighbours on dp."""
+    one = groups[0]
+    inner, size = one.tp * one.cp, len(one.ranks)
+    if one.dp == 1:
+        return False
+    together = (one.ranks[inner] - one.ranks[0]) // inner
+    if together < 1 or len(groups) % together:
+        return False
+    firsts = [g // together * together * size + g % together * inner for g in range(len(groups))]
+    return all(
+        (stage.dp, stage.cp, stage.tp) == (one.dp, one.cp, one.tp)
+        and stage.ranks
+        == tuple(first + d * together * inner + i for d in range(stage.dp) for i in range(inner))
+        for stage, first in zip(groups, firsts, strict=True)
+    )

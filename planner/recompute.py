@@ -1,0 +1,299 @@
+"""Which blocks of a stage to run again in the backward: the cheapest policies that fit in memory.
+
+Of block b under policy p are known the device's and the host's seconds per micro-batch to run it
+again, s and h, and the bytes per micro-batch that it no longer keeps, r. With D and H the seconds
+of the stage's backward without recompute, f micro-batches in flight, k the bytes that the stage
+keeps of one and `room` what is left for them:
+
+    minimise    max(D + Σ s[b, p(b)],  H + Σ h[b, p(b)])           (their sum where one follows
+    subject to  f (k - Σ r[b, p(b)]) + largest <= room              the other: on a CPU)
+
+`largest` is the most that a block holds once all of it was run again: the maximum over blocks under
+`full`. It takes few values; each is tried as a ceiling for the blocks that may be `full`, which
+leaves a knapsack. Equal blocks are interchangeable, so that the unknowns are counts per class.
+
+The knapsack is solved class by class over all splits of the class's blocks among policies. A part
+of a solution is dropped where even the relaxation of the rest (blocks may be divided) can't beat
+the best solution known; should more than `BEAM` be left, which takes several classes of many
+blocks, those of the least bound are kept, and the answer may be above the optimum by a part of one
+block. The relaxation replaces the maximum by λ (D + Σ s) + (1 - λ) (H + Σ h), which is no more than
+it for any 0 <= λ <= 1; then it is a fractional knapsack: steps between policies on the convex hull
+of each block's (bytes, seconds), the cheapest per byte first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from planner.stage_sums import FIELDS, Again, again_of
+
+SEARCHED = ("none", "selective", "full")
+MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)  # λ tried where either may bind; any of them gives a bound
+FEW = 64  # partial solutions that are completed for a cutoff, and compared with all others
+BEAM = 1024  # partial solutions kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Class:
+    """Equal blocks: their indices, and per policy that is not worse in every way than another
+    (seconds, host seconds, bytes freed)."""
+
+    members: tuple[int, ...]
+    policies: tuple[str, ...]
+    options: np.ndarray
+
+    def mixed(self, mix: np.ndarray) -> np.ndarray:
+        """(policies, 2): both kinds of seconds weighed into one cost, bytes freed."""
+        return np.column_stack([self.options[:, :2] @ mix, self.options[:, 2]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """A fractional knapsack: the least cost without freeing anything more, what that frees, and
+    cumulated (bytes, cost) of steps from there, cheapest per byte first."""
+
+    cost: float
+    freed: float
+    more_bytes: np.ndarray
+    more_cost: np.ndarray
+
+    def least(self, freed: np.ndarray) -> np.ndarray:
+        """Least cost at which `freed` bytes are freed; inf where they can't be."""
+        wanted = freed - self.freed
+        found = self.cost + np.interp(wanted, self.more_bytes, self.more_cost)
+        return np.where(wanted <= self.more_bytes[-1], found, np.inf)
+
+
+def choose_policies(
+    blocks: Sequence[np.ndarray], legal: Sequence[str], *, in_flight: float, room_bytes: float,
+    device: str = "cuda",
+) -> tuple[str, ...] | None:  # fmt: skip
+    """The policy of each block that adds the least seconds to a backward, None if none fits.
+
+    `blocks` are vectors over `FIELDS`, `legal` the policies to choose from; `room_bytes` is what
+    states, buffers and one operator's gradients leave for `in_flight` micro-batches and for a block
+    that is run again. On a `device` of kind "cuda" the host issues operators beside it.
+    """
+    table = np.array([_options(own, legal, device) for own in blocks])
+    largest = np.array([again_of(own, "full").largest_bytes for own in blocks], dtype=float)
+    kept = sum(own[_SAVED] + own[_INPUT] for own in blocks)
+    base = np.array(
+        [sum(own[_BACKWARD] for own in blocks), sum(own[_BACKWARD_HOST] for own in blocks)]
+    )
+    base = base if device == "cuda" else np.array([base.sum(), -np.inf])
+    best: tuple[float, tuple[str, ...]] | None = None
+    for ceiling in _ceilings(largest, legal):
+        classes = _classes(table, largest, legal, ceiling)
+        needed = kept - (room_bytes - ceiling) / in_flight
+        cutoff = best[0] if best else np.inf
+        if classes is not None and (found := _Knapsack(classes, base, needed).solve(cutoff)):
+            best = found
+    return best[1] if best else None
+
+
+_SAVED, _INPUT = FIELDS.index("saved_bytes"), FIELDS.index("input_bytes")
+_BACKWARD, _BACKWARD_HOST = FIELDS.index("backward_s"), FIELDS.index("backward_host_s")
+
+
+def _options(block: np.ndarray, legal: Sequence[str], device: str) -> np.ndarray:
+    """(policies, 3): seconds, host seconds and bytes freed; on a CPU all seconds are the first."""
+
+    def values(again: Again) -> list[float]:
+        if device == "cuda":
+            return [float(again.seconds), float(again.host_s), float(again.freed_bytes)]
+        return [float(again.seconds + again.host_s), 0.0, float(again.freed_bytes)]
+
+    return np.array([values(again_of(block, policy)) for policy in legal])
+
+
+def _ceilings(largest: np.ndarray, legal: Sequence[str]) -> list[float]:
+    """Values that the largest block under `full` may have, the loosest first."""
+    return sorted({0.0, *largest.tolist()} if "full" in legal else {0.0}, reverse=True)
+
+
+def _classes(
+    table: np.ndarray, largest: np.ndarray, legal: Sequence[str], ceiling: float
+) -> list[_Class] | None:
+    """Blocks by what their policies cost and free, most blocks first; None where one has no
+    policy under the ceiling."""
+    may = [p != "full" for p in legal]
+    alike: dict[bytes, list[int]] = {}
+    for b, own in enumerate(table):
+        within = largest[b] <= ceiling
+        alike.setdefault(own.tobytes() + bytes([bool(within)]), []).append(b)
+    found = []
+    for members in alike.values():
+        within = largest[members[0]] <= ceiling
+        allowed = [k for k in range(len(legal)) if within or may[k]]
+        kept = _undominated(table[members[0]], allowed)
+        if not kept:
+            return None
+        found.append(
+            _Class(
+                members=tuple(members),
+                policies=tuple(legal[k] for k in kept),
+                options=table[members[0]][kept],
+            )
+        )
+    return sorted(found, key=lambda each: -len(each.members))
+
+
+def _undominated(options: np.ndarray, allowed: Sequence[int]) -> list[int]:
+    """Options that no other is at least as good as in all; of equal ones the first."""
+    as_costs = options * (1.0, 1.0, -1.0)
+    kept: list[int] = []
+    for k in sorted(allowed, key=lambda k: (*as_costs[k], k)):
+        if not any((as_costs[j] <= as_costs[k]).all() for j in kept):
+            kept.append(k)
+    return kept
+
+
+# --- the relaxation ------------------------------------------------------------------------------
+
+
+def _hull(options: np.ndarray) -> list[int]:
+    """Of (cost, freed) options those on the lower convex hull, from the cheapest on."""
+    found: list[int] = []
+    for k in sorted(range(len(options)), key=lambda k: (options[k, 0], -options[k, 1])):
+        cost, freed = options[k]
+        if found and freed <= options[found[-1], 1]:
+            continue
+        while len(found) > 1:
+            (c0, f0), (c1, f1) = options[found[-2]], options[found[-1]]
+            if (c1 - c0) * (freed - f1) < (cost - c1) * (f1 - f0):
+                break
+            found.pop()
+        found.append(k)
+    return found
+
+
+def _steps(options: Sequence[np.ndarray], counts: Sequence[int]) -> _Steps:
+    """The fractional knapsack of blocks with these (cost, freed) options, so many of each."""
+    cost = freed = 0.0
+    steps: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
+    for own, count in zip(options, counts, strict=True):
+        hull = own[_hull(own)].tolist()
+        cost, freed = cost + count * hull[0][0], freed + count * hull[0][1]
+        for (c0, f0), (c1, f1) in itertools.pairwise(hull):
+            steps.append(((c1 - c0) / (f1 - f0), count * (f1 - f0), count * (c1 - c0)))
+    steps.sort()
+    return _Steps(
+        cost=cost,
+        freed=freed,
+        more_bytes=np.cumsum([step[1] for step in steps]),
+        more_cost=np.cumsum([step[2] for step in steps]),
+    )
+
+
+# --- the knapsack --------------------------------------------------------------------------------
+
+
+class _Knapsack:
+    """Counts of policies per class that free `needed` bytes of a micro-batch at the least of
+    max(base[0] + seconds, base[1] + host seconds)."""
+
+    def __init__(self, classes: Sequence[_Class], base: np.ndarray, needed: float) -> None:
+        self.classes, self.base, self.needed = classes, base, needed
+        most = sum(len(own.members) * own.options[:, :2].max(axis=0) for own in classes)
+        apart = base[0] - base[1]
+        mixes = (1.0,) if apart >= most[1] else (0.0,) if apart <= -most[0] else MIXES
+        self.mixes = [np.array([mix, 1.0 - mix]) for mix in mixes]
+        self.rest = [
+            [self._relaxed(classes[k:], mix) for mix in self.mixes] for k in range(len(classes) + 1)
+        ]
+
+    def solve(self, cutoff: float) -> tuple[float, tuple[str, ...]] | None:
+        """(seconds, policies), where they are no more than `cutoff`."""
+        states = np.zeros((1, 3))
+        trail: list[tuple[np.ndarray, np.ndarray]] = []
+        for k, own in enumerate(self.classes):
+            splits = _splits(len(own.members), len(own.policies))
+            merged = (states[:, None] + (splits @ own.options)[None]).reshape(-1, 3)
+            bound = self._bound(merged, k + 1)
+            known = self._rounded(merged[_least(bound, FEW)], k + 1)
+            kept = np.flatnonzero(np.isfinite(bound) & (bound <= min(cutoff, known)))
+            kept = kept[_front(merged[kept], bound[kept])]
+            kept = kept[_least(bound[kept], BEAM)]
+            states = merged[kept]
+            trail.append((kept // len(splits), splits[kept % len(splits)]))
+        if not len(states):
+            return None
+        seconds = self._seconds(states)
+        order = np.lexsort((-states[:, 2], states[:, 1], states[:, 0], seconds))
+        return float(seconds[order[0]]), self._policies(trail, int(order[0]))
+
+    def _seconds(self, states: np.ndarray) -> np.ndarray:
+        return (states[:, :2] + self.base).max(axis=1)
+
+    def _bound(self, states: np.ndarray, k: int) -> np.ndarray:
+        """Least seconds at which the classes from k on complete each state."""
+        missing = self.needed - states[:, 2]
+        if k == len(self.classes):
+            return np.where(missing <= 0, self._seconds(states), np.inf)
+        base = np.where(np.isfinite(self.base), self.base, 0.0)
+        found = np.full(len(states), -np.inf)
+        for mix, rest in zip(self.mixes, self.rest[k], strict=True):
+            found = np.maximum(found, (states[:, :2] + base) @ mix + rest.least(missing))
+        return found * (1 - 1e-12)  # rounding drops nothing
+
+    def _relaxed(self, classes: Sequence[_Class], mix: np.ndarray) -> _Steps:
+        return _steps([own.mixed(mix) for own in classes], [len(own.members) for own in classes])
+
+    def _rounded(self, states: np.ndarray, k: int) -> float:
+        """Seconds of a good solution: some state completed as the relaxation of the classes from k
+        on does, with the divided block taken whole."""
+        found = np.inf
+        for mix in self.mixes:
+            done, steps = states, []
+            for own in self.classes[k:]:
+                costs = own.mixed(mix)
+                hull = _hull(costs)
+                done = done + len(own.members) * own.options[hull[0]]
+                for a, b in itertools.pairwise(hull):
+                    slope = (costs[b, 0] - costs[a, 0]) / (costs[b, 1] - costs[a, 1])
+                    steps.append((slope, len(own.members), own.options[b] - own.options[a]))
+            for _, count, change in sorted(steps, key=lambda step: step[0]):
+                blocks = np.ceil((self.needed - done[:, 2]) / change[2])
+                done = done + np.clip(blocks, 0, count)[:, None] * change
+            enough = done[done[:, 2] >= self.needed]
+            found = min(found, float(self._seconds(enough).min(initial=np.inf)))
+        return found
+
+    def _policies(self, trail: Sequence[tuple[np.ndarray, np.ndarray]], at: int) -> tuple[str, ...]:
+        """The way back: among equal blocks those that free the most come first."""
+        found: dict[int, str] = {}
+        for own, (before, splits) in zip(reversed(self.classes), reversed(trail), strict=True):
+            most = sorted(range(len(own.policies)), key=lambda k: -own.options[k, 2])
+            names = [own.policies[k] for k in most for _ in range(int(splits[at][k]))]
+            found |= dict(zip(own.members, names, strict=True))
+            at = int(before[at])
+        return tuple(found[b] for b in sorted(found))
+
+
+@cache
+def _splits(count: int, kinds: int) -> np.ndarray:
+    """(ways, kinds): all ways to share `count` blocks out to `kinds` policies."""
+    slots = count + kinds - 1
+    bars = np.array([*itertools.combinations(range(slots), kinds - 1)], dtype=int)
+    ends = np.full((len(bars), 1), slots)
+    return np.diff(np.hstack([-np.ones_like(ends), bars.reshape(len(bars), -1), ends])) - 1
+
+
+def _least(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the least `count` of them."""
+    return np.argpartition(values, count)[:count] if len(values) > count else np.arange(len(values))
+
+
+def _front(states: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """Indices of distinct states, without those than which one of the most promising is better."""
+    _, kept = np.unique(states, axis=0, return_index=True)
+    costs = states[kept] * (1.0, 1.0, -1.0)
+    dominated = np.zeros(len(kept), dtype=bool)
+    for i in _least(bound[kept], FEW):
+        dominated |= (costs[i] <= costs).all(axis=1) & (costs[i] < costs).any(axis=1)
+    return kept[~dominated]

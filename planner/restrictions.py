@@ -1,0 +1,276 @@
+"""Overrides as the search sees them: by block, in the graph's order.
+
+A stage of blocks i..j-1 has one tp, dp, cp, ep, ZeRO and dp_shard, so it can take a value only if
+none of its blocks is restricted to another. With `other_b` = 1 where block b does not take the
+value and the prefix counts C_j = Σ_{b<j} other_b, these are the stages with i < j and C_j = C_i.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from costmodel.graph import Graph
+from costmodel.schedule import EXECUTABLE, SCHEDULES
+from planner.experts import has_experts
+from planner.override_values import BY_BLOCK, MESH, OverrideError
+from planner.overrides import Overrides, left_schedules, runnable, schedules_with, spelled
+from planner.plan import compress_names, expand_names
+from planner.shardings import glob
+
+OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value per stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restrictions:
+    """What a search may choose. One entry per block, None where it is free, of `tp`, `dp`, `cp`,
+    `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides) and `recompute`.
+
+    Free blocks take one of `zeros` and `policies`, and divide ZeRO among a part of the data axis
+    only with `partial_shards`. `pp` counts device groups, `virtual_stages` the stages on each.
+    Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
+    stages end, where the user gave them.
+    """
+
+    blocks: tuple[str, ...]
+    tp: tuple[int | None, ...]
+    dp: tuple[int | None, ...]
+    cp: tuple[int | None, ...]
+    ep: tuple[int | None, ...]
+    zero: tuple[int | None, ...]
+    dp_shard: tuple[int | None, ...]
+    recompute: tuple[str | None, ...]
+    zeros: frozenset[int]
+    policies: tuple[str, ...]
+    partial_shards: bool
+    schedules: tuple[str, ...]
+    placements: tuple[str, ...]
+    pp: int | None
+    virtual_stages: int | None
+    microbatch_size: int | None
+    num_microbatches: int | None
+    unequal_meshes: bool
+    cuts: tuple[int, ...] | None
+    shardings: Mapping[str, str]
+
+    def stage_mask(self, name: str, value: Any) -> np.ndarray:
+        """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
+        where i >= j."""
+        free = {"zero": self.zeros, "recompute": self.policies}.get(name, (value,))
+        other = [v != value if v is not None else value not in free for v in getattr(self, name)]
+        before = np.concatenate([[0], np.cumsum(other, dtype=np.int64)])
+        return np.triu(before[:, None] == before[None, :], 1)
+
+    def uniform(self, name: str) -> Any:
+        """The one value that every block is restricted to; None where some differ or are free."""
+        values = set(getattr(self, name))
+        return values.pop() if len(values) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """A value of one block, and the override that gave it."""
+
+    value: Any
+    said: str
+
+
+_Choices = dict[str, list[_Choice | None]]
+
+
+def restrict(overrides: Overrides, graph: Graph, *, executable: bool = False) -> Restrictions:
+    """The overrides by block of `graph`; with `executable`, only what the executor runs is left.
+
+    Raises `OverrideError` for a glob without a block, for values of one block or stage that
+    contradict each other, and for what `executable` excludes.
+    """
+    wanted = runnable(overrides) if executable else overrides
+    schedules = left_schedules(overrides, EXECUTABLE if executable else tuple(SCHEDULES))
+    names = [block.name for block in graph.blocks]
+    choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
+    equal = "unequal_meshes" in wanted.forbid
+    for name in MESH if equal else ():  # one value for one block is one for all
+        given = next((choice for choice in choices[name] if choice), None)
+        choices[name] = [given] * len(names)
+    partial = "dp_shard" not in wanted.forbid and not executable
+    _check_experts(choices["ep"], graph)
+    _check_shards(choices, names, partial=partial, executable=executable)
+    cuts = stage_cuts(wanted, graph)
+    pp, each = _counts(wanted, cuts)
+    _check_stages(choices, names, cuts, pp, each)
+    values = {name: tuple(c and c.value for c in found) for name, found in choices.items()}
+    return Restrictions(
+        blocks=tuple(names),
+        **values,
+        zeros=frozenset(wanted.left("zero")),
+        policies=wanted.left("recompute"),
+        partial_shards=partial,
+        schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
+        placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
+        pp=pp,
+        virtual_stages=each,
+        microbatch_size=wanted.microbatch_size,
+        num_microbatches=wanted.num_microbatches,
+        unequal_meshes=not equal,
+        cuts=None if cuts is None else tuple(cuts),
+        shardings=wanted.shardings,
+    )
+
+
+# --- globs over blocks ---------------------------------------------------------------------------
+
+
+def _by_block(overrides: Overrides, name: str, names: Sequence[str]) -> list[_Choice | None]:
+    """What an override, or what `forbid` leaves, says about every block."""
+    found: list[_Choice | None] = [None] * len(names)
+    position = {block: b for b, block in enumerate(names)}
+    for pattern, value in overrides.items(name):
+        choice = _Choice(value=value, said=spelled(name, pattern, value))
+        for block in names if pattern is None else _matching(pattern, position, choice.said):
+            b = position[block]
+            before = found[b]
+            if before is not None and before.value != value:
+                raise OverrideError(
+                    f"override {before.said} contradicts {choice.said}: both are about block "
+                    f"{block!r}; make the globs disjoint, or drop one of the two"
+                )
+            found[b] = choice
+    left = overrides.everywhere(name)
+    rest = None if left is None else _Choice(value=left, said=spelled(name, None, left))
+    return [choice or rest for choice in found]
+
+
+def _matching(pattern: str, names: Collection[str], said: str) -> list[str]:
+    """Blocks of a name, a range (`layers.0-11`) or a glob."""
+    if pattern in names:
+        return [pattern]
+    found: list[str] = []
+    for part in expand_names([pattern]):
+        own = [part] if part in names else [n for n in names if glob(part).match(n)]
+        if not own:
+            raise OverrideError(f"override {said}: no block {part!r}; {_known(part, names)}")
+        found += own
+    return found
+
+
+def _known(name: str, names: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+    return f"nearest: {', '.join(near) or 'none'}; legal: {', '.join(compress_names([*names]))}"
+
+
+def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
+    """Block positions at which the overridden stages end; None where stages are free."""
+    if overrides.stages is None:
+        return None
+    names = [block.name for block in graph.blocks]
+    cuts: list[int] = []
+    position = 0
+    for k, stage in enumerate(overrides.stages):
+        for name in expand_names(stage):
+            if name not in names:
+                raise OverrideError(
+                    f"override stages[{k}]: no block {name!r}; {_known(name, names)}"
+                )
+            if position >= len(names) or names[position] != name:
+                expected = names[position] if position < len(names) else "nothing more"
+                raise OverrideError(
+                    f"override stages[{k}]: block {name!r} out of order, expected {expected!r}; "
+                    "stages must cover the blocks once, in order"
+                )
+            position += 1
+        cuts.append(position)
+    if position != len(names):
+        raise OverrideError(
+            f"override stages: in no stage: {', '.join(compress_names(names[position:]))}; "
+            "stages must cover the blocks once, in order"
+        )
+    return cuts
+
+
+# --- one block, one stage ------------------------------------------------------------------------
+
+
+def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
+    asked = next((choice for choice in found if choice and choice.value > 1), None)
+    if asked and not has_experts(graph):
+        raise OverrideError(f"override {asked.said}: the model has no experts; legal: 1")
+
+
+def _check_shards(
+    choices: _Choices, names: Sequence[str], *, partial: bool, executable: bool
+) -> None:
+    """dp_shard against the ZeRO and the data axis of its block."""
+    for block, *found in zip(
+        names, *(choices[name] for name in ("dp_shard", "zero", "dp", "cp")), strict=True
+    ):
+        shard, zero, dp, cp = found
+        if shard is None:
+            continue
+        if zero and zero.value == 0:
+            raise OverrideError(
+                f"override {zero.said} contradicts {shard.said}: both are about block {block!r}, "
+                "and without ZeRO nothing is divided; drop one of the two"
+            )
+        if dp and cp and (dp.value * cp.value) % shard.value:
+            raise OverrideError(
+                f"override {shard.said} contradicts {dp.said}: {shard.value} does not divide the "
+                f"data axis of block {block!r} (dp·cp = {dp.value * cp.value}); legal: a divisor "
+                "of it"
+            )
+        whole = dp and cp and dp.value * cp.value == shard.value
+        if executable and not whole:
+            raise OverrideError(
+                f"override {shard.said} can be planned, but not run yet; the executor divides "
+                "among all ranks of the data axis: leave dp_shard free, or give dp as well"
+            )
+
+
+def _counts(overrides: Overrides, cuts: Sequence[int] | None) -> tuple[int | None, int | None]:
+    """Device groups and stages on each, as far as the overrides say."""
+    pp, (each, _) = overrides.everywhere("pp"), overrides.virtual()
+    if cuts is not None:
+        pp = pp or (len(cuts) // each if each else None)
+        each = each or (len(cuts) // pp if pp else None)
+    return pp, each
+
+
+def _check_stages(
+    choices: _Choices, names: Sequence[str], cuts: Sequence[int] | None, pp: int | None,
+    each: int | None,
+) -> None:  # fmt: skip
+    """Every stage has one value of each kind: within the given stages, or with so many."""
+    for k, (start, stop) in enumerate(pairwise([0, *(cuts or [])])):
+        _, clash = _needed(choices, start, stop)
+        if clash:
+            raise OverrideError(
+                f"override {clash[0].said} contradicts {clash[1].said}: stages[{k}] "
+                f"({', '.join(compress_names(names[start:stop]))}) has one value of each; cut it "
+                "between them, or drop one of the two"
+            )
+    if cuts is not None or pp is None or each is None:
+        return
+    needed, clash = _needed(choices, 0, len(names))
+    if clash and needed > pp * each:
+        raise OverrideError(
+            f"override {clash[0].said} contradicts {clash[1].said} with pp={pp}, virtual_stages="
+            f"{each}: a stage has one value of each, so that all values need at least {needed} "
+            "stages; raise pp, or drop one of the two"
+        )
+
+
+def _needed(choices: _Choices, start: int, stop: int) -> tuple[int, tuple[_Choice, _Choice] | None]:
+    """The least number of stages for these blocks, and two values that make it more than one."""
+    count, found = 1, None
+    held: dict[str, _Choice] = {}
+    for b in range(start, stop):
+        here = {name: choice for name in OF_STAGES if (choice := choices[name][b])}
+        for name, choice in here.items():
+            if held.get(name, choice).value != choice.value:
+                count, found, held = count + 1, (held[name], choice), {}
+        held |= {name: choice for name, choice in here.items() if name not in held}
+    return count, found

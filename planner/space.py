@@ -1,0 +1,306 @@
+"""What the search chooses from: micro-batches, meshes, ZeRO, placements, schedules.
+
+Left out, because something in the space is never worse under the cost model:
+
+    cp > 1 where the micro-batch divides by dp·cp    dp·cp ranks on the batch compute the same
+                                                     share of it and gather no keys and values
+    a larger cp than the batch needs                 likewise
+    GPipe beside 1F1B in the stage DP                1F1B takes no longer and holds less (the
+                                                     simulator still judges the two)
+
+Left out for other reasons, unless asked for: sequences cut into pieces of less than 4,096 tokens,
+in which attention kernels lose more than the price knows; stages that straddle nodes without
+filling them; tensor parallelism across nodes; ZB-H2, whose optimizer steps before the norm of the
+gradients is known; DualPipeV, whose gain is one micro-batch's communication inside another's
+computation; a backward in two parts with ZeRO-2 and 3, which would gather weights twice and scatter
+gradients early, or with recompute, which would run twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph
+from costmodel.moe_rules import EXPERT_FACTOR, GROUPED
+from costmodel.schedule import SCHEDULES, stages_of_devices
+from planner.overrides import OverrideError
+from planner.restrictions import Restrictions
+from profiles.cluster import Cluster
+
+MAX_MICROBATCH_CHOICES = 12
+MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
+MAX_CUTS = 160  # of a model with more blocks some cuts are left out
+VIRTUAL = {"zb_v": (2,), "dualpipe_v": (2,), "interleaved_1f1b": (2, 3, 4)}
+HOLDS_LESS = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2", "gpipe")  # on one device group
+ON_REQUEST = ("zb_h2", "dualpipe_v")
+SPLIT_BACKWARD = tuple(name for name, made in SCHEDULES.items() if made.splits_backward)
+PIPELINE_INSIDE = "tp,pp,dp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Mesh:
+    """Devices of one stage: (dp, cp, tp) with tp innermost, `ep` neighbours sharing the experts;
+    `spread` > 1 where so many stages lie between neighbours on the data axis."""
+
+    dp: int
+    tp: int
+    cp: int = 1
+    ep: int = 1
+    spread: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.cp * self.tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The choices for one model, cluster and batch, within the user's restrictions."""
+
+    graph: Graph
+    table: FactorTable
+    cluster: Cluster
+    global_batch_size: int
+    restrictions: Restrictions
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether stages may have different meshes; those lie one after the other."""
+        over = self.restrictions
+        several = self.cluster.num_devices > 1 and over.pp != 1
+        return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
+
+    def policies(self, schedule: str) -> tuple[str, ...]:
+        """Recompute policies that a schedule allows: none where the backward has two parts, each of
+        which would compute a block again."""
+        return ("none",) if schedule in SPLIT_BACKWARD else self.restrictions.policies
+
+    # --- micro-batches ---
+
+    def microbatch_counts(self) -> list[int]:
+        """Numbers of micro-batches to try: divisors of the global batch, thinned to a dozen."""
+        batch, over = self.global_batch_size, self.restrictions
+        divisors = [m for m in range(1, batch + 1) if batch % m == 0]
+        legal = ", ".join(map(str, divisors[:16]))
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(over, name)
+            if value is not None and batch % value:
+                raise OverrideError(
+                    f"override {name}={value}: does not divide global_batch_size={batch}; "
+                    f"legal: {legal}"
+                )
+        if over.num_microbatches is not None:
+            return [over.num_microbatches]
+        if over.microbatch_size is not None:
+            divisors = [m for m in divisors if batch // m % over.microbatch_size == 0]
+        if len(divisors) > MAX_MICROBATCH_CHOICES:
+            wanted = np.geomspace(1, divisors[-1], MAX_MICROBATCH_CHOICES)
+            divisors = sorted(
+                {min(divisors, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted}
+            )
+        return divisors
+
+    def notes(self) -> list[str]:
+        """What was thinned out."""
+        batch, over = self.global_batch_size, self.restrictions
+        tried = len(self.microbatch_counts())
+        all_counts = sum(batch % m == 0 for m in range(1, batch + 1))
+        found = []
+        if tried < all_counts and (over.num_microbatches, over.microbatch_size) == (None, None):
+            found.append(
+                f"{tried} of the {all_counts} numbers of micro-batches that divide {batch} were "
+                "tried; num_microbatches= takes any"
+            )
+        places, blocks = len(self.cut_positions()), len(self.graph.blocks)
+        if places <= blocks:
+            found.append(
+                f"a stage may start at {places - 1} of the {blocks} blocks; stages= cuts anywhere"
+            )
+        return found
+
+    # --- meshes ---
+
+    def sizes(self) -> list[int]:
+        """Devices that a stage may have where stages are not alike: any part of a single node;
+        of several nodes the parts that divide one, and whole nodes that divide all."""
+        node, nodes = self.cluster.devices_per_node, self.cluster.num_nodes
+        if nodes == 1:
+            return list(range(1, node + 1))
+        parts = [n for n in range(1, node + 1) if node % n == 0]
+        return parts + [node * k for k in range(2, nodes + 1) if nodes % k == 0]
+
+    def stage_counts(self) -> list[int]:
+        """Numbers of equal device groups that the cluster divides into, no part straddling."""
+        total, node = self.cluster.num_devices, self.cluster.devices_per_node
+        most = len(self.cut_positions()) - 1
+        counts = [p for p in range(1, min(total, most) + 1) if total % p == 0]
+        own = self.restrictions.pp
+        fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
+        return [p for p in (fits if own is None else counts) if own in (None, p)]
+
+    def meshes(self, devices: int, m: int) -> list[Mesh]:
+        """Every mesh of so many devices for m micro-batches."""
+        node, over = self.cluster.devices_per_node, self.restrictions
+        asked = {n for n in over.tp if n}
+        rows = self.global_batch_size // m
+        found = []
+        for tp in range(1, devices + 1):
+            if devices % tp or ((tp > node or node % tp) and tp not in asked):
+                continue
+            ranks = devices // tp
+            for cp in self._context(ranks, rows):
+                dp = ranks // cp
+                if over.microbatch_size not in (None, rows // dp):
+                    continue
+                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep) for ep in self._experts(dp, cp)]
+        return [mesh for mesh in found if self.allowed(mesh)]
+
+    def _context(self, ranks: int, rows: int) -> list[int]:
+        """Ways to split sequences, the least that lets the batch divide among the rest; and those
+        asked for."""
+        legal = [cp for cp in range(1, ranks + 1) if ranks % cp == 0 and rows % (ranks // cp) == 0]
+        asked = {n for n in self.restrictions.cp if n}
+        if self.table.sequence is None:
+            return [cp for cp in legal if cp == 1]
+        length = self.table.sizes[self.table.sequence]
+        legal = [cp for cp in legal if length % cp == 0]
+        offered = (
+            [] if asked else [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
+        )
+        return [cp for cp in legal if cp in asked or cp in offered]
+
+    def _experts(self, dp: int, cp: int) -> list[int]:
+        counts = {
+            self.table.ops[op.name].sizes[EXPERT_FACTOR]
+            for op in self.graph.ops
+            if op.short == GROUPED
+        }
+        if not counts:
+            return [1]
+        return [n for n in range(1, dp * cp + 1) if min(counts) % n == 0 and (dp * cp) % n == 0]
+
+    def allowed(self, mesh: Mesh) -> bool:
+        """Whether some stage may have this mesh."""
+        over = self.restrictions
+        return all(
+            any(own in (None, getattr(mesh, axis)) for own in getattr(over, axis))
+            for axis in ("dp", "tp", "cp", "ep")
+        )
+
+    def placements(self, mesh: Mesh, stages: int) -> list[Mesh]:
+        """The mesh contiguous, and with the pipeline inside the node where that is something
+        else."""
+        found = [] if self.restrictions.placements == (PIPELINE_INSIDE,) else [mesh]
+        node, inner = self.cluster.devices_per_node, mesh.tp * mesh.cp
+        plain = mesh.cp == 1 and mesh.ep == 1 and mesh.dp > 1
+        many = stages > 1 and self.cluster.num_nodes > 1 and plain
+        if many and PIPELINE_INSIDE in self.restrictions.placements and node % inner == 0:
+            spread = math.gcd(stages, node // inner)
+            if spread > 1:
+                found.append(Mesh(dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, spread=spread))
+        return found
+
+    # --- ZeRO ---
+
+    def zeros(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """(ZeRO stage, ranks it divides among; 0 for all) that a mesh may have."""
+        over, ranks = self.restrictions, mesh.dp * mesh.cp
+        stages = set(over.zeros) | {z for z in over.zero if z is not None}
+        if over.uniform("zero") is not None:
+            stages = {over.uniform("zero")}
+        if ranks == 1:  # nothing to divide: no answer to who asks for ZeRO and leaves dp free
+            refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
+            return [] if refused else [(0, 0)]
+        found = [(z, 0) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
+        asked = {n for n in over.dp_shard if n}
+        node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
+        within = {n for n in asked if ranks % n == 0}
+        if over.partial_shards and None in over.dp_shard and 1 < node < ranks and ranks % node == 0:
+            within.add(node)
+        if mesh.ep > 1:
+            within = set()
+        found += [(z, n) for z in sorted(stages - {0}) for n in sorted(within) if n < ranks]
+        return [x for x in found if not asked or x[1] in asked or (ranks in asked and not x[1])]
+
+    def undivided(self, mesh: Mesh) -> str | None:
+        """A matrix that ZeRO-1 can't divide, neither along a dim that the tensor axis leaves alone
+        nor along one that both divide: it would stay whole, and not shrink as priced. None where
+        there is none."""
+        ranks = mesh.dp * mesh.cp
+        seen: set[tuple[int, ...]] = set()
+        for value, name in self.graph.parameters.items():
+            meta = self.graph.values[value]
+            if meta.shape in seen or len(meta.shape) < 2 or not meta.requires_grad:
+                continue
+            seen.add(meta.shape)
+            free = sum(size % ranks == 0 for size in meta.shape) > (mesh.tp > 1)
+            if not free and all(size % (ranks * mesh.tp) for size in meta.shape):
+                return f"{name}, shape {meta.shape},"
+        return None
+
+    # --- schedules ---
+
+    def schedules(self, stages: int, m: int, zero: int) -> list[tuple[str, int]]:
+        """(schedule, stages per device group) for equal meshes."""
+        over, most = self.restrictions, len(self.cut_positions()) - 1
+        names = [
+            name
+            for name in over.schedules
+            if (name not in ON_REQUEST or len(over.schedules) == 1)
+            and not (zero > 1 and name in SPLIT_BACKWARD)
+        ]
+        if stages == 1:  # one device group: they take the same time, but don't hold the same
+            plain = sorted((name for name in names if name not in VIRTUAL), key=HOLDS_LESS.index)
+            return [(name, 1) for name in plain[:1] if over.virtual_stages in (None, 1)]
+        found = []
+        for name in names:
+            offered = VIRTUAL.get(name, (1,))
+            if over.virtual_stages is not None and name == "interleaved_1f1b":
+                offered = (over.virtual_stages,)
+            found += [
+                (name, each)
+                for each in offered
+                if stages * each <= most and over.virtual_stages in (None, each)
+            ]
+        return found
+
+    def cut_positions(self) -> tuple[int, ...]:
+        """Boundaries of blocks at which a stage may start or end: all, or of a very long row of
+        equal blocks every so many, and where the user cut."""
+        classes = [block.class_id for block in self.graph.blocks]
+        count = len(classes)
+        if count <= MAX_CUTS:
+            return tuple(range(count + 1))
+        each = 2 ** math.ceil(math.log2(count / MAX_CUTS))
+        kept, row = {0, count, *(self.restrictions.cuts or ())}, 0
+        for k in range(1, count):
+            row = row + 1 if classes[k] == classes[k - 1] else 0
+            if row % each == 0:
+                kept.add(k)
+        return tuple(sorted(kept))
+
+    def legal_stages(self) -> np.ndarray:
+        """(K+1, K+1): stages that hold a trained parameter, so that their ranks' optimizers have
+        something to do, and that end where the user cut."""
+        blocks, values = self.graph.blocks, self.graph.values
+        trained = [any(values[v].requires_grad for v in b.parameters) for b in blocks]
+        before = np.concatenate([[0], np.cumsum(trained)])
+        legal = np.triu(before[None, :] > before[:, None], 1)
+        cuts = self.restrictions.cuts
+        if cuts is not None:
+            only = np.zeros_like(legal)
+            for start, stop in zip((0, *cuts), cuts, strict=False):
+                only[start, stop] = True
+            legal &= only
+        return legal
+
+
+def groups_of(schedule: str, stages: int, each: int) -> list[int]:
+    """Device group of every stage."""
+    groups = stages_of_devices(schedule, num_stages=stages * each, num_devices=stages)
+    of = {stage: group for group, placed in enumerate(groups) for stage in placed}
+    return [of[k] for k in range(stages * each)]

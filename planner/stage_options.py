@@ -1,0 +1,307 @@
+"""What a stage can cost: of hundreds of variants, the few that an optimal partition may need.
+
+A variant of a stage ``[i, j)`` matters to a partition only by its number of devices, its time
+``t``, its fill ``g`` (what it adds to ``Σ g``) and how far from the end of the pipeline it fits.
+Among the variants of one device count and one run of blocks, one that is neither slower nor dearer
+to fill and fits wherever the other fits can replace it in any partition, so the other is dropped.
+What stays are the *options*, sorted by (device count, i, j).
+
+Fit is counted in levels, the distinct values of ``in_flight``: positions that hold equally many
+micro-batches are alike.  For every level the quickest variant that fits there is found by
+scattering each variant to the last level it fits and taking minima towards the first, which costs
+one pass over the table and one over (levels, runs).  A slower variant survives only where it fills
+for less than the quickest one at its own last level, which never happens where ``g = t``.
+
+Where only memory matters a variant is a line ``static + in_flight · activation``, and is dropped
+where another line starts lower and rises less.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.stage_chain import Cell, Chain, Floats, Ints, Shorts, StageTable
+
+_COMPARED = 8
+"""Lines that a further line is compared with; more would drop few others and cost quadratically."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The ways to run each stage that may be needed: N options in G cells (device count, i, j)."""
+
+    shape: tuple[int, int, int]
+    """(Z, K+1, K+1), the shape of the dense tables that the programs work on."""
+    cell: Ints
+    """(G,): flat index into ``shape`` of each cell that has options, ascending."""
+    first: Ints
+    """(G,): the first option of each cell."""
+    run: Ints
+    """(N,): flat index into (K+1, K+1) of each option."""
+    time_s: Floats
+    fill_s: Floats
+    """(N,) each"""
+    fits: Shorts
+    """(N,): at how many leading positions 1, 2, ... the option fits, at least 1."""
+
+    def cheapest(self, position: Shorts | int, t_max: float) -> Floats:
+        """Return (Z, K+1, K+1): least fill of what fits at ``position[i, j]`` within t_max."""
+        at = position if isinstance(position, int) else position.ravel()[self.run]
+        usable = (self.fits >= at) & (self.time_s <= t_max)
+        return self._least(np.where(usable, self.fill_s, np.inf))
+
+    def quickest(self) -> Floats:
+        """Return (Z, K+1, K+1): the least time at position 1."""
+        return self._least(self.time_s)
+
+    def furthest(self) -> Shorts:
+        """Return (Z, K+1, K+1): at how many leading positions some option fits."""
+        return self._most(self.fits)
+
+    def furthest_at(self, cost: Floats, t_max: float) -> Shorts:
+        """Return (Z, K+1, K+1): the same for options within t_max whose fill is ``cost`` there."""
+        counts = np.diff(np.append(self.first, len(self.fits)))
+        usable = (self.fill_s == np.repeat(cost.ravel()[self.cell], counts)) & (
+            self.time_s <= t_max
+        )
+        return self._most(np.where(usable, self.fits, 0).astype(np.int16))
+
+    def find(self, z: int, i: int, j: int, *, fill_s: float, position: int, t_max: float) -> int:
+        """Return the quickest option of a cell that has this fill and fits."""
+        group = int(np.searchsorted(self.cell, np.ravel_multi_index((z, i, j), self.shape)))
+        begin = int(self.first[group])
+        end = int(self.first[group + 1]) if group + 1 < len(self.first) else len(self.fits)
+        usable = (self.fits[begin:end] >= position) & (self.fill_s[begin:end] == fill_s)
+        time_s = np.where(usable, self.time_s[begin:end], np.inf)
+        best = int(time_s.argmin())
+        assert time_s[best] <= t_max
+        return begin + best
+
+    def cell_of(self, option: int) -> Cell:
+        """Return where an option belongs."""
+        group = int(np.searchsorted(self.first, option, side="right")) - 1
+        z, i, j = (int(x) for x in np.unravel_index(self.cell[group], self.shape))
+        return z, i, j
+
+    def _least(self, value: Floats) -> Floats:
+        table = np.full(self.shape, np.inf)
+        table.ravel()[self.cell] = np.minimum.reduceat(value, self.first)
+        return table
+
+    def _most(self, value: Shorts) -> Shorts:
+        table = np.zeros(self.shape, dtype=np.int16)
+        table.ravel()[self.cell] = np.maximum.reduceat(value, self.first)
+        return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLines:
+    """Lines static + in_flight · activation of each cell (device count, i, j), N in G cells."""
+
+    shape: tuple[int, int, int]
+    cell: Ints
+    first: Ints
+    """As in ``Options``."""
+    static_bytes: Floats
+    activation_bytes: Floats
+    """(N,) each"""
+    levels: Floats
+    positions: Shorts
+    """As returned by ``_levels``."""
+
+    def least_bytes(self) -> Floats:
+        """Return (Z, K+1, K+1): the least use at the last position; inf where illegal."""
+        used = self.static_bytes + self.levels[0] * self.activation_bytes
+        table = np.full(self.shape, np.inf)
+        table.ravel()[self.cell] = np.minimum.reduceat(used, self.first)
+        return table
+
+    def within(self, limit_bytes: float) -> tuple[Shorts, float]:
+        """Return (Z, K+1, K+1), at how many leading positions a stage fits, and the least limit
+        beyond this one at which some stage fits further; inf if all fit everywhere."""
+        level = _levels_that_fit(self.static_bytes, self.activation_bytes, self.levels, limit_bytes)
+        furthest = np.maximum.reduceat(level, self.first)
+        table = np.zeros(self.shape, dtype=np.int16)
+        table.ravel()[self.cell] = self.positions[furthest]
+        here = np.repeat(furthest, np.diff(np.append(self.first, len(level))))
+        over = here < len(self.levels)
+        used = self.static_bytes[over] + self.levels[here[over]] * self.activation_bytes[over]
+        return table, float(used.min(initial=np.inf))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ways:
+    """The runs of blocks that one variant can take, and what it costs there."""
+
+    at: Ints
+    """Which of the runs i < j, as a position in their list."""
+    time_s: Floats
+    fill_s: Floats
+    level: Ints
+    """At how many levels it fits, at least 1."""
+
+
+def stage_options(
+    chain: Chain, table: StageTable, memory_bytes: float, *, later: int, cutoff_s: float
+) -> Options | None:
+    """Reduce the table to its options, without those that alone reach the cutoff; None if none."""
+    rows = chain.num_blocks + 1
+    runs = _runs(rows)
+    levels, positions = _levels(chain)
+    columns: list[tuple[Ints, Floats, Floats, Ints]] = []
+    for z, members in enumerate(chain.variants):
+        ways: list[_Ways] = []
+        # What the last way that fits everywhere costs: any way must be quicker or fill for less.
+        settled, settled_fill = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
+        for v in members:
+            time_s = table.time_s[v].ravel()[runs]
+            fill_s = time_s if table.fill_s is None else table.fill_s[v].ravel()[runs]
+            needed = (time_s < settled) | (fill_s < settled_fill)
+            at = np.flatnonzero(needed & (time_s < np.inf))
+            at = at[fill_s[at] + later * time_s[at] < cutoff_s]
+            static = table.static_bytes[v].ravel()[runs[at]]
+            activation = table.activation_bytes[v].ravel()[runs[at]]
+            level = _levels_that_fit(static, activation, levels, memory_bytes)
+            at, level = at[level > 0], level[level > 0]
+            ways.append(_Ways(at=at, time_s=time_s[at], fill_s=fill_s[at], level=level))
+            everywhere = at[level == len(levels)]
+            settled[everywhere] = time_s[everywhere]
+            settled_fill[everywhere] = fill_s[everywhere]
+        for at, time_s, fill_s, level in _undominated(ways, len(runs), table.fill_s is not None):
+            columns.append((z * rows * rows + runs[at], time_s, fill_s, level))
+    if not columns:
+        return None
+    cell, time_s, fill_s, level = (np.concatenate(c) for c in zip(*columns, strict=True))
+    order = np.argsort(cell, kind="stable")
+    cells, first = np.unique(cell[order], return_index=True)
+    return Options(
+        shape=(len(chain.sizes), rows, rows),
+        cell=cells,
+        first=first,
+        run=cell[order] % (rows * rows),
+        time_s=time_s[order],
+        fill_s=fill_s[order],
+        fits=positions[level[order]],
+    )
+
+
+def _undominated(
+    ways: Sequence[_Ways], runs: int, two_costs: bool
+) -> Iterator[tuple[Ints, Floats, Floats, Ints]]:
+    """Yield (runs, times, fills, levels) of the options of one device count."""
+    occurring = np.flatnonzero(np.bincount(np.concatenate([way.level for way in ways])))
+    if not len(occurring):
+        return
+    row = np.zeros(int(occurring[-1]) + 1, dtype=np.int64)
+    row[occurring] = np.arange(len(occurring))
+    # Row n is the quickest way that fits occurring[n] levels or more, and what that way fills.
+    quick = np.full((len(occurring) + 1, runs), np.inf)
+    fill = np.full_like(quick, np.inf) if two_costs else quick
+    for way in ways:
+        flat = row[way.level] * runs + way.at
+        better = way.time_s < quick.ravel()[flat]
+        quick.ravel()[flat[better]] = way.time_s[better]
+        fill.ravel()[flat[better]] = way.fill_s[better]
+    for n in range(len(occurring) - 1, -1, -1):
+        further = quick[n + 1] < quick[n]
+        np.copyto(quick[n], quick[n + 1], where=further)
+        np.copyto(fill[n], fill[n + 1], where=further)
+    own, at = np.nonzero((quick[:-1] != quick[1:]) | (fill[:-1] != fill[1:]))
+    yield at, quick[own, at], fill[own, at], occurring[own]
+    if two_costs:
+        for way in ways:
+            less = way.fill_s < fill.ravel()[row[way.level] * runs + way.at]
+            yield way.at[less], way.time_s[less], way.fill_s[less], way.level[less]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The memory of one variant."""
+
+    static_bytes: Floats
+    activation_bytes: Floats
+    """Per run i < j; inf where illegal."""
+    lean_bytes: float
+    """The mean use at a middle level."""
+
+
+def _line(table: StageTable, v: int, runs: Ints, middle: float) -> _Line:
+    legal = table.time_s[v].ravel()[runs] < np.inf
+    static = table.static_bytes[v].ravel()[runs]
+    activation = table.activation_bytes[v].ravel()[runs]
+    used = static[legal] + middle * activation[legal]
+    return _Line(
+        static_bytes=np.where(legal, static, np.inf),
+        activation_bytes=np.where(legal, activation, np.inf),
+        lean_bytes=float(used.sum()) / max(len(used), 1),
+    )
+
+
+def memory_lines(chain: Chain, table: StageTable) -> MemoryLines | None:
+    """Reduce the table to what its stages use; None if no stage is legal."""
+    rows = chain.num_blocks + 1
+    runs = _runs(rows)
+    levels, positions = _levels(chain)
+    columns: list[tuple[Ints, Floats, Floats]] = []
+    for z, members in enumerate(chain.variants):
+        lines = [_line(table, v, runs, float(levels[len(levels) // 2])) for v in members]
+        # The leanest come first, as they drop most of the others.
+        lines.sort(key=lambda line: line.lean_bytes)
+        kept: list[_Line] = []
+        for line in lines:
+            needed = np.isfinite(line.static_bytes)
+            for other in kept[:_COMPARED]:
+                needed &= (line.static_bytes < other.static_bytes) | (
+                    line.activation_bytes < other.activation_bytes
+                )
+            at = np.flatnonzero(needed)
+            if len(at):
+                kept.append(line)
+                where = z * rows * rows + runs[at]
+                columns.append((where, line.static_bytes[at], line.activation_bytes[at]))
+    if not columns:
+        return None
+    cell, static, activation = (np.concatenate(c) for c in zip(*columns, strict=True))
+    order = np.argsort(cell, kind="stable")
+    cells, first = np.unique(cell[order], return_index=True)
+    return MemoryLines(
+        shape=(len(chain.sizes), rows, rows),
+        cell=cells,
+        first=first,
+        static_bytes=static[order],
+        activation_bytes=activation[order],
+        levels=levels,
+        positions=positions,
+    )
+
+
+def _runs(rows: int) -> Ints:
+    """Return the flat indices into (K+1, K+1) of all i < j."""
+    i, j = np.triu_indices(rows, 1)
+    flat: Ints = i * rows + j
+    return flat
+
+
+def _levels(chain: Chain) -> tuple[Floats, Shorts]:
+    """Return the distinct in_flight, ascending, and how many positions the first 0, 1, ... span."""
+    levels, first = np.unique(chain.in_flight, return_index=True)
+    return levels.astype(np.float64), np.append(first, len(chain.in_flight)).astype(np.int16)
+
+
+def _levels_that_fit(
+    static_bytes: Floats, activation_bytes: Floats, levels: Floats, limit_bytes: float
+) -> Ints:
+    """Return (N,): at how many levels static + level · activation is within the limit."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        room = (limit_bytes - static_bytes) / activation_bytes
+    count = np.searchsorted(levels, room, side="right")
+    # The quotient is rounded otherwise than the sum that decides, so step to where the sum turns.
+    while True:
+        here, further = np.maximum(count - 1, 0), np.minimum(count, len(levels) - 1)
+        down = (count > 0) & (static_bytes + levels[here] * activation_bytes > limit_bytes)
+        up = static_bytes + levels[further] * activation_bytes <= limit_bytes
+        up &= count < len(levels)
+        if not (up.any() or down.any()):
+            return count
+        count = count + up - down

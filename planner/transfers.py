@@ -1,0 +1,57 @@
+"""Seconds to send activations from one stage to the next, from where their ranks lie.
+
+The ranks of both stages are paired in order (where one has more, several share a partner). A send
+crosses nodes if one of the pairs does. Then a node's NICs are shared by as many ranks as a node's
+length of the stage that is packed closer holds: all of a node where stages are contiguous, few
+where a node holds ranks of several stages. With `scatter_sends` each rank of a tensor group sends
+its part of what all of them hold, which the receiving group gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from costmodel.collectives import collective_time, group_for, p2p_time
+from costmodel.cost import OpProfile
+from costmodel.target import Target
+from profiles.cluster import Cluster
+
+
+def send_seconds(
+    nbytes: float, source: Sequence[int], destination: Sequence[int], *, tp: int, cluster: Cluster,
+    target: Target, profile: OpProfile | None = None,
+) -> float:  # fmt: skip
+    """Seconds to move `nbytes` of each rank of `source` to those of `destination`, whose tensor
+    groups hold the same in all of their `tp` ranks; nothing where both are the same ranks."""
+    if not nbytes or tuple(source) == tuple(destination):
+        return 0.0
+    crosses = crosses_node(source, destination, cluster.devices_per_node)
+    parts = tp if target.scatter_sends else 1
+    found = None
+    if profile is not None:
+        found = profile.collective("p2p", nbytes / parts, 2, 1 if crosses else 2)
+    if found:
+        seconds = found[0]
+    else:
+        concurrent = max(packed(side, cluster.devices_per_node) for side in (source, destination))
+        seconds = float(
+            p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
+        )
+    gathering = group_for(cluster, size=parts, stride=1)
+    return seconds + float(collective_time("all_gather", nbytes, gathering, cluster))
+
+
+def crosses_node(source: Sequence[int], destination: Sequence[int], devices_per_node: int) -> bool:
+    """Whether some rank's partner is on another node."""
+    few, many = sorted((np.asarray(source), np.asarray(destination)), key=len)
+    partners = few[np.arange(len(many)) * len(few) // len(many)]
+    return bool((partners // devices_per_node != many // devices_per_node).any())
+
+
+def packed(ranks: Sequence[int], devices_per_node: int) -> int:
+    """The most of these ranks that any stretch as long as a node holds."""
+    ordered = np.sort(np.asarray(ranks))
+    ends = np.searchsorted(ordered, ordered + devices_per_node)
+    return int((ends - np.arange(len(ordered))).max())

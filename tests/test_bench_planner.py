@@ -1,0 +1,165 @@
+"""The plans of experts that ours are compared with: their models have the published sizes, their
+stages the published devices; a comparison fails where it must."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.check import check_plan
+from planner.published import Setup
+from planner.rows import read_row
+from planner.validate import traced
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import alpa_models
+import compare_experts
+import expert_plans
+from expert_plans import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, Expert, Mesh, staged
+
+LAYERS = 8
+ROW = {
+    "model": "GPT", "layers": str(LAYERS), "hidden": "64", "heads": "4", "vocab": "128",
+    "seq_len": "16", "gpu": "V100-16GB", "gpus_per_node": "8", "num_gpus": "8", "precision": "fp16",
+    "tp": "1", "pp": "1", "dp": "8", "micro_batch": "1", "global_batch": "32",
+    "zero_stage_fsdp": "1", "recompute": "full", "framework": "Alpa/XLA",
+}  # fmt: skip
+
+
+# --- published sizes -----------------------------------------------------------------------------
+
+
+def billions(name: str) -> float:
+    return float(name[:-1]) / {"B": 1, "M": 1000}[name[-1]]
+
+
+@pytest.mark.parametrize("gpus", ALPA_MOE)
+def test_mixtures_have_the_published_sizes(gpus: int) -> None:
+    """Which count the embedding once, though the head has a matrix of its own."""
+    name, layers, hidden, experts, *_ = ALPA_MOE[gpus]
+    model, _ = alpa_models.moe(layers=layers, hidden=hidden, experts=experts)
+    counted = sum(p.numel() for fqn, p in model.named_parameters() if fqn != "head.weight")
+    assert counted / 1e9 == pytest.approx(billions(name), rel=0.05)
+
+
+@pytest.mark.parametrize("gpus", ALPA_WIDE_RESNET)
+def test_wide_resnets_have_the_published_sizes(gpus: int) -> None:
+    name, groups, channels, width, *_ = ALPA_WIDE_RESNET[gpus]
+    model, _ = alpa_models.wide_resnet(groups=groups, channels=channels, width=width)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
+        billions(name), rel=0.05
+    )
+
+
+@pytest.mark.parametrize("gpus", ALPA_GPT)
+def test_stages_of_gpt_take_all_devices_and_layers(gpus: int) -> None:
+    _, layers, *_, meshes = ALPA_GPT[gpus]
+    assert sum(count for count, _, _ in meshes) == layers
+    assert sum(dp * tp for _, dp, tp in meshes) == gpus
+
+
+@pytest.mark.parametrize("gpus", ALPA_WIDE_RESNET)
+def test_stages_of_wide_resnets_take_all_bottlenecks(gpus: int) -> None:
+    _, groups, *_, stages = ALPA_WIDE_RESNET[gpus]
+    assert sum(stages) == sum(groups)
+
+
+def test_every_source_has_plans() -> None:
+    found = expert_plans.experts()
+    for source in ("SC21", "torchtitan", "DGXC", "Alpa OSDI22", "Llama 3"):
+        assert any(source in e.source for e in found)
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+@cache
+def setup() -> Setup:
+    return read_row(ROW)
+
+
+def made(*meshes: Mesh, **given: Any) -> Any:
+    graph, table = traced(setup().dims, "fp16")
+    plan = staged(setup(), graph, meshes, microbatches=4, **given)
+    check_plan(plan, graph, table)
+    return plan
+
+
+def test_uneven_stages_follow_each_other_on_the_devices() -> None:
+    plan = made((2, 2, 1), (2, 2, 1), (4, 2, 2))
+    assert [(s.dp, s.tp) for s in plan.stages] == [(2, 1), (2, 1), (2, 2)]
+    assert [s.ranks for s in plan.stages] == [(0, 1), (2, 3), (4, 5, 6, 7)]
+    layers = [sum(bool(re.match("layers", b)) for b in s.blocks) for s in plan.stages]
+    assert layers == [2, 2, 4]
+    assert [bool(s.shardings) for s in plan.stages] == [False, False, True]
+
+
+def test_interleaved_stages_take_the_devices_in_turn() -> None:
+    plan = made(*((0, 2, 2),), *((2, 2, 2),) * 2, (4, 2, 2), per_device=2)
+    assert plan.schedule == "interleaved_1f1b"
+    assert [s.ranks[0] for s in plan.stages] == [0, 4, 0, 4]
+    assert plan.stages[0].blocks == ("embed",)
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+@cache
+def comparison() -> compare_experts.Comparison:
+    """A tiny model on eight devices, with the only plan that its expert thought of."""
+    expert = Expert(
+        name="tiny", source="a test", cluster=setup().cluster, target=setup().framework.target,
+        precision="fp16", global_batch_size=32, traced=lambda: traced(setup().dims, "fp16"),
+        plans=lambda graph: [
+            staged(setup(), graph, ((4, 2, 2),) * 2, microbatches=m) for m in (2, 4)
+        ],
+    )  # fmt: skip
+    (found,) = compare_experts.compare([expert])
+    return found
+
+
+def test_the_faster_reading_is_theirs() -> None:
+    graph, table = traced(setup().dims, "fp16")
+    found = comparison()
+    steps = [
+        compare_experts.Evaluator(
+            graph=graph, table=table, cluster=found.expert.cluster, target=found.expert.target
+        ).price(plan).prediction.step_time_s
+        for plan in found.expert.plans(graph)
+    ]  # fmt: skip
+    assert found.their_step_s == min(steps)
+
+
+def test_ours_is_no_slower() -> None:
+    found = comparison()
+    assert found.ratio <= 1
+    assert not found.failed
+    assert "1 of 1" in compare_experts.summary([found])
+
+
+def test_a_slower_plan_fails_if_theirs_fits() -> None:
+    found = comparison()
+    slow = dataclasses.replace(found, their_step_s=found.their_step_s * found.ratio * 0.99)
+    assert slow.failed
+    assert "FAILED" in compare_experts.show(slow)
+    assert not dataclasses.replace(slow, short_gib=1.0).failed
+
+
+def test_overrides_that_price_otherwise_fail() -> None:
+    found = comparison()
+    assert not dataclasses.replace(found, again=found.their_step_s).failed
+    assert not dataclasses.replace(found, again=found.their_step_s * 0.9).failed
+    assert dataclasses.replace(found, again=found.their_step_s * 1.02).failed
+    assert dataclasses.replace(found, again="no such override").failed
+
+
+def test_a_search_that_finds_nothing_fails() -> None:
+    found = dataclasses.replace(comparison(), ours=None)
+    assert found.failed
+    assert "nothing fits" in compare_experts.show(found)

@@ -1,0 +1,64 @@
+"""Stages of equal blocks are one run, whatever the place; what each run costs is tested with
+`StageCoster`."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from planning import Traced, case, large_gpt2, linears, odd_cluster
+
+from planner.chain import Chain
+from planner.stage_costs import StageCoster
+from planner.stage_sums import FIELDS, MAXIMA
+
+MODELS = {
+    "linears": lambda: linears(64, 6, 4, 16), "gpt2": large_gpt2, "llama": lambda: case("llama"),
+    "resnet": lambda: case("resnet"),
+}  # fmt: skip
+
+
+def chain_of(of: Traced, forced: tuple[str | None, ...] = ()) -> Chain:
+    coster = StageCoster(of.graph, of.table, odd_cluster(5), "bf16", "adamw")
+    found = coster.chain(coster.setting(dp=2, tp=2, rows=2, microbatches=2), "fast", forced)
+    assert found is not None
+    return found
+
+
+def kinds(chain: Chain, start: int, stop: int) -> tuple[tuple[int, str | None], ...]:
+    """What the blocks of a stage are: their solved tables, and the policies forced on them."""
+    tables = [id(table) for table in chain.tables[start:stop]]
+    return tuple(zip(tables, chain.forced[start:stop], strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_stages_share_a_run_if_and_only_if_their_blocks_are_alike(name: str, mixed: bool) -> None:
+    of = MODELS[name]()
+    count = len(of.graph.blocks)
+    chain = chain_of(of, tuple("full" if k % 3 == 1 else None for k in range(count)) * mixed)
+    of_row: dict[int, tuple[tuple[int, str | None], ...]] = {}
+    for i, j in itertools.combinations(range(count + 1), 2):
+        row = int(chain.runs.index[i, j])
+        assert of_row.setdefault(row, kinds(chain, i, j)) == kinds(chain, i, j)
+        assert chain.runs.blocks[row] == j - i
+    assert len(set(of_row.values())) == len(of_row) == len(chain.runs.seconds) - 1
+    assert (chain.runs.index[np.tril_indices(count + 1)] == 0).all()
+    assert np.isinf(chain.runs.seconds[0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_is_the_sum_of_its_blocks_on_its_path(name: str) -> None:
+    """But for parameters that several of them read, which are held once."""
+    chain = chain_of(MODELS[name]())
+    last = len(MAXIMA)
+    tied = FIELDS.index("parameters")
+    for i, j in itertools.combinations(range(len(chain.blocks) + 1), 2):
+        parts = np.array(chain.components(i, j))
+        sums = chain.sums[i, j]
+        np.testing.assert_allclose(sums[-last:], parts[:, -last:].max(axis=0), rtol=1e-9)
+        if not chain.again:
+            np.testing.assert_allclose(sums[:-last], parts[:, :-last].sum(axis=0), rtol=1e-9)
+        else:
+            assert sums[tied] <= parts[:, tied].sum() * (1 + 1e-9)

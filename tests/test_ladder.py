@@ -1,0 +1,164 @@
+"""Time against memory: the least recompute that fits, and what is between two rungs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planning import case, odd_cluster
+
+from planner.chain import Chain
+from planner.ladder import Ladder, Share, ladder, settled
+from planner.plan import RECOMPUTE
+from planner.stage_costs import StageCoster
+from planner.stage_sums import StageCosts, joined, stage_costs
+
+NAMES = [each.name for each in dataclasses.fields(StageCosts)]
+POLICIES = ("none", "selective", "full")
+SIZES = st.integers(0, 1000)
+
+
+def rung(static: int, passing: int, activation: int, seconds: float) -> StageCosts:
+    given = {name: np.array([float(seconds)]) for name in NAMES}
+    given |= {
+        "static_bytes": np.array([float(static + passing)]),
+        "passing_bytes": np.array([float(passing)]),
+        "activation_bytes": np.array([float(activation)]),
+    }
+    return StageCosts(**given)
+
+
+@st.composite
+def ladders(draw: st.DrawFn) -> Ladder:
+    """One stage of up to 8 blocks; each rung keeps less per micro-batch and holds more during a
+    backward."""
+    static, kept = draw(SIZES), draw(st.integers(1, 1000))
+    passing, seconds = draw(st.integers(0, 100)), draw(st.integers(1, 100))
+    rungs = [rung(static, passing, kept, seconds)]
+    for _ in range(draw(st.integers(0, 2))):
+        kept, passing = draw(st.integers(0, kept)), passing + draw(st.integers(0, 200))
+        seconds += draw(st.integers(0, 100))
+        rungs.append(rung(static, passing, kept, seconds))
+    return Ladder(
+        policies=POLICIES[: len(rungs)], rungs=tuple(rungs),
+        blocks=np.array([draw(st.integers(1, 8))]),
+    )  # fmt: skip
+
+
+def needed(own: Ladder, k: int, blocks: int, held: int) -> float:
+    """Bytes with `blocks` blocks on rung k+1 and the rest on rung k."""
+    low, high = own.rungs[k], own.rungs[min(k + 1, len(own.rungs) - 1)]
+    part = blocks / int(own.blocks[0])
+    states = float(low.static_bytes[0] - low.passing_bytes[0])
+    passing = float(high.passing_bytes[0] if blocks else low.passing_bytes[0])
+    kept = (1 - part) * float(low.activation_bytes[0]) + part * float(high.activation_bytes[0])
+    return states + passing + held * kept
+
+
+def least(own: Ladder, held: int, room: int) -> tuple[int, int] | None:
+    """The first (rung, blocks of the next one) that fits, one block after the other."""
+    for k in range(len(own.rungs)):
+        last = k + 1 == len(own.rungs)
+        for blocks in range(1 if last else int(own.blocks[0])):
+            if needed(own, k, blocks, held) <= room + 1e-6:
+                return k, blocks
+    return None
+
+
+def place(own: Ladder, chosen: Share) -> float:
+    """How far up the ladder a stage is."""
+    return float(chosen.rung[0] + chosen.share[0]) if chosen.fits[0] else float("inf")
+
+
+@given(ladders(), st.integers(1, 8), st.integers(0, 4000))
+def test_no_block_is_recomputed_that_need_not_be(own: Ladder, held: int, room: int) -> None:
+    chosen = own.share(held, float(room))
+    expected = least(own, held, room)
+    # a rung as a whole may fit where none of its mixtures with the one below does
+    assert bool(chosen.fits[0]) == (expected is not None)
+    if expected is not None:
+        blocks = int(own.blocks[0])
+        k, more = int(chosen.rung[0]), round(float(chosen.share[0]) * blocks)
+        assert needed(own, k, more, held) <= room + 1e-6
+        assert (k, more) in (expected, (expected[0] - 1, blocks)) or more == blocks
+
+
+@given(ladders(), st.integers(1, 8), st.integers(0, 4000), st.integers(0, 500), st.integers(0, 3))
+def test_more_room_or_fewer_held_never_takes_more(
+    own: Ladder, held: int, room: int, extra: int, more: int
+) -> None:
+    here = place(own, own.share(held, float(room)))
+    assert place(own, own.share(held, float(room + extra))) <= here
+    assert place(own, own.share(held + more, float(room))) >= here
+
+
+@given(ladders(), st.integers(1, 8), st.integers(0, 4000))
+def test_between_two_rungs_everything_is_blended(own: Ladder, held: int, room: int) -> None:
+    chosen = own.share(held, float(room))
+    assume(chosen.fits[0])
+    k, part = int(chosen.rung[0]), float(chosen.share[0])
+    low, high = own.rungs[k], own.rungs[min(k + 1, len(own.rungs) - 1)]
+    at, everywhere = own.at(0, chosen), own.everywhere(chosen)
+    for name in NAMES:
+        wanted = (1 - part) * getattr(low, name)[0] + part * getattr(high, name)[0]
+        assert getattr(at, name) == pytest.approx(wanted, rel=1e-12)
+        assert getattr(everywhere, name)[0] == pytest.approx(wanted, rel=1e-12)
+
+
+@given(ladders(), st.integers(1, 8), st.integers(0, 4000))
+def test_the_first_rung_recomputes_nothing(own: Ladder, held: int, room: int) -> None:
+    assert own.at(0, own.share(held, float(room)).nothing()) == StageCosts(
+        **{name: float(getattr(own.rungs[0], name)[0]) for name in NAMES}
+    )
+
+
+# --- real stages ---------------------------------------------------------------------------------
+
+
+def chain_of(name: str) -> Chain:
+    of = case(name)
+    coster = StageCoster(of.graph, of.table, odd_cluster(1), "bf16", "adamw")
+    found = coster.chain(coster.setting(dp=2, tp=2, rows=2, microbatches=2))
+    assert found is not None
+    return found
+
+
+def test_a_policy_that_frees_nothing_is_no_rung() -> None:
+    """Blocks that update running statistics keep everything under any policy."""
+    chain = chain_of("resnet")
+    none = ladder(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
+    assert none.policies == ("none",)
+    chain = chain_of("llama")
+    assert ladder(chain.sums[1, 3], chain.setting, POLICIES, np.array(2)).policies == POLICIES
+
+
+@pytest.mark.parametrize("policy", RECOMPUTE)
+@pytest.mark.parametrize("name", ["llama", "gpt2_tied", "resnet"])
+def test_a_settled_block_costs_what_its_policy_costs(name: str, policy: str) -> None:
+    """Whatever rung its stage is on."""
+    chain = chain_of(name)
+    for start in range(len(chain.blocks)):
+        (part,) = chain.components(start, start + 1)
+        own = settled(part, policy)
+        wanted = stage_costs(part, chain.setting, policy)
+        for later in RECOMPUTE:
+            found = stage_costs(own, chain.setting, later)
+            for each in NAMES:
+                value = float(getattr(wanted, each))
+                assert float(getattr(found, each)) == pytest.approx(value, rel=1e-12, abs=1e-18)
+
+
+def test_settled_blocks_add_up_with_free_ones() -> None:
+    """One block settled, the rest on a rung: the components of the blocks under both policies."""
+    chain = chain_of("llama")
+    first, second = chain.components(1, 3)
+    together = joined(settled(first, "full"), second)
+    found = stage_costs(together, chain.setting, "none")
+    alone = stage_costs(first, chain.setting, "full"), stage_costs(second, chain.setting, "none")
+    for name in ("forward_comm_s", "backward_comm_s", "activation_bytes", "parameters"):
+        wanted = sum(float(getattr(own, name)) for own in alone)
+        assert float(getattr(found, name)) == pytest.approx(wanted, rel=1e-12)
+    assert found.passing_bytes == max(float(own.passing_bytes) for own in alone)

@@ -1,0 +1,239 @@
+"""What every careful expert does, found by the search on its own: no overrides, catalog hardware.
+
+Each landmark is tested where it is known to hold, and most with a control beside it: the same model
+on hardware, or a similar one, where it must not. Models are deepened from shallow traces and have
+few micro-batch counts, so that a search takes about a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from costmodel.graph import Graph
+from costmodel.strategies import Placement
+from costmodel.target import MEGATRON, Target
+from planner.candidates import Candidate
+from planner.frameworks import framework_of
+from planner.overrides import Overrides
+from planner.reference_models import TransformerDims
+from planner.search import Search
+from planner.validate import traced
+from profiles.cluster import Cluster
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import alpa_models
+
+
+def gpt(*, layers: int, hidden: int, vocab: int = 51200, length: int = 2048) -> TransformerDims:
+    """Heads of 128, embedding and head apart."""
+    return TransformerDims(
+        layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, ffn=4 * hidden,
+        vocab=vocab, seq_len=length, tied=False,
+    )  # fmt: skip
+
+
+GPT2 = dataclasses.replace(gpt(layers=12, hidden=768, vocab=50304, length=1024), tied=True)
+GPT_1_3B = gpt(layers=24, hidden=2048)
+GPT_103B = gpt(layers=20, hidden=20480)
+GPT_7B = gpt(layers=32, hidden=4096, length=4096)
+GPT_13B = gpt(layers=40, hidden=5120, length=4096)
+HUGE_VOCABULARY = gpt(layers=12, hidden=2048, vocab=256000, length=256)
+MIXTURE = dataclasses.replace(
+    gpt(layers=8, hidden=2048), activation="swiglu", norm="rms", positions="rotary", bias=False,
+    experts=32, topk=2, expert_ffn=4096,
+)  # fmt: skip
+SMALL_VOCABULARY = gpt(layers=32, hidden=2560, vocab=2048, length=256)
+
+
+@cache
+def best(
+    dims: TransformerDims,
+    node: str,
+    *,
+    nodes: int,
+    devices: int,
+    batch: int,
+    gib: int = 0,
+    target: Target = MEGATRON,
+) -> Candidate:
+    """The plan chosen on so many devices of each node; `gib` changes their memory."""
+    cluster = Cluster.from_catalog(node, num_nodes=nodes, devices_per_node=devices)
+    if gib:
+        device = dataclasses.replace(cluster.device, memory_bytes=gib * 2**30)
+        cluster = dataclasses.replace(cluster, device=device)
+    graph, table = traced(dims, "bf16")
+    search = Search(graph, table, cluster, batch, "bf16", "adamw", Overrides(), target=target)
+    return search.run().best
+
+
+def large() -> Candidate:
+    """A hundred billion parameters on eight DGX A100, with software that hides no communication (as
+    Megatron's of 2021; where all is hidden, ZeRO-3 does without a pipeline)."""
+    target = framework_of("Megatron-LM").target
+    return best(GPT_103B, "dgx-a100", nodes=8, devices=8, batch=64, target=target)
+
+
+def nodes_of(ranks: tuple[int, ...], per_node: int = 8) -> set[int]:
+    return {rank // per_node for rank in ranks}
+
+
+# --- degrees and placement -----------------------------------------------------------------------
+
+
+def test_tensor_parallelism_stays_in_the_node() -> None:
+    for stage in large().plan.stages:
+        assert stage.tp > 1
+        for start in range(0, len(stage.ranks), stage.tp):
+            assert len(nodes_of(stage.ranks[start : start + stage.tp])) == 1
+
+
+def test_the_pipeline_crosses_nodes() -> None:
+    groups = large().plan.devices
+    assert len(groups) > 1
+    homes = [nodes_of(ranks) for ranks in groups]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(homes, 2))
+
+
+def test_a_small_model_is_data_parallel_alone() -> None:
+    (stage,) = best(GPT2, "dgx-h100", nodes=1, devices=8, batch=64).plan.stages
+    assert (stage.dp, stage.tp) == (8, 1)
+    assert set(stage.policies) == {"none"}
+
+
+def test_zero_rather_than_tensor_parallelism_where_links_are_fast() -> None:
+    """13 B parameters on four H100 nodes: gradients or weights divided, no matrix split."""
+    (stage,) = best(GPT_13B, "dgx-h100", nodes=4, devices=8, batch=64).plan.stages
+    assert (stage.dp, stage.tp) == (32, 1)
+    assert stage.zero >= 2
+
+
+def test_zero_in_one_node() -> None:
+    (stage,) = best(GPT_7B, "dgx-h100", nodes=1, devices=8, batch=32).plan.stages
+    assert (stage.dp, stage.tp) == (8, 1)
+    assert stage.zero >= 2
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def recomputed(gib: int) -> set[str]:
+    stages = best(GPT_1_3B, "dgx-a100", nodes=1, devices=1, batch=8, gib=gib).plan.stages
+    return {policy for stage in stages for policy in stage.policies} - {"none"}
+
+
+def test_nothing_is_recomputed_where_memory_is_ample() -> None:
+    assert not recomputed(gib=80)
+
+
+def test_recompute_where_memory_binds() -> None:
+    assert recomputed(gib=28)
+
+
+# --- cuts ----------------------------------------------------------------------------------------
+
+
+def layers_of(candidate: Candidate) -> list[int]:
+    """Layers on each device group."""
+    plan = candidate.plan
+    return [
+        sum(
+            name.startswith("layers.") for s in plan.stages if s.ranks == ranks for name in s.blocks
+        )
+        for ranks in plan.devices
+    ]
+
+
+def piped(dims: TransformerDims) -> Candidate:
+    """On single devices behind a 25 Gb/s network, where pipelining is what pays."""
+    return best(dims, "p3.16xlarge", nodes=4, devices=1, batch=64)
+
+
+def test_a_large_vocabulary_makes_the_last_stage_short() -> None:
+    *others, last = layers_of(piped(HUGE_VOCABULARY))
+    assert others
+    assert last < min(others) - 1
+
+
+def test_a_small_vocabulary_leaves_the_stages_even() -> None:
+    layers = layers_of(piped(SMALL_VOCABULARY))
+    assert len(layers) > 1
+    assert max(layers) - min(layers) <= 1
+
+
+# --- shardings -----------------------------------------------------------------------------------
+
+
+def norm_inputs(candidate: Candidate, graph: Graph) -> list[Placement]:
+    """States of what the layers' norms read on the tensor axis, where a stage has one."""
+    found = []
+    blocks = {block.name: block for block in graph.blocks}
+    for stage, assignments in zip(candidate.plan.stages, candidate.assignments, strict=True):
+        for name in stage.blocks:
+            if name.startswith("layers.") and stage.tp > 1:
+                norms = [op for op in blocks[name].ops if op.short == "layer_norm"]
+                found += [assignments[name].strategies[op.name].operands[0] for op in norms]
+    return found
+
+
+def test_norms_are_split_along_the_sequence_where_tensors_are() -> None:
+    graph, _ = traced(GPT_103B, "bf16")
+    states = norm_inputs(large(), graph)
+    assert len(states) == 2 * 20
+    assert set(states) == {Placement("S", 1)}
+
+
+def test_layers_are_split_as_megatron_splits_them() -> None:
+    """Attention by heads and the feed-forward by its width: two partial sums a layer."""
+    candidate = large()
+    graph, _ = traced(GPT_103B, "bf16")
+    for stage, assignments in zip(candidate.plan.stages, candidate.assignments, strict=True):
+        for block in graph.blocks:
+            if block.name in stage.blocks and block.name.startswith("layers."):
+                chosen = assignments[block.name].strategies
+                ways = {
+                    op.module.removeprefix(f"{block.name}."): chosen[op.name]
+                    for op in block.ops
+                    if op.short == "linear"
+                }
+                split = {name: way.split_factor for name, way in ways.items()}
+                assert split == {
+                    "attention.qkv": "out", "attention.proj": "in", "mlp.up": "out",
+                    "mlp.down": "in",
+                }  # fmt: skip
+
+
+# --- mixtures and convolutions -------------------------------------------------------------------
+
+
+def test_experts_are_shared_over_the_data_axis() -> None:
+    for stage in best(MIXTURE, "dgx-h100", nodes=1, devices=8, batch=32).plan.stages:
+        assert stage.tp == 1
+        assert stage.ep > 1
+
+
+def test_selective_recompute_before_full() -> None:
+    """Scores written to memory are most of what is kept, and cheap to make again."""
+    written = dataclasses.replace(gpt(layers=24, hidden=2048), attention="written")
+    stages = best(written, "dgx-a100", nodes=1, devices=1, batch=8, gib=32).plan.stages
+    policies = Counter(policy for stage in stages for policy in stage.policies)
+    assert policies["selective"] > policies["full"]
+
+
+def test_early_convolutions_split_rows_and_late_ones_channels() -> None:
+    """Large activations first, large weights last, as Alpa found for its Wide-ResNet of 2 B
+    parameters on 8 V100: no tensor parallelism in its first half, four ways in its second."""
+    graph, table = alpa_models.traced(
+        alpa_models.wide_resnet(groups=alpa_models.RESNET_50, channels=448, width=2), "fp32"
+    )
+    cluster = Cluster.from_catalog("p3.16xlarge", num_nodes=1, devices_per_node=8)
+    target = framework_of("Alpa").target
+    search = Search(graph, table, cluster, 1536, "fp32", "momentum", Overrides(), target=target)
+    *early, late = search.run().best.plan.stages
+    assert all(stage.tp == 1 for stage in early)
+    assert any(stage.dp > 1 for stage in early)
+    assert late.tp == 4

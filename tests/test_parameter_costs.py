@@ -1,0 +1,149 @@
+"""Shards and their replicas by hand, and groups on meshes that other stages lie between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import Traced, cluster, cut
+from torch import empty, nn
+from torch.nn import functional as F
+
+from costmodel.collectives import group_for
+from costmodel.cost import Cost, Setting
+from costmodel.pricing import Pricer
+from costmodel.strategies import R
+from costmodel.target import EAGER
+from profiles.cluster import Cluster
+
+ENDLESS = 1e30
+# gradients of two bytes and no buffers; weights of four
+PLAIN = dataclasses.replace(EAGER, gradient_bytes=2, bucket_copies=0)
+
+
+@cache
+def net() -> Traced:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("meta")
+    batch = (empty(4, 8, device="meta"),) * 2
+    return cut(model, batch, F.mse_loss, precision="fp32")
+
+
+def setting(on: Cluster, **given: Any) -> Setting:
+    fields: dict[str, Any] = {
+        "dp": 1, "tp": 1, "rows": 4, "num_microbatches": 1, "precision": "fp32",
+        "optimizer": "adamw", "target": PLAIN, **given,
+    }  # fmt: skip
+    return Setting(cluster=on, **fields)
+
+
+def pricer(on: Cluster, **given: Any) -> Pricer:
+    of = net()
+    return Pricer(graph=of.graph, table=of.table, setting=setting(on, **given))
+
+
+def prices(found: Pricer) -> Iterator[Cost]:
+    return (found.parameter_cost(value, R) for value in found.graph.parameters)
+
+
+def weights(found: Pricer, name: str) -> float:
+    return sum(getattr(cost, name) for cost in prices(found))
+
+
+# --- shards and replicas -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dp", "cp", "shards"), [(8, 1, 2), (8, 1, 4), (4, 2, 2), (8, 1, 1)])
+def test_shards_are_scattered_near_and_reduced_far(dp: int, cp: int, shards: int) -> None:
+    """Nodes of as many devices as shards: a byte inside takes 1 s, one that leaves a node 1000 s of
+    its NIC, of which a node's ranks share one."""
+    on = cluster(
+        shards, nodes=8 // shards, flops=ENDLESS, memory_bandwidth=28.0, bandwidth=1.0,
+        node_bandwidth=1e-3,
+    )  # fmt: skip
+    found = pricer(on, dp=dp, cp=cp, dp_shard=shards)
+    numel, replicas = net().graph.num_parameters(), 8 // shards
+    inside, outside = (shards - 1) / shards, 2 * (replicas - 1) / replicas
+    assert weights(found, "scatter_s") == pytest.approx(2 * numel * inside)
+    assert weights(found, "gather_s") == pytest.approx(4 * numel * inside)
+    # each of a node's ranks reduces its part of the two bytes; together they send all of them
+    assert weights(found, "replicate_s") == pytest.approx(2 * numel * outside * 1000)
+    assert weights(found, "optimizer_s") == pytest.approx(numel)
+    assert weights(found, "shard_s") == pytest.approx(numel / shards)
+
+
+def test_what_is_not_divided_reduces_among_all() -> None:
+    on = cluster(4, nodes=2)
+    whole, parts = (weights(pricer(on, dp=8, dp_shard=s), "reduce_s") for s in (0, 4))
+    assert whole == parts > 0
+
+
+def test_shards_among_all_ranks_have_no_replicas() -> None:
+    on = cluster(4, nodes=2)
+    assert [*prices(pricer(on, dp=8, dp_shard=8))] == [*prices(pricer(on, dp=8))]
+    assert weights(pricer(on, dp=8), "replicate_s") == 0
+
+
+def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
+    on = cluster(4, nodes=4)
+    first = pricer(on, dp=8)
+    settings = [
+        dataclasses.replace(first.setting, **change)
+        for change in (
+            {"dp_shard": 4},
+            {"dp": 4},
+            {"num_microbatches": 3},
+            {"dp": 2, "dp_shard": 1},
+        )
+    ]
+    for other in settings:
+        again = [*prices(first.once(other))]
+        assert again == [*prices(pricer(on, **changed(other)))]
+        assert again != [*prices(first)]
+
+
+def changed(other: Setting) -> dict[str, Any]:
+    return {name: getattr(other, name) for name in ("dp", "dp_shard", "num_microbatches")}
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([1, 2, 4]), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([4, 8, 6]),
+)  # fmt: skip
+def test_the_data_axis_lies_where_its_ranks_do(tp: int, dp: int, spread: int, node: int) -> None:
+    on = cluster(node, nodes=-(-tp * dp * spread // node) + 1)
+    found = setting(on, dp=dp, tp=tp, spread=spread)
+    assert found.group(size=dp, stride=tp) == group_for(on, size=dp, stride=tp * spread)
+    assert found.group(size=tp, stride=1) == group_for(on, size=tp, stride=1)
+
+
+@given(
+    st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]), st.data()
+)
+def test_groups_across_both_axes_touch_as_many_nodes_as_their_ranks(
+    tp: int, dp: int, spread: int, data: st.DataObject
+) -> None:
+    """Powers of two, so that all groups of a mesh lie alike."""
+    stride = data.draw(st.sampled_from([s for s in (1, 2, 4, 8) if s < tp]))
+    size = tp * dp // stride
+    on = cluster(8, nodes=max(1, tp * dp * spread // 8))
+    ranks = (np.arange(dp)[:, None] * tp * spread + np.arange(tp)).ravel()[::stride]
+    nodes, counts = np.unique(ranks // 8, return_counts=True)
+    found = setting(on, dp=dp, tp=tp, spread=spread).group(size=size, stride=stride)
+    assert (found.size, found.nodes, found.per_node) == (size, len(nodes), counts.max())
+
+
+def test_a_stage_between_others_reduces_over_the_network() -> None:
+    """dp=2 on neighbours, or on the same place of two nodes."""
+    on = cluster(4, nodes=2, flops=ENDLESS, bandwidth=1.0, node_bandwidth=1e-2)
+    near, far = (weights(pricer(on, dp=2, spread=s), "reduce_s") for s in (1, 4))
+    # four such groups share the node's NIC
+    assert far == pytest.approx(near * 100 * 4)

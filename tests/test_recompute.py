@@ -1,0 +1,144 @@
+"""Recompute per block against all choices there are, and the bound that the search relies on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.recompute import choose_policies
+from planner.stage_sums import FIELDS
+
+LEGAL = ("none", "selective", "full")
+AT = {name: k for k, name in enumerate(FIELDS)}
+COUNTS = st.integers(0, 12)
+
+
+def block(**values: float) -> np.ndarray:
+    assert set(values) <= set(FIELDS)
+    return np.array([float(values.get(name, 0.0)) for name in FIELDS])
+
+
+@st.composite
+def made(draw: st.DrawFn) -> np.ndarray:
+    """A block of whole seconds and bytes, so that sums are exact in any order."""
+    saved = draw(st.integers(1, 20))
+    return block(
+        backward_s=draw(COUNTS), backward_host_s=draw(COUNTS), saved_bytes=saved,
+        input_bytes=draw(st.integers(0, 3)), full_s=draw(COUNTS), full_host_s=draw(COUNTS),
+        full_bytes=saved, largest_bytes=saved, selective_s=draw(COUNTS),
+        selective_host_s=draw(COUNTS), selective_bytes=draw(st.integers(0, saved)),
+    )  # fmt: skip
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> list[np.ndarray]:
+    """Up to four blocks of up to three classes, in any order."""
+    classes = draw(st.lists(made(), min_size=1, max_size=3))
+    return draw(st.lists(st.sampled_from(classes), min_size=1, max_size=4))
+
+
+def seconds(blocks: Sequence[np.ndarray], policies: Sequence[str], device: str = "cuda") -> float:
+    def of(own: np.ndarray, name: str) -> float:
+        return float(own[AT[name]]) if name in AT else 0.0
+
+    pairs = list(zip(blocks, policies, strict=True))
+    busy = sum(of(own, "backward_s") + of(own, f"{p}_s") for own, p in pairs)
+    host = sum(of(own, "backward_host_s") + of(own, f"{p}_host_s") for own, p in pairs)
+    return max(busy, host) if device == "cuda" else busy + host
+
+
+def freed(blocks: Sequence[np.ndarray], policies: Sequence[str]) -> float:
+    pairs = zip(blocks, policies, strict=True)
+    return sum(float(own[AT[f"{p}_bytes"]]) for own, p in pairs if p != "none")
+
+
+def used(blocks: Sequence[np.ndarray], policies: Sequence[str], in_flight: int) -> float:
+    kept = sum(float(own[AT["saved_bytes"]] + own[AT["input_bytes"]]) for own in blocks)
+    again = [
+        own[AT["largest_bytes"]] for own, p in zip(blocks, policies, strict=True) if p == "full"
+    ]
+    return in_flight * (kept - freed(blocks, policies)) + max(again, default=0.0)
+
+
+@given(
+    chains(), st.integers(1, 4), st.floats(0, 1.1), st.sampled_from(["cuda", "cpu"]),
+    st.sampled_from([LEGAL, ("none", "full"), ("full",), ("selective", "full"), ("none",)]),
+)  # fmt: skip
+def test_no_choice_that_fits_is_faster(
+    blocks: list[np.ndarray], in_flight: int, part: float, device: str, legal: tuple[str, ...]
+) -> None:
+    room = float(round(part * used(blocks, ["none"] * len(blocks), in_flight)))
+    fitting = [
+        seconds(blocks, policies, device)
+        for policies in itertools.product(legal, repeat=len(blocks))
+        if used(blocks, policies, in_flight) <= room
+    ]
+    found = choose_policies(blocks, legal, in_flight=in_flight, room_bytes=room, device=device)
+    if found is None:
+        assert not fitting
+        return
+    assert set(found) <= set(legal)
+    assert used(blocks, found, in_flight) <= room
+    assert seconds(blocks, found, device) == min(fitting)
+
+
+def divided_s(blocks: list[np.ndarray], needed: float) -> float:
+    """Seconds at which blocks that may be divided free so many bytes: cheapest per byte first. For
+    blocks of which selective recompute frees more per second than the rest of full."""
+    steps = []
+    for own in blocks:
+        few = [own[AT[f"selective_{what}"]] for what in ("s", "bytes")]
+        all_ = [own[AT[f"full_{what}"]] for what in ("s", "bytes")]
+        steps += [few, [all_[0] - few[0], all_[1] - few[1]]]
+    total = 0.0
+    for cost, nbytes in sorted(steps, key=lambda step: step[0] / step[1]):
+        part = min(1.0, max(0.0, needed / nbytes))
+        total, needed = total + part * cost, needed - part * nbytes
+    return total
+
+
+def test_deep_stages_of_one_class_reach_their_bound() -> None:
+    """120 layers: where the bytes come out even, the bound is the answer."""
+    layer = block(
+        backward_s=20, saved_bytes=100, full_s=10, full_bytes=100, largest_bytes=100,
+        selective_s=1, selective_bytes=40,
+    )  # fmt: skip
+    blocks = [layer] * 120
+    found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75))
+    assert found is not None and found.count("selective") == 75 and found.count("none") == 45
+    assert divided_s(blocks, 3000.0) == pytest.approx(75)
+
+
+def test_what_fits_is_not_run_again_and_what_can_not_is_none() -> None:
+    layer = block(backward_s=2, saved_bytes=10, full_s=1, full_bytes=10, largest_bytes=10)
+    fits = choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=60)
+    assert fits == ("none",) * 3
+    # the block being run again is held beside what is in flight
+    assert choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=9) is None
+    assert choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=10) == ("full",) * 3
+
+
+@pytest.mark.parametrize("part", [0.91, 0.57, 0.23])
+def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
+    """What divided blocks could reach at best, and no more than the smallest block above it."""
+    sizes = np.random.default_rng(0).uniform(0.5, 2.0, 5)
+    classes = [
+        block(
+            backward_s=2 * s, saved_bytes=100 * s, full_s=s**1.1, full_bytes=100 * s,
+            largest_bytes=1e-6 * s, selective_s=0.2 * s**0.9, selective_bytes=40 * s,
+        )
+        for s in sizes
+    ]  # fmt: skip
+    blocks = [classes[k % 5] for k in range(50)]
+    room = part * used(blocks, ["none"] * 50, 1)
+    found = choose_policies(blocks, LEGAL, in_flight=1, room_bytes=room)
+    assert found is not None and used(blocks, found, 1) <= room
+    needed = used(blocks, ["none"] * 50, 1) - room
+    bound = divided_s(blocks, needed)
+    added = seconds(blocks, found) - seconds(blocks, ["none"] * 50)
+    assert bound - 1e-9 <= added <= bound + sizes.min() ** 1.1

@@ -1,0 +1,369 @@
+"""Overrides by block: globs, what is left free, the stages that may have a value."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import cut, net
+
+from costmodel.graph import Block, Graph
+from costmodel.schedule import EXECUTABLE, SCHEDULES
+from planner.override_values import BY_BLOCK, MESH
+from planner.overrides import OverrideError, Overrides
+from planner.restrictions import Restrictions, restrict, stage_cuts
+
+few = settings(deadline=None, max_examples=60)
+
+
+@cache
+def model() -> Graph:
+    return cut(net())[0]
+
+
+def blocks(*names: str) -> Graph:
+    """A model of which only the names of its blocks are known."""
+    made = tuple(
+        Block(
+            name=name, ops=(), inputs=(), outputs=(), derived=(), parameters=(), buffers=(),
+            class_id="",
+        )
+        for name in names
+    )  # fmt: skip
+    return Graph(
+        values={}, ops=(), derived=(), inputs={}, batched=frozenset(), parameters={}, buffers={},
+        constants={}, loss="", batch_size=1, blocks=made,
+    )  # fmt: skip
+
+
+LAYERS = ("embed", *(f"enc.layers.{i}" for i in range(3)), *(f"dec.layers.{i}" for i in range(3)))
+
+
+def layers() -> Graph:
+    return blocks(*LAYERS, "head")
+
+
+# --- globs over blocks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "positions"),
+    [
+        ("head", [7]),
+        ("enc.layers.0-2", [1, 2, 3]),
+        ("enc.layers.1-2", [2, 3]),
+        ("*.layers.0", [1, 4]),
+        ("*.layers.1-2", [2, 3, 5, 6]),
+        ("enc.layers.*", [1, 2, 3]),
+        ("enc.**", [1, 2, 3]),
+        ("*", [0, 7]),
+        ("**", list(range(8))),
+        ("?mbed", [0]),
+    ],
+)
+def test_a_glob_restricts_its_blocks(pattern: str, positions: list[int]) -> None:
+    expected = tuple(4 if b in positions else None for b in range(8))
+    assert restrict(Overrides(tp={pattern: 4}), layers()).tp == expected
+
+
+def test_one_value_is_for_all_and_globs_may_share_the_blocks() -> None:
+    found = restrict(Overrides(tp=2, recompute={"enc.**": "full", "dec.**": "none"}), layers())
+    assert found.tp == (2,) * 8
+    assert found.recompute == (None, *["full"] * 3, *["none"] * 3, None)
+    assert restrict(Overrides(dp={"**": 2, "head": 2}), layers()).dp == (2,) * 8
+
+
+@pytest.mark.parametrize("name", ["h.0-3", "a*", "a?b", "x[0]"])
+def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
+    found = restrict(Overrides(zero={name: 2}), blocks("ab", name, "acb"))
+    assert found.zero == (None, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp": {"enk.**": 2}}, r"tp=\{'enk\.\*\*': 2\}: no block 'enk\.\*\*'; nearest: .*enc"),
+        ({"zero": {"haed": 1}}, r"zero=\{'haed': 1\}: no block 'haed'; nearest: head"),
+        (
+            {"recompute": {"enc.layers.1-3": "full"}},
+            r"no block 'enc.layers.3'; nearest: enc.* legal: embed, enc.layers.0-2, dec.layers.0-2",
+        ),
+        (
+            {"tp": {"**": 2, "head": 4}},
+            r"override tp=\{'\*\*': 2\} contradicts tp=\{'head': 4\}: both are about block 'head'",
+        ),
+        (
+            {"recompute": {"enc.*.0-1": "full", "enc.*.1-2": "none"}},
+            r"'enc\.\*\.0-1': 'full'.* contradicts .*'enc\.\*\.1-2': 'none'.*'enc.layers.1'",
+        ),
+        (
+            {"zero": {"enc.**": 0, "dec.**": 1}, "dp_shard": {"*.layers.2": 2}},
+            r"zero=\{'enc\.\*\*': 0\} contradicts dp_shard=\{'\*\.layers\.2': 2\}.*enc.layers.2",
+        ),
+        ({"zero": {"head": 1}, "forbid": ["zero-2"], "dp_shard": 3, "dp": 4, "cp": 2},
+         "dp_shard=3 contradicts dp=4: 3 does not divide the data axis .*= 8"),
+        ({"ep": {"head": 2}}, r"ep=\{'head': 2\}: the model has no experts; legal: 1"),
+        (
+            {"tp": {"embed": 2, "head": 4}, "pp": 1, "virtual_stages": 1},
+            r"tp=\{'embed': 2\} contradicts tp=\{'head': 4\} with pp=1, .* at least 2",
+        ),
+        (
+            {"zero": {"embed": 1, "head": 0, "*.layers.0": 0}, "pp": 2, "schedule": "1f1b",
+             "tp": {"dec.layers.0": 2, "dec.layers.1": 4}},
+            r"'dec.layers.0': 2\} contradicts tp=\{'dec.layers.1': 4\} with pp=2, .* at least 3",
+        ),
+        (
+            {"tp": {"embed": 2, "enc.layers.0": 4},
+             "stages": [LAYERS[:3], [*LAYERS[3:], "head"]]},
+            r"tp=\{'embed': 2\} contradicts tp=\{'enc.layers.0': 4\}: stages\[0\] \(embed, enc",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_only_the_blocks_show_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OverrideError, match=says):
+        restrict(Overrides(**given), layers())
+
+
+# --- what is left --------------------------------------------------------------------------------
+
+
+def test_nothing_given_leaves_everything() -> None:
+    found = restrict(Overrides(), layers())
+    assert all(getattr(found, name) == (None,) * 8 for name in BY_BLOCK)
+    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, ("none", "selective", "full"))
+    assert found.schedules == tuple(SCHEDULES)
+    assert found.placements == ("tp,dp,pp", "tp,pp,dp")
+    assert (found.pp, found.virtual_stages, found.cuts) == (None, None, None)
+    assert found.unequal_meshes and found.partial_shards
+
+
+def test_forbidding_leaves_the_rest() -> None:
+    forbid = ["tp", "cp", "ep", "zero-3", "full", "zb_h2", "placement", "dp_shard"]
+    found = restrict(Overrides(forbid=[*forbid, "unequal_meshes"], recompute=None), layers())
+    assert found.tp == found.cp == found.ep == (1,) * 8
+    assert found.dp == found.zero == found.recompute == (None,) * 8
+    assert (found.zeros, found.policies) == ({0, 1, 2}, ("none", "selective"))
+    assert found.schedules == tuple(s for s in SCHEDULES if s != "zb_h2")
+    assert found.placements == ("tp,dp,pp",)
+    assert not found.unequal_meshes and not found.partial_shards
+
+
+def test_what_forbidding_leaves_one_value_of_is_restricted_to_it() -> None:
+    found = restrict(Overrides(forbid=["zero-1", "zero-2", "zero-3", "recompute", "pp"]), layers())
+    assert found.zero == (0,) * 8 and found.recompute == ("none",) * 8
+    assert (found.pp, found.virtual_stages) == (1, 1)
+
+
+def test_with_equal_meshes_one_block_speaks_for_all() -> None:
+    rules = Overrides(tp={"head": 4}, zero={"head": 1}, forbid=["unequal_meshes"])
+    found = restrict(rules, layers())
+    assert found.tp == (4,) * 8 and found.zero == (None,) * 7 + (1,)
+
+
+@pytest.mark.parametrize(
+    ("given", "pp", "each", "schedules"),
+    [
+        ({"virtual_stages": 1}, None, 1, {"gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2"}),
+        ({"virtual_stages": 2}, None, 2, {"interleaved_1f1b", "zb_v", "dualpipe_v"}),
+        ({"virtual_stages": 3}, None, 3, {"interleaved_1f1b"}),
+        ({"schedule": "zb_v"}, None, 2, {"zb_v"}),
+        ({"schedule": "gpipe", "pp": 4}, 4, 1, {"gpipe"}),
+        ({"schedule": "interleaved_1f1b"}, None, None, {"interleaved_1f1b"}),
+        ({"schedule": "interleaved_1f1b", "virtual_stages": 1}, None, 1, {"interleaved_1f1b"}),
+        ({"forbid": ["virtual_stages", "1f1b", "zb_h1", "zb_h2"]}, None, 1,
+         {"gpipe", "eager_1f1b"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_virtual_stages_and_schedules_fit(
+    given: dict[str, Any], pp: int | None, each: int | None, schedules: set[str]
+) -> None:
+    found = restrict(Overrides(**given), layers())
+    assert (found.pp, found.virtual_stages, set(found.schedules)) == (pp, each, schedules)
+
+
+@pytest.mark.parametrize(
+    ("given", "pp", "each"),
+    [
+        ({}, None, None),
+        ({"pp": 4}, 4, 1),
+        ({"pp": 2}, 2, 2),
+        ({"virtual_stages": 4}, 1, 4),
+        ({"schedule": "zb_v"}, 2, 2),
+        ({"schedule": "1f1b"}, 4, 1),
+    ],
+    ids=str,
+)
+def test_given_stages_are_groups_times_stages_on_each(
+    given: dict[str, Any], pp: int | None, each: int | None
+) -> None:
+    stages = [LAYERS[:2], LAYERS[2:4], LAYERS[4:6], (*LAYERS[6:], "head")]
+    found = restrict(Overrides(stages=stages, **given), layers())
+    assert (found.pp, found.virtual_stages, found.cuts) == (pp, each, (2, 4, 6, 8))
+
+
+def test_a_forbidden_schedule_may_be_the_only_one() -> None:
+    with pytest.raises(OverrideError, match=r"with virtual_stages=3 leaves no schedule; legal: in"):
+        restrict(Overrides(virtual_stages=3, forbid=["interleaved_1f1b"]), layers())
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def test_what_runs_is_what_is_left_for_the_executor() -> None:
+    found = restrict(Overrides(forbid=["gpipe"]), layers(), executable=True)
+    assert (found.zeros, found.policies) == ({0, 1}, ("none", "full"))
+    assert (found.schedules, found.placements) == (("1f1b",), ("tp,dp,pp",))
+    assert found.cp == found.ep == (1,) * 8 and found.tp == (None,) * 8
+    assert found.virtual_stages == 1 and not found.partial_shards
+    assert restrict(Overrides(), layers(), executable=True).schedules == EXECUTABLE
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"zero": {"head": 3}}, r"zero=\{'head': 3\} can be planned, .*the executor runs 0, 1"),
+        ({"recompute": "selective"}, "recompute='selective' can be planned, .*runs none, full"),
+        ({"schedule": "zb_h1"}, "schedule='zb_h1' can be planned, .*runs gpipe, 1f1b"),
+        ({"placement": "tp,pp,dp"}, "placement='tp,pp,dp' can be planned.* runs tp,dp,pp"),
+        ({"virtual_stages": 2}, "virtual_stages=2 can be planned, .*runs 1"),
+        ({"cp": 2}, "cp=2 can be planned, but not run yet; the executor runs 1"),
+        ({"ep": {"head": 2}}, "can be planned, but not run yet"),
+        ({"dp_shard": 2}, "dp_shard=2 can be planned, but not run yet; .*leave dp_shard free"),
+        ({"dp_shard": 2, "dp": 4}, "dp_shard=2 can be planned, but not run yet"),
+        ({"forbid": EXECUTABLE}, "leaves no schedule; legal: gpipe, 1f1b"),
+        ({"pp": 2, "stages": [[n] for n in (*LAYERS, "head")]}, "pp=2 contradicts stages= with 8"),
+    ],
+    ids=str,
+)
+def test_what_does_not_run_yet_can_be_planned(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OverrideError, match=says):
+        restrict(Overrides(**given), layers(), executable=True)
+
+
+def test_dividing_among_the_whole_data_axis_runs() -> None:
+    found = restrict(Overrides(zero=1, dp_shard=4, dp=4), layers(), executable=True)
+    assert found.dp_shard == (4,) * 8
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
+    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "recompute": ("none", "selective", "full"),
+}  # fmt: skip
+
+
+@st.composite
+def restricted(draw: st.DrawFn) -> tuple[Restrictions, str, list[Any]]:
+    """Restrictions of one name over a few blocks, and each block's own value."""
+    name = draw(st.sampled_from([n for n in BY_BLOCK if n != "ep"]))
+    own = draw(st.lists(st.none() | st.sampled_from(VALUES[name]), min_size=1, max_size=9))
+    by_block = {f"layers.{b}": value for b, value in enumerate(own) if value is not None}
+    forbid = draw(st.sets(st.sampled_from(["zero-1", "zero-2", "selective", "full"])))
+    allowed = [f for f in forbid if f not in {f"zero-{v}" for v in own} | {str(v) for v in own}]
+    graph = blocks(*(f"layers.{b}" for b in range(len(own))))
+    made = restrict(Overrides(**{name: by_block or None}, forbid=allowed), graph)  # type: ignore[arg-type]
+    return made, name, own
+
+
+@few
+@given(restricted())
+def test_a_stage_may_have_a_value_that_all_its_blocks_may(
+    case: tuple[Restrictions, str, list[Any]],
+) -> None:
+    found, name, own = case
+    left = {"zero": found.zeros, "recompute": found.policies}.get(name, VALUES[name])
+    for value in VALUES[name]:
+        mask = found.stage_mask(name, value)
+        assert mask.dtype == bool
+        expected = [
+            [i < j and all(v == value or (v is None and value in left) for v in own[i:j])
+             for j in range(len(own) + 1)]
+            for i in range(len(own) + 1)
+        ]  # fmt: skip
+        assert np.array_equal(mask, expected)
+
+
+@few
+@given(restricted())
+def test_uniform_is_what_every_block_is_restricted_to(
+    case: tuple[Restrictions, str, list[Any]],
+) -> None:
+    found, name, own = case
+    left = {"zero": found.zeros, "recompute": found.policies}.get(name, ())
+    rest = next(iter(left)) if len(left) == 1 else None  # what `forbid` leaves the free blocks
+    filled = tuple(rest if value is None else value for value in own)
+    assert getattr(found, name) == filled
+    assert found.uniform(name) == (filled[0] if len(set(filled)) == 1 else None)
+
+
+@few
+@given(
+    st.lists(st.tuples(*[st.sampled_from((None, 1, 2))] * 2), min_size=1, max_size=6),
+    st.integers(1, 4),
+)
+def test_too_few_stages_for_the_values_are_refused(
+    own: list[tuple[int | None, int | None]], pp: int
+) -> None:
+    def fits(cuts: tuple[int, ...]) -> bool:
+        """Whether each run of blocks has one tp and one ZeRO stage."""
+        ends = zip((0, *cuts), (*cuts, len(own)), strict=True)
+        return all(
+            len({pair[k] for pair in own[i:j]} - {None}) <= 1 for i, j in ends for k in (0, 1)
+        )
+
+    inner = range(1, len(own))
+    exists = any(fits(cuts) for n in range(pp) for cuts in combinations(inner, n))
+    values = [
+        {f"h.{b}": pair[k] for b, pair in enumerate(own) if pair[k] is not None} for k in (0, 1)
+    ]
+    overrides = Overrides(tp=values[0] or None, zero=values[1] or None, pp=pp, virtual_stages=1)  # type: ignore[arg-type]
+    try:
+        restrict(overrides, blocks(*(f"h.{b}" for b in range(len(own)))))
+    except OverrideError as error:
+        assert not exists and "contradicts" in str(error) and f"pp={pp}" in str(error)
+    else:
+        assert exists
+
+
+# --- stages --------------------------------------------------------------------------------------
+
+
+def test_stages_are_cuts_and_may_be_ranges() -> None:
+    graph = model()
+    assert [block.name for block in graph.blocks] == [
+        "embed",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "head",
+    ]
+    for stages, cuts in (
+        ([["embed", "layers.0-2", "head"]], [5]),
+        ([["embed", "layers.0"], ["layers.1-2"], ["head"]], [2, 4, 5]),
+        ([["embed"], ["layers.0", "layers.1", "layers.2", "head"]], [1, 5]),
+    ):
+        assert stage_cuts(Overrides(stages=stages), graph) == cuts
+    assert stage_cuts(Overrides(), graph) is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ([["embed", "layers.0-3"], ["head"]], r"stages\[0\]: no block 'layers.3'; nearest: layers"),
+        ([["layers.0-2", "head"]], r"stages\[0\]: block 'layers.0' out of order, expected 'embed'"),
+        ([["embed", "layers.0"], ["layers.2", "head"]], r"\[1\]: .*expected 'layers.1'"),
+        ([["embed", "layers.0-2", "head"], ["head"]], r"\[1\]: .*expected 'nothing more'"),
+        ([["embed"], ["layers.0"]], "in no stage: layers.1-2, head"),
+        ([["embed", "layers.2-0", "head"]], "no block 'layers.2-0'; nearest"),
+    ],
+)
+def test_stages_cover_the_blocks_in_order(stages: list[list[str]], says: str) -> None:
+    with pytest.raises(OverrideError, match=says):
+        stage_cuts(Overrides(stages=stages), model())

@@ -1,0 +1,170 @@
+"""What would flip the decision: the factor, against prices just below and above it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from models import Traced
+from planning import cluster, linears
+
+from costmodel.collectives import collective_time, group_for, p2p_time
+from planner.evaluator import Evaluator
+from planner.overrides import Overrides
+from planner.plan import Plan
+from planner.search import Search
+from planner.sensitivity import ENDS, KNOBS, MEMORY, Flip, Rival, Sensitivity, scaled_link
+from profiles.cluster import Cluster
+
+BATCH = 8
+STEP = 4.0 ** (1 / 2**5)  # the finest step of the interval
+
+
+def of() -> Traced:
+    return linears(256, 4, BATCH, 64)
+
+
+def evaluator(on: Cluster) -> Evaluator:
+    return Evaluator(graph=of().graph, table=of().table, cluster=on)
+
+
+def rival(on: Cluster, **given: object) -> Rival:
+    """The best plan under overrides, as it is priced."""
+    overrides = Overrides(**given)  # type: ignore[arg-type]
+    made = of()
+    best = Search(made.graph, made.table, on, BATCH, "bf16", "adamw", overrides).run().best
+    priced = best.evaluation.prediction
+    return Rival(
+        plan=best.plan, step_time_s=priced.step_time_s, peak_bytes=max(priced.peak_memory_bytes)
+    )
+
+
+def step_s(on: Cluster, plan: Plan) -> float:
+    return evaluator(on).price(plan).prediction.step_time_s
+
+
+def compared(on: Cluster) -> tuple[Rival, Rival, dict[str, list[Flip]]]:
+    """Data parallel against tensor parallel, the faster one chosen: flips by property."""
+    plans = [rival(on, forbid=["tp", "pp"]), rival(on, forbid=["dp", "pp", "cp"])]
+    chosen, other = sorted(plans, key=lambda r: r.step_time_s)
+    flips = Sensitivity(evaluator=evaluator(on), chosen=chosen, rivals=[other]).flips()
+    found: dict[str, list[Flip]] = {}
+    for flip in flips:
+        found.setdefault(flip.knob, []).append(flip)
+    return chosen, other, found
+
+
+@pytest.mark.parametrize("bandwidth", [2e9, 1e10, 3e10])
+def test_the_other_plan_wins_past_the_factor_and_not_before(bandwidth: float) -> None:
+    on = cluster(4, flops=2e12, bandwidth=bandwidth)
+    chosen, other, found = compared(on)
+    flips = [f for name, fs in found.items() if name in KNOBS for f in fs if f.factor]
+    for flip in flips:
+        assert flip.rival is other and flip.factor is not None
+        scale, out = KNOBS[flip.knob], flip.factor > 1
+        for factor, wins in ((flip.factor, True), (flip.factor / STEP**1.01, False)):
+            factor = factor if wins or out else flip.factor * STEP**1.01
+            there = scale(on, factor)
+            assert (step_s(there, other.plan) < step_s(there, chosen.plan)) == wins
+
+
+def test_some_decision_flips_and_some_does_not() -> None:
+    seen = {
+        (name, flips[0].factor is None)
+        for bandwidth in (2e9, 1e10, 3e10)
+        for name, flips in compared(cluster(4, flops=2e12, bandwidth=bandwidth))[2].items()
+    }
+    assert any(none for _, none in seen) and any(not none for _, none in seen)
+
+
+def test_where_nothing_flips_the_chosen_plan_wins_at_both_ends() -> None:
+    on = cluster(4, flops=2e12, bandwidth=1e10)
+    chosen, other, found = compared(on)
+    for name, (flip, *_) in found.items():
+        if name in KNOBS and flip.factor is None:
+            for end in ENDS:
+                there = KNOBS[name](on, end)
+                assert step_s(there, chosen.plan) <= step_s(there, other.plan)
+
+
+def test_links_that_are_not_there_are_not_asked() -> None:
+    single = compared(cluster(4))[2]
+    assert "inter-node bandwidth" not in single and "intra-node bandwidth" in single
+    on = cluster(1, nodes=4)
+    chosen = rival(on, forbid=["tp", "pp"])
+    alone = Sensitivity(evaluator=evaluator(on), chosen=chosen, rivals=[]).flips()
+    assert "intra-node bandwidth" not in {flip.knob for flip in alone}
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_memory_flips_where_the_chosen_plan_just_fits() -> None:
+    on = cluster(4)
+    base = rival(on)
+    room = on.device.usable_bytes
+    chosen = dataclasses.replace(base, peak_bytes=int(room * 0.5))
+    small = dataclasses.replace(base, step_time_s=base.step_time_s * 2, peak_bytes=int(room * 0.3))
+    big = dataclasses.replace(base, step_time_s=base.step_time_s / 2, peak_bytes=room * 3)
+    huge = dataclasses.replace(big, peak_bytes=room * 5)
+
+    def flips(rivals: list[Rival], bigger: list[Rival]) -> list[tuple[float | None, Rival | None]]:
+        asked = Sensitivity(
+            evaluator=evaluator(on), chosen=chosen, rivals=rivals, bigger=bigger
+        ).flips()
+        return [(f.factor, f.rival) for f in asked if f.knob == MEMORY]
+
+    assert flips([small], [big]) == [(pytest.approx(0.5), small), (pytest.approx(3.0), big)]
+    assert flips([], [huge]) == [(pytest.approx(0.5), None)]
+    chosen = dataclasses.replace(chosen, peak_bytes=int(room * 0.2))
+    assert flips([small], [huge]) == [(None, None)]
+
+
+# --- what a factor means -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "p3.16xlarge"])
+@pytest.mark.parametrize("nbytes", [1e4, 1e6, 1e9])
+def test_a_link_of_twice_the_bandwidth_takes_half_the_time(name: str, nbytes: float) -> None:
+    on = Cluster.from_catalog(name, num_nodes=2)
+
+    def still(cluster: Cluster) -> Cluster:
+        """Nothing but bytes takes time."""
+        quick = {
+            name: dataclasses.replace(getattr(cluster, name), latency_s=0.0, switch_latency_s=0.0)
+            for name in ("intra_link", "inter_link")
+        }
+        device = dataclasses.replace(cluster.device, launch_overhead_s=0.0)
+        return dataclasses.replace(cluster, device=device, **quick)
+
+    def times(on: Cluster) -> list[float]:
+        wide = group_for(on, size=on.num_devices, stride=1)
+        near = group_for(on, size=on.devices_per_node, stride=1)
+        return [
+            collective_time("all_reduce", nbytes, wide, on),
+            collective_time("all_gather", nbytes, near, on),
+            p2p_time(nbytes, on, crosses_node=True, concurrent=1),
+        ]
+
+    twice = dataclasses.replace(
+        on, intra_link=scaled_link(on.intra_link, 2.0), inter_link=scaled_link(on.inter_link, 2.0)
+    )
+    for once, half in zip(times(still(on)), times(still(twice)), strict=True):
+        assert half == pytest.approx(once / 2)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("FLOP/s", lambda c: c.device.flops("bf16")),
+        ("memory bandwidth", lambda c: c.device.memory_bandwidth),
+        ("inter-node bandwidth", lambda c: c.inter_link.bandwidth),
+        ("intra-node bandwidth", lambda c: c.intra_link.bandwidth),
+    ],
+)
+def test_a_factor_scales_one_property(knob: str, value: Callable[[Cluster], float]) -> None:
+    on = Cluster.from_catalog("h100-sxm", num_nodes=2)
+    there = KNOBS[knob](on, 0.5)
+    assert value(there) == pytest.approx(value(on) / 2)
+    assert KNOBS[knob](there, 2.0) == on
