@@ -165,7 +165,7 @@ class _Planner:
                 self.traced.graph, self.traced.table, self.cluster, self.batch,
                 self.traced.precision, self.optimizer, overrides, target=self.target,
                 profile=self.profile, executable=runnable, time_limit_s=time_limit_s,
-                coster=self.coster,
+                coster=self.coster,  # type: ignore[arg-type]
             )  # fmt: skip
             self.coster = search.coster
             result = search.run()

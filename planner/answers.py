@@ -108,7 +108,8 @@ class Answers:
     def _compared(self) -> Sensitivity:
         search, best = self.search, self.result.best
         known = {describe(best.plan)}
-        rivals, bigger = [], []
+        rivals: list[Rival] = []
+        bigger: list[Rival] = []
         drafts = [a.draft for a in self.others if a.draft] + search.drafts
         for draft in sorted(drafts, key=lambda d: d.step_time_s):
             room = rivals if draft.fits else bigger

@@ -194,15 +194,15 @@ class Chain:
         pieces: list[_Piece] = []
         kinds: list[int] = []
         for start, stop in pairwise(self.at):
-            kind = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
-            if kind == len(pieces):
+            own = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
+            if own == len(pieces):
                 pieces.append(_Piece(self, start, stop))
-            kinds.append(kind)
+            kinds.append(own)
         steps = _steps(tuple(kinds))
         most = max(max(piece.cost.shape) for piece in pieces)
         costs = np.full((len(pieces), most, most), np.inf)
-        for kind, piece in enumerate(pieces):
-            costs[kind, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
+        for k, piece in enumerate(pieces):
+            costs[k, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
         parts, priced = np.zeros((*costs.shape, len(FIELDS))), np.zeros(costs.shape, dtype=bool)
         at, ends = np.array(self.at), np.arange(most)
         sums, seconds = [np.zeros((1, len(FIELDS)))], [np.full(1, np.inf)]
@@ -219,11 +219,11 @@ class Chain:
                 parts[where] = pieces[kind[run]].parts(int(pick[run, t]), int(t))
                 priced[where] = True
             carried = joined(carried[before[:, None], pick], parts[kind[:, None], pick, ends])
-            start, stop = at[first], at[first + n]
-            extra, once = self._again(start, stop)
+            starts, stops = at[first], at[first + n]
+            extra, once = self._again(starts, stops)
             sums.append(carried[:, 0] - extra)
             seconds.append(best[:, 0] - once)
-            blocks.append(stop - start)
+            blocks.append(stops - starts)
         return Runs(
             sums=np.concatenate(sums), seconds=np.concatenate(seconds),
             blocks=np.concatenate(blocks), index=steps.index,

@@ -113,7 +113,7 @@ class Search:
     profile: OpProfile | None = None
     executable: bool = False
     time_limit_s: float | None = None
-    coster: StageCoster | None = None
+    coster: StageCoster = None  # type: ignore[assignment]  # made below where not given
     phases: dict[str, float] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
@@ -163,17 +163,17 @@ class Search:
         best = chosen[0]
         return SearchResult(
             candidates=tuple(chosen),
-            certificates=self._timed("certify", lambda: self._certify(best)),
+            certificates=self._timed("certify", self._certify, best),
             phases_s=dict(self.phases),
             notes=tuple(self.space.notes()),
             bound_s=min(bound, self._limit(), best.step_time_s),
             complete=self._complete,
         )
 
-    def _timed(self, phase: str, work: Callable[[], T]) -> T:
+    def _timed(self, phase: str, work: Callable[..., T], *args: Any) -> T:
         started = time.process_time()
         try:
-            return work()
+            return work(*args)
         finally:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.process_time() - started
 
@@ -216,18 +216,18 @@ class Search:
             if what.bound_s >= limit:
                 continue
             if isinstance(what, Slot):
-                nodes = self._timed("price stages", lambda s=what: self.equal.nodes(s))
+                nodes = self._timed("price stages", self.equal.nodes, what)
                 for node in nodes:
                     add(max(node.estimate_s * OPTIMISM, node.bound_s), node)
             elif cut is None:
                 beat = limit * OVERSHOOT
-                found = self._timed("cut stages", lambda n=what, b=beat: self.equal.solve(n, b))
+                found = self._timed("cut stages", self.equal.solve, what, beat)
                 if found is not None:
                     add(found[0] / OVERSHOOT, what, found[1])
                 else:  # below the cutoff nothing fits; the objective is no proof for the rest
                     left = min(left, what.bound_s)
             else:
-                draft = self._timed("simulate", lambda n=what, c=cut: self.draft(n, c))
+                draft = self._timed("simulate", self.draft, what, cut)
                 drafts.append(draft)
                 left = min(left, what.bound_s)
                 limit = min(limit, draft.step_time_s) if draft.fits else limit
@@ -257,7 +257,7 @@ class Search:
             if self.best is not None and self._late():
                 left = min(left, bound)
                 continue
-            self._timed("inter-op DP", lambda m=m, meshes=meshes: self._dp(m, meshes))
+            self._timed("inter-op DP", self._dp, m, meshes)
             left = min(left, bound)
         self._late()
         return left
@@ -294,7 +294,8 @@ class Search:
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
             candidate = make_candidate(self.coster, waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
-        return [*written, *waiting][:MAX_KEPT]
+        found: list[Candidate | Draft] = [*written, *waiting]
+        return found[:MAX_KEPT]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
         """An independent proof of the block programs on the chosen meshes: the whole integer
@@ -338,7 +339,7 @@ class Search:
             )
         excess, per_stage, how = worst
         gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
-        found = self._timed("relax", lambda: relaxations(self))
+        found = self._timed("relax", relaxations, self)
         return InfeasibleError(
             f"the model does not fit {self.cluster.describe()} "
             f"({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
@@ -377,7 +378,7 @@ class Search:
             if not ways:
                 continue
             table, _ = self.unequal.table(m, ways)
-            short = self._timed("closest plan", lambda t=table, m=m: self.unequal.shortfall(t, m))
+            short = self._timed("closest plan", self.unequal.shortfall, table, m)
             if short is not None:
                 how = f"{len(short.stages)} stages, {m} micro-batches"
                 found.append((short.excess_bytes, short.stage_excess_bytes, how))

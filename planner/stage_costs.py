@@ -221,12 +221,13 @@ class StageCoster:
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
         pricer = self.pricer(setting)
         alike = replace(setting, dp_shard=0, spread=1)
+        cuts = [self.cut_states(k, setting.tp) for k in range(len(self.graph.blocks) + 1)]
+        stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided
             base = self.chain(alike, mode, forced)
-            cuts, tables, stored = base.cuts, base.tables, base.stored
+            tables = list(base.tables)
+            stored |= base.stored
         else:
-            cuts = [self.cut_states(k, setting.tp) for k in range(len(self.graph.blocks) + 1)]
-            stored: dict[str, Placement] = {}
             tables = self._tables(setting, mode, cuts, stored)
         return Chain(
             setting=setting, mode=mode, blocks=self.graph.blocks, forced=forced, tables=tables,
@@ -370,7 +371,7 @@ class StageCoster:
                 key = self._key(k, setting.tp)
                 if key not in found:
                     program = self._program(k, setting, pricer, cuts)
-                    table = program and program.solve(pricer, microbatches=math.inf)
+                    table = program.solve(pricer, microbatches=math.inf) if program else None
                     found[key] = math.inf if table is None else float(table.costs.min())
             self._least[where] = np.array(
                 [found[self._key(k, setting.tp)] for k in range(len(self.graph.blocks))]
