@@ -32,7 +32,6 @@ import numpy as np
 
 from planner.stage_sums import FIELDS, Again, again_of
 
-SEARCHED = ("none", "selective", "full")
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)  # λ tried where either may bind; any of them gives a bound
 FEW = 64  # partial solutions that are completed for a cutoff, and compared with all others
 BEAM = 1024  # partial solutions kept
