@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +39,6 @@ from planner.stage_costs import StageCoster
 from planner.unequal_stages import UnequalStages
 from profiles.cluster import Cluster
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPTIMISM = 0.93  # estimates are trusted to be no more than this much too high
