@@ -26,6 +26,7 @@ from costmodel.graph import Graph, Op
 from costmodel.signature import signature
 from costmodel.strategies import Strategy, strategies
 from planner.blocks import op_flops
+from planner.divisors import divisors
 from planner.trace import batch_rows, trace
 from profiles.cluster import Cluster
 from profiles.import_measurements import (
@@ -299,7 +300,7 @@ def _has_curves(cluster: Cluster, known: Measurements) -> bool:
 def calls(graph: Graph, table: FactorTable, cluster: Cluster, batch: int) -> list[OpSignature]:
     """Every distinct call that a plan of the cluster may make, the most FLOPs first."""
     work: dict[OpSignature, tuple[float, int]] = {}
-    for tp in _divisors(cluster.num_devices):
+    for tp in divisors(cluster.num_devices):
         chosen = [(op, one) for op in graph.ops for one in strategies(graph, table, op, tp)]
         for rows in microbatch_rows(batch):
             for op, one in chosen:
@@ -311,15 +312,11 @@ def calls(graph: Graph, table: FactorTable, cluster: Cluster, batch: int) -> lis
 
 def microbatch_rows(batch: int) -> list[int]:
     """Rows a rank may have of a micro-batch: divisors of the batch, spread evenly if many."""
-    divisors = _divisors(batch)
-    if len(divisors) <= MAX_ROWS:
-        return divisors
-    last = len(divisors) - 1
-    return [divisors[round(k * last / (MAX_ROWS - 1))] for k in range(MAX_ROWS)]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    legal = divisors(batch)
+    if len(legal) <= MAX_ROWS:
+        return legal
+    last = len(legal) - 1
+    return [legal[round(k * last / (MAX_ROWS - 1))] for k in range(MAX_ROWS)]
 
 
 def _flops(

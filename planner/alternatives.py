@@ -203,7 +203,7 @@ class _Explorer:
 
     search: Search
     explores: bool
-    nodes: dict[Slot, list[Node]] = field(default_factory=dict)
+    nodes: dict[Slot, Sequence[Node]] = field(default_factory=dict)
     drafts: dict[tuple[tuple[str, ...], Node], Draft] = field(default_factory=dict)
 
     def look(self, offered: Sequence[Family]) -> None:
@@ -212,7 +212,7 @@ class _Explorer:
             useful = 0
             for slot in self.slots(family)[: MAX_USELESS + MAX_SLOTS]:
                 if slot not in self.nodes:
-                    self.nodes[slot] = list(self.search.equal.nodes(slot))
+                    self.nodes[slot] = self.search.equal.nodes(slot)
                 useful += bool(self.nodes[slot])
                 if useful >= MAX_SLOTS:
                     break

@@ -27,10 +27,9 @@ from profiles.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """Stages of one schedule, priced from their sums; the plan has no shardings yet."""
+class Priced:
+    """A plan with its price, and whether it fits."""
 
-    stages: tuple[Drafted, ...]
     evaluation: Evaluation
     fits: bool
 
@@ -44,20 +43,17 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Draft(Priced):
+    """Stages of one schedule, priced from their sums; the plan has no shardings yet."""
+
+    stages: tuple[Drafted, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Priced):
     """A plan the search considered, priced from the plan alone."""
 
-    evaluation: Evaluation
     assignments: list[dict[str, Assignment]]
-    fits: bool
-
-    @property
-    def plan(self) -> Plan:
-        return self.evaluation.plan
-
-    @property
-    def step_time_s(self) -> float:
-        return self.evaluation.prediction.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

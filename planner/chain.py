@@ -24,7 +24,7 @@ from costmodel.strategies import Placement
 from planner.intra_op import BlockTable
 from planner.ladder import settled
 from planner.layouts import Assignment, translate
-from planner.stage_sums import FIELDS, MAXIMA, joined
+from planner.stage_sums import FIELDS, joined, scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class Chain:
         return self._typical
 
     def _sum_typical(self) -> np.ndarray:
-        total, ends = np.zeros(len(FIELDS)), len(MAXIMA)
+        total = np.zeros(len(FIELDS))
         for kind, count in Counter(self.kinds).items():
             j = self.kinds.index(kind)
             cost = self.costs[j]
@@ -126,11 +126,10 @@ class Chain:
                 back = (cost + cost.T) / 2
                 turn = back if np.isfinite(back).any() else cost
             s, t = map(int, np.unravel_index(int(turn.argmin()), cost.shape))
-            part = self.parts(j, s, t).copy()
+            part = self.parts(j, s, t)
             if turn is not cost and s != t:
                 part = (part + self.parts(j, t, s)) / 2
-            part[:-ends] *= count
-            total = joined(total, part)
+            total = joined(total, scaled(part, count))
         return total - self._repeated()
 
     def whole(self) -> np.ndarray:
@@ -144,11 +143,9 @@ class Chain:
                 key = self.kinds[j], s, t
                 count[key] += 1
                 where.setdefault(key, j)
-            total, ends = np.zeros(len(FIELDS)), len(MAXIMA)
+            total = np.zeros(len(FIELDS))
             for key, times in count.items():
-                part = self.parts(where[key], *key[1:]).copy()
-                part[:-ends] *= times
-                total = joined(total, part)
+                total = joined(total, scaled(self.parts(where[key], *key[1:]), times))
             self._whole = total - self._repeated()
         return self._whole
 

@@ -14,6 +14,7 @@ from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
 from costmodel.schedule import EXECUTABLE, SCHEDULES
 from costmodel.strategies import Placement, R, transition
+from planner.divisors import divisors
 from planner.experts import check_experts
 from planner.layouts import Assignment, BlockLayouts, Entry, default_state, translate
 from planner.plan import (
@@ -368,4 +369,4 @@ def _legal_states(layouts: BlockLayouts, value: str) -> str:
 
 
 def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    return ", ".join(map(str, divisors(n)))

@@ -20,7 +20,7 @@ from planner.even_cut import cut_evenly
 from planner.ladder import Ladder, Share, ladder
 from planner.space import Mesh, Space
 from planner.stage_costs import MODES, StageCoster
-from planner.stage_sums import FIELDS, MAXIMA, StageCosts
+from planner.stage_sums import FIELDS, StageCosts, scaled
 
 FILLS_LESS = ("zb_v", "dualpipe_v", "zb_h2")
 CHAINED = ("gpipe", "1f1b", "eager_1f1b")
@@ -173,20 +173,14 @@ class EqualStages:
         for groups in self.space.stage_counts():
             for mesh in self.space.meshes(total // groups, m):
                 least = self.least(mesh, m)
+                work = float(least.sum()), slowest_s(least, self.classes, groups)
                 offered = self.space.schedules(groups, m, 0)
-                bounds = [self._bound(least, schedule, m, groups) for schedule, _ in offered]
+                bounds = [_bound(*work, schedule, m, groups) for schedule, _ in offered]
                 if bounds and np.isfinite(min(bounds)):
                     for placed in self.space.placements(mesh, groups):
                         yield Slot(
                             mesh=placed, num_microbatches=m, groups=groups, bound_s=min(bounds)
                         )
-
-    def _bound(self, least: np.ndarray, schedule: str, m: int, groups: int) -> float:
-        """Seconds of a step at least, whatever the rest of the plan is."""
-        slowest = m * slowest_s(least, self.classes, groups)
-        if schedule not in CHAINED:
-            return slowest
-        return max(slowest, chained_s(float(least.sum()), m, groups))
 
     def nodes(self, slot: Slot) -> tuple[Node, ...]:
         """All combinations on a mesh, estimated."""
@@ -207,9 +201,7 @@ class EqualStages:
     def _even(self, slot: Slot, way: Way, each: int, policies: Sequence[str]) -> _Even:
         """The sums of the whole model shared out evenly among stages."""
         stages, least = slot.groups * each, self.least(slot.mesh, slot.num_microbatches)
-        part = way.chain.whole() if stages == 1 else way.chain.typical().copy()
-        if stages > 1:
-            part[: -len(MAXIMA)] /= stages
+        part = way.chain.whole() if stages == 1 else scaled(way.chain.typical(), 1 / stages)
         steps = ladder(part, way.setting, policies, np.array(len(least) / stages))
         leanest = steps.rungs[-1]
         states = float(leanest.static_bytes - leanest.passing_bytes)
@@ -236,7 +228,7 @@ class EqualStages:
         return Node(
             way=way, num_microbatches=m, schedule=schedule, groups=groups, each=each,
             estimate_s=estimate * (TIGHT if tight else 1.0),
-            bound_s=self._bound(self.least(slot.mesh, m), schedule, m, groups),
+            bound_s=_bound(even.least_s, even.slowest_s, schedule, m, groups),
         )  # fmt: skip
 
     def _sent(self, way: Way, schedule: str, stages: int) -> float:
@@ -318,6 +310,14 @@ class EqualStages:
         """(C, C): seconds that a stage sends and receives per micro-batch and direction."""
         seconds = way.chain.send_s[self.cuts]
         return seconds[:, None] + seconds[None, :]
+
+
+def _bound(work: float, slowest: float, schedule: str, m: int, groups: int) -> float:
+    """Seconds of a step at least, whatever the rest of the plan is: all groups' `work` per
+    micro-batch, and that of the `slowest`."""
+    if schedule not in CHAINED:
+        return m * slowest
+    return max(m * slowest, chained_s(work, m, groups))
 
 
 def _held(schedule: str, stage: int, stages: int, m: int, groups: int) -> int:

@@ -21,6 +21,12 @@ def has_experts(graph: Graph) -> bool:
     return any(op.short == GROUPED for op in graph.ops)
 
 
+def fewest_experts(graph: Graph, table: FactorTable) -> int:
+    """The fewest experts that any operator has weights of; 1 without such operators."""
+    ops = [op for op in graph.ops if op.short == GROUPED]
+    return min((table.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
+
+
 def check_experts(
     stage: StagePlan,
     graph: Graph,

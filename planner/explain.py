@@ -12,6 +12,7 @@ from costmodel.strategies import indivisible
 from planner.alternatives import Alternative
 from planner.check import check_runs
 from planner.data_axis import data_layout
+from planner.divisors import divisors
 from planner.evaluate import Evaluation
 from planner.plan import Plan, PlanError
 from planner.report import (
@@ -200,7 +201,7 @@ def _excluded(graph: Graph, table: FactorTable, cluster: Cluster) -> list[str]:
     """Sizes that tensor-parallel degrees of a node do not divide, repeats said once."""
     node = cluster.devices_per_node
     sizes: dict[str, set[int]] = {}
-    for degree in (n for n in range(2, node + 1) if node % n == 0):
+    for degree in divisors(node)[1:]:
         for op in graph.ops:
             for factor, size in indivisible(table, op, degree).items():
                 if factor in WORTH_SPLITTING:

@@ -19,7 +19,7 @@ from costmodel.schedule import in_flight
 from planner.equal_stages import EqualStages, Slot, Way
 from planner.ladder import ladder
 from planner.space import Space
-from planner.stage_sums import MAXIMA
+from planner.stage_sums import scaled
 from planner.unequal_stages import UnequalStages
 
 
@@ -67,11 +67,9 @@ def leans(
         needs = []
         for name, each in equal.space.schedules(groups, m, way.zero):
             if schedule(name):
-                part, stages = way.chain.typical().copy(), groups * each
-                part[: -len(MAXIMA)] /= stages
-                costs = ladder(part, way.setting, equal.space.policies(name), np.array(1.0)).rungs[
-                    -1
-                ]
+                stages, policies = groups * each, equal.space.policies(name)
+                part = scaled(way.chain.typical(), 1 / stages)
+                costs = ladder(part, way.setting, policies, np.array(1.0)).rungs[-1]
                 held = in_flight(
                     name, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups
                 )

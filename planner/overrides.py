@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from costmodel.schedule import EXECUTABLE, SCHEDULES
+from planner.divisors import divisors
 from planner.override_values import (
     BY_BLOCK,
     CHOICES,
@@ -313,11 +314,11 @@ def _check_product(
     product = math.prod(given.values())
     if product == total or (free and total % product == 0):
         return
-    divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
+    legal = ", ".join(map(str, divisors(total))) if free else total
     raise OverrideError(
         f"override {_shown(given, forbidden)}: {'the product ' if len(given) > 1 else ''}{product} "
         f"{'does not divide' if free else 'is not'} {what}; "
-        f"legal: {divisors if free else total}; {_WAY_OUT}"
+        f"legal: {legal}; {_WAY_OUT}"
     )
 
 

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 MOST = 64  # times as many nodes, at most
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
 MAX_CUTS = 6  # combinations cut after the first that fits, for a faster one
-QUESTION = (
-    "graph", "table", "cluster", "global_batch_size", "precision", "optimizer", "overrides",
-    "target", "profile", "executable", "time_limit_s", "coster",
-)  # fmt: skip
 TOGETHER = ("num_microbatches", "microbatch_size")  # both fix what a device holds of the batch
 
 
@@ -69,8 +65,7 @@ def way_out(found: Sequence[Relaxation]) -> str:
 
 def varied(search: Search, **changes: Any) -> Search:
     """The same question with some changes, on what the search has priced."""
-    given = {name: getattr(search, name) for name in QUESTION}
-    return type(search)(**{**given, **changes})
+    return replace(search, **changes)
 
 
 # --- one restriction less ------------------------------------------------------------------------

@@ -112,15 +112,15 @@ class Search:
     executable: bool = False
     time_limit_s: float | None = None
     coster: StageCoster = None  # type: ignore[assignment]  # made below where not given
-    phases: dict[str, float] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
-    drafts: list[Draft] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict, init=False)
+    slots: list[Slot] = field(default_factory=list, init=False)
+    drafts: list[Draft] = field(default_factory=list, init=False)
     restrictions: Restrictions = field(init=False)
     space: Space = field(init=False)
     equal: EqualStages = field(init=False)
     unequal: UnequalStages = field(init=False)
-    _deadline: float | None = None
-    _complete: bool = True
+    _deadline: float | None = field(default=None, init=False)
+    _complete: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.restrictions = restrict(self.overrides, self.graph, executable=self.executable)
@@ -133,7 +133,7 @@ class Search:
             graph=self.graph, table=self.table, cluster=self.cluster,
             global_batch_size=self.global_batch_size, restrictions=self.restrictions,
         )  # fmt: skip
-        at = self.space.cut_positions()
+        at = self.space.cut_at
         if self.coster is None:
             self.coster = StageCoster(
                 self.graph, self.table, self.cluster, self.precision, self.optimizer, entries,
@@ -180,16 +180,9 @@ class Search:
         self._complete &= not late
         return late
 
-    @property
-    def best(self) -> Draft | None:
-        """The fastest draft that fits."""
-        fitting = [draft for draft in self.drafts if draft.fits]
-        return min(fitting, key=_order, default=None)
-
     def _limit(self) -> float:
-        """Step time to beat."""
-        best = self.best
-        return best.step_time_s if best else math.inf
+        """Step time to beat: that of the fastest draft that fits."""
+        return min((d.step_time_s for d in self.drafts if d.fits), default=math.inf)
 
     # --- equal stages ---
 
@@ -234,11 +227,14 @@ class Search:
 
     def draft(self, node: Node, cut: Sequence[Drafted]) -> Draft:
         """A node's cut, simulated."""
+        return self._simulated(cut, node.num_microbatches, node.schedule, node.each)
+
+    def _simulated(self, stages: Sequence[Drafted], m: int, schedule: str, each: int = 1) -> Draft:
         step = Step(
-            global_batch_size=self.global_batch_size, num_microbatches=node.num_microbatches,
-            schedule=node.schedule, each=node.each,
+            global_batch_size=self.global_batch_size, num_microbatches=m, schedule=schedule,
+            each=each,
         )  # fmt: skip
-        return make_draft(self.coster, cut, step)
+        return make_draft(self.coster, stages, step)
 
     # --- different meshes ---
 
@@ -252,7 +248,7 @@ class Search:
         for bound, m, meshes in sorted(waiting):
             if bound >= self._limit():
                 continue
-            if self.best is not None and self._late():
+            if self._limit() < math.inf and self._late():
                 left = min(left, bound)
                 continue
             self._timed("inter-op DP", self._dp, m, meshes)
@@ -262,21 +258,19 @@ class Search:
 
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cut with different meshes for m micro-batches becomes a draft."""
-        ways = self.unequal.ways(m, meshes, self._limit())
+        limit = self._limit()
+        ways = self.unequal.ways(m, meshes, limit)
         if not ways:
             return
         table, options = self.unequal.table(m, ways)
-        deadline = self._deadline if self.best is not None else None  # first find something
-        solution = self.unequal.solve(table, m, self._limit() * OVERSHOOT, deadline)
+        deadline = self._deadline if limit < math.inf else None  # first find something
+        solution = self.unequal.solve(table, m, limit * OVERSHOOT, deadline)
         if solution is None:
             return
         for schedule, each in self.space.schedules(len(solution.stages), m, 0):
             stages = self.unequal.drafted(solution, options, m, schedule) if each == 1 else None
             if stages is not None:
-                step = Step(
-                    global_batch_size=self.global_batch_size, num_microbatches=m, schedule=schedule
-                )
-                self.drafts.append(make_draft(self.coster, stages, step))
+                self.drafts.append(self._simulated(stages, m, schedule))
 
     # --- the answer ---
 

@@ -19,14 +19,15 @@ gradients early, or with recompute, which would run twice.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.moe_rules import EXPERT_FACTOR, GROUPED
 from costmodel.schedule import SCHEDULES, stages_of_devices
+from planner.divisors import divisors
+from planner.experts import fewest_experts
 from planner.overrides import OverrideError
 from planner.restrictions import Restrictions
 from profiles.cluster import Cluster
@@ -59,13 +60,20 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The choices for one model, cluster and batch, within the user's restrictions."""
+    """The choices for one model, cluster and batch, within the user's restrictions. Stages start
+    and end `cut_at` these blocks; `experts` are the fewest of any operator, 1 without any."""
 
     graph: Graph
     table: FactorTable
     cluster: Cluster
     global_batch_size: int
     restrictions: Restrictions
+    cut_at: tuple[int, ...] = field(init=False)
+    experts: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cut_at", self._cut_positions())
+        object.__setattr__(self, "experts", fewest_experts(self.graph, self.table))
 
     @property
     def may_differ(self) -> bool:
@@ -84,8 +92,8 @@ class Space:
     def microbatch_counts(self) -> list[int]:
         """Numbers of micro-batches to try: divisors of the global batch, thinned to a dozen."""
         batch, over = self.global_batch_size, self.restrictions
-        divisors = [m for m in range(1, batch + 1) if batch % m == 0]
-        legal = ", ".join(map(str, divisors[:16]))
+        counts = divisors(batch)
+        legal = ", ".join(map(str, counts[:16]))
         for name in ("num_microbatches", "microbatch_size"):
             value = getattr(over, name)
             if value is not None and batch % value:
@@ -96,26 +104,23 @@ class Space:
         if over.num_microbatches is not None:
             return [over.num_microbatches]
         if over.microbatch_size is not None:
-            divisors = [m for m in divisors if batch // m % over.microbatch_size == 0]
-        if len(divisors) > MAX_MICROBATCH_CHOICES:
-            wanted = np.geomspace(1, divisors[-1], MAX_MICROBATCH_CHOICES)
-            divisors = sorted(
-                {min(divisors, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted}
-            )
-        return divisors
+            counts = [m for m in counts if batch // m % over.microbatch_size == 0]
+        if len(counts) > MAX_MICROBATCH_CHOICES:
+            wanted = np.geomspace(1, counts[-1], MAX_MICROBATCH_CHOICES)
+            counts = sorted({min(counts, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted})
+        return counts
 
     def notes(self) -> list[str]:
         """What was thinned out."""
         batch, over = self.global_batch_size, self.restrictions
-        tried = len(self.microbatch_counts())
-        all_counts = sum(batch % m == 0 for m in range(1, batch + 1))
+        tried, all_counts = len(self.microbatch_counts()), len(divisors(batch))
         found = []
         if tried < all_counts and (over.num_microbatches, over.microbatch_size) == (None, None):
             found.append(
                 f"{tried} of the {all_counts} numbers of micro-batches that divide {batch} were "
                 "tried; num_microbatches= takes any"
             )
-        places, blocks = len(self.cut_positions()), len(self.graph.blocks)
+        places, blocks = len(self.cut_at), len(self.graph.blocks)
         if places <= blocks:
             found.append(
                 f"a stage may start at {places - 1} of the {blocks} blocks; stages= cuts anywhere"
@@ -130,14 +135,12 @@ class Space:
         node, nodes = self.cluster.devices_per_node, self.cluster.num_nodes
         if nodes == 1:
             return list(range(1, node + 1))
-        parts = [n for n in range(1, node + 1) if node % n == 0]
-        return parts + [node * k for k in range(2, nodes + 1) if nodes % k == 0]
+        return divisors(node) + [node * k for k in divisors(nodes)[1:]]
 
     def stage_counts(self) -> list[int]:
         """Numbers of equal device groups that the cluster divides into, no part straddling."""
         total, node = self.cluster.num_devices, self.cluster.devices_per_node
-        most = len(self.cut_positions()) - 1
-        counts = [p for p in range(1, min(total, most) + 1) if total % p == 0]
+        counts = [p for p in divisors(total) if p < len(self.cut_at)]
         own = self.restrictions.pp
         fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
         return [p for p in (fits if own is None else counts) if own in (None, p)]
@@ -148,21 +151,22 @@ class Space:
         asked = {n for n in over.tp if n}
         rows = self.global_batch_size // m
         found = []
-        for tp in range(1, devices + 1):
-            if devices % tp or ((tp > node or node % tp) and tp not in asked):
+        for tp in divisors(devices):
+            if node % tp and tp not in asked:
                 continue
             ranks = devices // tp
             for cp in self._context(ranks, rows):
                 dp = ranks // cp
                 if over.microbatch_size not in (None, rows // dp):
                     continue
-                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep) for ep in self._experts(dp, cp)]
+                shared = divisors(math.gcd(self.experts, dp * cp))
+                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep) for ep in shared]
         return [mesh for mesh in found if self.allowed(mesh)]
 
     def _context(self, ranks: int, rows: int) -> list[int]:
         """Ways to split sequences, the least that lets the batch divide among the rest; and those
         asked for."""
-        legal = [cp for cp in range(1, ranks + 1) if ranks % cp == 0 and rows % (ranks // cp) == 0]
+        legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         asked = {n for n in self.restrictions.cp if n}
         if self.table.sequence is None:
             return [cp for cp in legal if cp == 1]
@@ -172,16 +176,6 @@ class Space:
             [] if asked else [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
         )
         return [cp for cp in legal if cp in asked or cp in offered]
-
-    def _experts(self, dp: int, cp: int) -> list[int]:
-        counts = {
-            self.table.ops[op.name].sizes[EXPERT_FACTOR]
-            for op in self.graph.ops
-            if op.short == GROUPED
-        }
-        if not counts:
-            return [1]
-        return [n for n in range(1, dp * cp + 1) if min(counts) % n == 0 and (dp * cp) % n == 0]
 
     def allowed(self, mesh: Mesh) -> bool:
         """Whether some stage may have this mesh."""
@@ -246,7 +240,7 @@ class Space:
 
     def schedules(self, stages: int, m: int, zero: int) -> list[tuple[str, int]]:
         """(schedule, stages per device group) for equal meshes."""
-        over, most = self.restrictions, len(self.cut_positions()) - 1
+        over, most = self.restrictions, len(self.cut_at) - 1
         names = [
             name
             for name in over.schedules
@@ -268,7 +262,7 @@ class Space:
             ]
         return found
 
-    def cut_positions(self) -> tuple[int, ...]:
+    def _cut_positions(self) -> tuple[int, ...]:
         """Boundaries of blocks at which a stage may start or end: all, or of a very long row of
         equal blocks every so many, and where the user cut."""
         classes = [block.class_id for block in self.graph.blocks]

@@ -210,8 +210,7 @@ class StageCoster:
         self, setting: Setting, mode: str = "fast", forced: Sequence[str | None] = ()
     ) -> Chain:
         """Costs of all stages in one setting; none is legal that has a block without a legal
-        assignment.
-        `forced` are recompute policies that the user decided, by block."""
+        assignment. `forced` are recompute policies that the user decided, by block."""
         forced = tuple(forced) or (None,) * len(self.graph.blocks)
         key = (*_where(setting), setting.num_microbatches, mode, forced)
         if key not in self._chains:

@@ -99,6 +99,13 @@ def components(price: BlockPrice, block: Block) -> np.ndarray:
     return np.array([own.get(name, 0.0) for name in FIELDS])
 
 
+def scaled(sums: np.ndarray, factor: float) -> np.ndarray:
+    """Sums of so many runs of equal blocks, or of a part of one; maxima stay."""
+    found = sums.copy()
+    found[..., : -len(MAXIMA)] *= factor
+    return found
+
+
 def joined(before: np.ndarray, added: np.ndarray) -> np.ndarray:
     """Sums of two runs of blocks, one after the other."""
     together = before + added

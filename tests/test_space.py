@@ -258,5 +258,5 @@ def test_a_stage_trains_something_and_ends_where_the_user_cut() -> None:
     names = [block.name for block in blocks]
     given = space(stages=[names[:2], names[2:]]).legal_stages()
     assert {(i, j) for i, j in np.argwhere(given).tolist()} == {(0, 2), (2, len(names))}
-    assert tuple(here.cut_positions()) == tuple(range(len(blocks) + 1))
+    assert tuple(here.cut_at) == tuple(range(len(blocks) + 1))
     assert len(blocks) < MAX_CUTS
