@@ -172,9 +172,7 @@ class Space:
             return [cp for cp in legal if cp == 1]
         length = self.table.sizes[self.table.sequence]
         legal = [cp for cp in legal if length % cp == 0]
-        offered = (
-            [] if asked else [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
-        )
+        offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
         return [cp for cp in legal if cp in asked or cp in offered]
 
     def allowed(self, mesh: Mesh) -> bool:
@@ -218,7 +216,8 @@ class Space:
         if mesh.ep > 1:
             within = set()
         found += [(z, n) for z in sorted(stages - {0}) for n in sorted(within) if n < ranks]
-        return [x for x in found if not asked or x[1] in asked or (ranks in asked and not x[1])]
+        free = None in over.dp_shard
+        return [x for x in found if free or x[1] in asked or (ranks in asked and not x[1])]
 
     def undivided(self, mesh: Mesh) -> str | None:
         """A matrix that ZeRO-1 can't divide, neither along a dim that the tensor axis leaves alone

@@ -108,6 +108,13 @@ def test_sequences_are_split_where_the_user_asks() -> None:
     assert all(mesh.cp == 1 for m in divisors(24) for mesh in vectors.meshes(4, m))
 
 
+def test_what_is_asked_of_one_block_leaves_the_others_free() -> None:
+    first = space().graph.blocks[0].name
+    assert {mesh.cp for mesh in space(cp={first: 2}).meshes(4, 1)} == {1, 2}
+    whole = Mesh(dp=2, tp=2)
+    assert space(dp_shard={first: 4}, zero=3).zeros(whole) == [(3, 0)]
+
+
 def test_the_tensor_axis_leaves_its_node_only_where_asked() -> None:
     assert max(mesh.tp for mesh in space(2, 3).meshes(6, 1)) == 3
     assert [mesh.tp for mesh in space(2, 3, tp=6).meshes(6, 1)] == [6]
