@@ -10,6 +10,7 @@ once: where any count is allowed the fewest stages of every (first block, device
 whatever precedes them then stands nearest to the end; otherwise the counts are kept as a bit set.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -120,6 +121,20 @@ def any_partition(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
     return _counted_stages(chain, furthest)
 
 
+def _windows(
+    chain: Chain, furthest: Shorts, i: int, before: Ints, after: Ints
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield (z, size, j0, j1, low, high) for stages from block i on: those of this size end before
+    block j0 <= j < j1, and leave blocks i..K-1 on low <= d < high devices in all."""
+    for z in np.flatnonzero(furthest[:, i].any(axis=1)):
+        size, reach = int(chain.sizes[z]), np.flatnonzero(furthest[z, i])
+        j0, j1 = int(reach[0]), int(reach[-1]) + 1
+        low = max(int(after[i]), size + int(after[j0:j1].min()))
+        high = chain.num_devices - int(before[i]) + 1
+        if low < high:
+            yield int(z), size, j0, j1, low, high
+
+
 def _fewest_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
     """Where any count is allowed: fewest[i, d] stages for blocks i..K-1 on exactly d devices."""
     blocks, devices = chain.num_blocks, chain.num_devices
@@ -128,16 +143,11 @@ def _fewest_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
     fewest = np.full((blocks + 1, devices + 1), never)
     fewest[blocks, 0] = 0
     for i in range(blocks - 1, -1, -1):
-        for z in np.flatnonzero(furthest[:, i].any(axis=1)):
-            size, reach = int(chain.sizes[z]), np.flatnonzero(furthest[z, i])
-            j0, j1 = int(reach[0]), int(reach[-1]) + 1
-            low = max(int(after[i]), size + int(after[j0:j1].min()))
-            high = devices - int(before[i]) + 1
-            if low < high:
-                later = fewest[j0:j1, low - size : high - size]
-                fits = later < furthest[z, i, j0:j1, None]
-                least = np.where(fits, later + np.int16(1), never).min(axis=0)
-                np.minimum(fewest[i, low:high], least, out=fewest[i, low:high])
+        for z, size, j0, j1, low, high in _windows(chain, furthest, i, before, after):
+            later = fewest[j0:j1, low - size : high - size]
+            fits = later < furthest[z, i, j0:j1, None]
+            least = np.where(fits, later + np.int16(1), never).min(axis=0)
+            np.minimum(fewest[i, low:high], least, out=fewest[i, low:high])
     if fewest[0, devices] == never:
         return None
     stages: list[Cell] = []
@@ -165,13 +175,7 @@ def _counted_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
     bits = np.arange(chain.stage_counts[-1] + 1)
     within = _pack(bits[None, :] <= bits[:, None], words)
     for i in range(blocks - 1, -1, -1):
-        for z in np.flatnonzero(furthest[:, i].any(axis=1)):
-            size, reach = int(chain.sizes[z]), np.flatnonzero(furthest[z, i])
-            j0, j1 = int(reach[0]), int(reach[-1]) + 1
-            low = max(int(after[i]), size + int(after[j0:j1].min()))
-            high = devices - int(before[i]) + 1
-            if low >= high:
-                continue
+        for z, size, j0, j1, low, high in _windows(chain, furthest, i, before, after):
             for w in range(words):
                 later = shifted[w, j0:j1, low - size : high - size]
                 keep = within[w, furthest[z, i, j0:j1], None]

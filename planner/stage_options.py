@@ -18,25 +18,44 @@ where another line starts lower and rises less.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.stage_chain import Cell, Chain, Floats, Ints, Shorts, StageTable
 
+AnyArray: TypeAlias = NDArray[Any]
 _COMPARED = 8
 """Lines that a further line is compared with; more would drop few others and cost quadratically."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The ways to run each stage that may be needed: N options in G cells (device count, i, j)."""
+class _Cells:
+    """N entries in G cells (device count, i, j), by cell."""
 
     shape: tuple[int, int, int]
     """(Z, K+1, K+1), the shape of the dense tables that the programs work on."""
     cell: Ints
-    """(G,): flat index into ``shape`` of each cell that has options, ascending."""
+    """(G,): flat index into ``shape`` of each cell that has entries, ascending."""
     first: Ints
-    """(G,): the first option of each cell."""
+    """(G,): the first entry of each cell."""
+
+    def _each(self, of_cells: AnyArray, entries: int) -> AnyArray:
+        """Return (N,): of each entry what its cell has."""
+        return np.repeat(of_cells, np.diff(np.append(self.first, entries)))
+
+    def _least(self, value: Floats) -> Floats:
+        """Return (Z, K+1, K+1): the least of each cell's values; inf without any."""
+        table = np.full(self.shape, np.inf)
+        table.ravel()[self.cell] = np.minimum.reduceat(value, self.first)
+        return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(_Cells):
+    """The ways to run each stage that may be needed, as entries."""
+
     run: Ints
     """(N,): flat index into (K+1, K+1) of each option."""
     time_s: Floats
@@ -61,10 +80,8 @@ class Options:
 
     def furthest_at(self, cost: Floats, t_max: float) -> Shorts:
         """Return (Z, K+1, K+1): the same for options within t_max whose fill is ``cost`` there."""
-        counts = np.diff(np.append(self.first, len(self.fits)))
-        usable = (self.fill_s == np.repeat(cost.ravel()[self.cell], counts)) & (
-            self.time_s <= t_max
-        )
+        asked = self._each(cost.ravel()[self.cell], len(self.fits))
+        usable = (self.fill_s == asked) & (self.time_s <= t_max)
         return self._most(np.where(usable, self.fits, 0).astype(np.int16))
 
     def find(self, z: int, i: int, j: int, *, fill_s: float, position: int, t_max: float) -> int:
@@ -84,11 +101,6 @@ class Options:
         z, i, j = (int(x) for x in np.unravel_index(self.cell[group], self.shape))
         return z, i, j
 
-    def _least(self, value: Floats) -> Floats:
-        table = np.full(self.shape, np.inf)
-        table.ravel()[self.cell] = np.minimum.reduceat(value, self.first)
-        return table
-
     def _most(self, value: Shorts) -> Shorts:
         table = np.zeros(self.shape, dtype=np.int16)
         table.ravel()[self.cell] = np.maximum.reduceat(value, self.first)
@@ -96,13 +108,9 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLines:
-    """Lines static + in_flight · activation of each cell (device count, i, j), N in G cells."""
+class MemoryLines(_Cells):
+    """Lines static + in_flight · activation of each stage, as entries."""
 
-    shape: tuple[int, int, int]
-    cell: Ints
-    first: Ints
-    """As in ``Options``."""
     static_bytes: Floats
     activation_bytes: Floats
     """(N,) each"""
@@ -113,9 +121,7 @@ class MemoryLines:
     def least_bytes(self) -> Floats:
         """Return (Z, K+1, K+1): the least use at the last position; inf where illegal."""
         used = self.static_bytes + self.levels[0] * self.activation_bytes
-        table = np.full(self.shape, np.inf)
-        table.ravel()[self.cell] = np.minimum.reduceat(used, self.first)
-        return table
+        return self._least(used)
 
     def within(self, limit_bytes: float) -> tuple[Shorts, float]:
         """Return (Z, K+1, K+1), at how many leading positions a stage fits, and the least limit
@@ -124,7 +130,7 @@ class MemoryLines:
         furthest = np.maximum.reduceat(level, self.first)
         table = np.zeros(self.shape, dtype=np.int16)
         table.ravel()[self.cell] = self.positions[furthest]
-        here = np.repeat(furthest, np.diff(np.append(self.first, len(level))))
+        here = self._each(furthest, len(level))
         over = here < len(self.levels)
         used = self.static_bytes[over] + self.levels[here[over]] * self.activation_bytes[over]
         return table, float(used.min(initial=np.inf))
