@@ -260,8 +260,6 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     }
 )
 
-# What the search proposes, because the executor runs it. The others can be priced.
-EXECUTABLE = ("gpipe", "1f1b")
 
 
 def stages_of_devices(

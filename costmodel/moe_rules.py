@@ -1,4 +1,4 @@
-"""Rules of mixture-of-experts operators (their definitions: `planner/reference_moe.py`).
+"""Rules of mixture-of-experts operators (their definitions: `planner/moe_operators.py`).
 
     dispatch         x[b, s, h], experts[b, s, k]                -> y[b, s, k, h]
     grouped_linear   x[b, s, k, i], w[e, i, o], experts[b, s, k] -> y[b, s, k, o]

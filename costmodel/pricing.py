@@ -136,7 +136,8 @@ class Pricer:
         if measured := self._measured(op, strategy):
             weight *= measured[1] / backward if backward else 0.0
             forward, backward, label = measured
-        backward, weight = backward * differentiable, weight * differentiable
+        backward *= differentiable
+        weight *= differentiable and target.defers_weights
         inner = self._inner_comm(op, strategy)
         exchange = self._context_comm(op, strategy, forward)
         tokens = (0.0, 0.0)

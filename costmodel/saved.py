@@ -348,9 +348,10 @@ def _nll(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
 
 
 def _count(call: Call, logits: Held) -> Iterator[Storage]:
-    """The number that a loss over ranks and micro-batches is divided by."""
+    """The number that a loss over ranks and micro-batches is divided by, in single precision at
+    least, as the loss is."""
     if call.counted and argument(call.op, 3, "reduction", 1) == 1:
-        yield _new(1, logits.dtype.itemsize)
+        yield _new(1, _wide(logits))
 
 
 def _vocabulary_parallel(call: Call, results: Sequence[Held]) -> Iterator[Storage]:

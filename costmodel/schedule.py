@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import overload
 
 from costmodel.compute_orders import (
-    EXECUTABLE,
     SCHEDULES,
     Action,
     Compute,
@@ -33,7 +32,6 @@ from costmodel.compute_orders import (
 )
 
 __all__ = [
-    "EXECUTABLE",
     "SCHEDULES",
     "Action",
     "Instruction",

@@ -49,8 +49,8 @@ of each stage up to J: at most ΣF + (m-1)·max F seconds. Backwards in time the
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -93,10 +93,11 @@ class Event:
 
     Tracks are "compute" (F, B, I, W, optimizer), "reduce", and one per channel that a stage of the
     device sends on: "sendF->1" for activations to stage 1, "sendB->0" for gradients to stage 0.
-    Events of one track do not overlap. `microbatch` is None for what happens once per step.
+    Events of one track do not overlap. `microbatch` is None for what happens once per step, `stage`
+    for what a device does for all its stages at once, which only a measured step tells.
     """
 
-    stage: int
+    stage: int | None
     track: str
     name: str
     start_s: float
@@ -167,38 +168,55 @@ class Timeline:
         return tuple(sorted(events, key=attrgetter("start_s", "stage", "track")))
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The step in Chrome's trace event format: one process per device, one thread per track.
+        """The step in Chrome's trace event format, one process per device."""
+        device_of: dict[int | None, int] = {
+            stage: d for d, stages in enumerate(self.stages_of) for stage in stages
+        }
+        return chrome_trace(
+            self.stages_of,
+            range(len(self.stages_of)),
+            [(device_of[event.stage], event) for event in self.events],
+        )
 
-        The result is ready for `json.dump` and opens in Perfetto or chrome://tracing. Where devices
-        own several stages, the events say which one they are of.
-        """
-        device_of = {stage: d for d, stages in enumerate(self.stages_of) for stage in stages}
-        alone = all(len(stages) == 1 for stages in self.stages_of)
-        threads: dict[tuple[int, str], int] = {}
-        trace: list[dict[str, Any]] = []
-        for device, stages in enumerate(self.stages_of):
-            of_stages = ", ".join(map(str, stages))
-            label = f"stage {of_stages}" if alone else f"device {device}: stages {of_stages}"
-            trace.append(_trace_label("process_name", label, pid=device, tid=0))
-        for event in self.events:
-            device = device_of[event.stage]
-            key = (device, event.track)
-            if key not in threads:
-                threads[key] = len(threads)
-                trace.append(_trace_label("thread_name", event.track, pid=device, tid=threads[key]))
-            trace.append(
-                {
-                    "ph": "X",
-                    "name": event.name if alone else f"{event.name} of stage {event.stage}",
-                    "cat": event.track,
-                    "pid": device,
-                    "tid": threads[key],
-                    "ts": event.start_s * 1e6,  # the format counts in microseconds
-                    "dur": (event.end_s - event.start_s) * 1e6,
-                    "args": {} if event.microbatch is None else {"microbatch": event.microbatch},
-                }
-            )
-        return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+def chrome_trace(
+    stages_of: Sequence[Sequence[int]],
+    processes: Sequence[int],
+    events: Iterable[tuple[int, Event]],
+) -> dict[str, Any]:
+    """Events in Chrome's trace event format: one thread per track of a process.
+
+    `stages_of` are the stages of each device, `processes` the device of each process, `events` in
+    the order of their starts, each with its process. The result is ready for `json.dump` and opens
+    in Perfetto or chrome://tracing. Where devices own several stages, the events say which one they
+    are of.
+    """
+    alone = all(len(stages) == 1 for stages in stages_of)
+    threads: dict[tuple[int, str], int] = {}
+    trace: list[dict[str, Any]] = []
+    for process, device in enumerate(processes):
+        of_stages = ", ".join(map(str, stages_of[device]))
+        label = f"stage {of_stages}" if alone else f"device {device}: stages {of_stages}"
+        trace.append(_trace_label("process_name", label, pid=process, tid=0))
+    for process, event in events:
+        key = (process, event.track)
+        if key not in threads:
+            threads[key] = len(threads)
+            trace.append(_trace_label("thread_name", event.track, pid=process, tid=threads[key]))
+        of_all = alone or event.stage is None
+        trace.append(
+            {
+                "ph": "X",
+                "name": event.name if of_all else f"{event.name} of stage {event.stage}",
+                "cat": event.track,
+                "pid": process,
+                "tid": threads[key],
+                "ts": event.start_s * 1e6,  # the format counts in microseconds
+                "dur": (event.end_s - event.start_s) * 1e6,
+                "args": {} if event.microbatch is None else {"microbatch": event.microbatch},
+            }
+        )
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
 def simulate(
@@ -283,22 +301,27 @@ def _start_s(program: Program, end_s: Sequence[float], n: int) -> float:
 
 
 def _event(instruction: Instruction, *, cost: Cost | None, start_s: float, end_s: float) -> Event:
-    name, track = str(instruction), "compute"
-    if cost is None:
-        direction = "F" if instruction.action is Action.SEND_ACTIVATION else "B"
+    event = event_of(instruction, start_s=start_s, end_s=end_s)
+    if cost is Cost.OPTIMIZER:
+        return replace(event, track="compute", name="optimizer")
+    return event
+
+
+def event_of(instruction: Instruction, *, start_s: float, end_s: float) -> Event:
+    """An instruction on the track that shows it."""
+    action, track = instruction.action, "compute"
+    if action in (Action.SEND_ACTIVATION, Action.SEND_GRADIENT):
+        direction = "F" if action is Action.SEND_ACTIVATION else "B"
         track = f"send{direction}->{instruction.peer}"
-    elif cost is Cost.REDUCE:
+    elif action is Action.REDUCE_GRADIENTS:
         track = "reduce"
-    elif cost is Cost.OPTIMIZER:
-        name = "optimizer"
-    once = instruction.action is Action.REDUCE_GRADIENTS
     return Event(
         stage=instruction.stage,
         track=track,
-        name=name,
+        name=str(instruction),
         start_s=start_s,
         end_s=end_s,
-        microbatch=None if once else instruction.microbatch,
+        microbatch=None if action is Action.REDUCE_GRADIENTS else instruction.microbatch,
     )
 
 

@@ -46,7 +46,9 @@ class Target:
     them, kept as numbers, and attention with dropout is written out; else kernels keep bytes, and
     fused attention draws its own. `expert_host` is the host's work for each operator of an expert
     layer's data path (counting, sorting, splitting) relative to a plain operator; `message_s` the
-    seconds of each token sent to another node, where they are sent one by one.
+    seconds of each token sent to another node, where they are sent one by one. `defers_weights`:
+    whether a backward can put weight gradients off, for schedules that split it; where it can't,
+    its first part takes all the time.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Target:
     bucket_copies: int = 2
     unit: str = "bucket"
     counter_dropout: bool = False
+    defers_weights: bool = True
 
     def __post_init__(self) -> None:
         if self.fusion not in FUSION:
@@ -96,7 +99,9 @@ class Target:
 
 EAGER = Target(name="eager", counter_dropout=True)
 # the host's part of a compiled region, and of fused kernels, are assumed; so is the overlap
-COMPILED = Target(name="compiled", fusion="full", host_scale=0.3, counter_dropout=True)
+COMPILED = Target(
+    name="compiled", fusion="full", host_scale=0.3, counter_dropout=True, defers_weights=False
+)
 # Megatron-Core with its usual options: buckets of 40 million gradients, a million more for each
 # data-parallel rank, lying in one buffer; half of the tensor-parallel communication overlapped
 MEGATRON = Target(

@@ -1,7 +1,8 @@
-"""Plan + graph + model -> the program of this rank's stage."""
+"""Plan + graph + model -> the programs of this rank's stages."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,110 +11,325 @@ from torch import nn
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op
-from costmodel.schedule import Action
+from costmodel.schedule import SCHEDULES, Action
 from costmodel.strategies import RP, Placement, R
+from executor.deferred import Later
 from executor.emitter import State
+from executor.fully_sharded import shard_stage
+from executor.gradients import Layout
 from executor.lower import Lowered, Lowering, buffer_state
-from executor.meshes import Place
-from executor.parameters import StageParameter, make_parameter
+from executor.meshes import BACKWARD, FORWARD, Edge, Place
+from executor.parameters import StageParameter, expose, make_parameter
 from executor.reshard import local_part
-from executor.stage import StageProgram
+from executor.stage import BlockModule, StageProgram
 from executor.transfer import Channel, held, slices
 from planner.data_axis import DataLayout, data_layout
 from planner.evaluate import crossings, stage_of
+from planner.experts import expert_weights
 from planner.layouts import Assignment, BlockLayouts
-from planner.plan import Plan
+from planner.plan import Plan, PlanError
+from planner.selective import selective_ops
 from planner.stage_sums import recomputable
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltStage:
-    """Everything a rank needs to train: its program, parameters, buffers and ways to other stages.
+    """A stage on this rank: its program, own parameters in the order of the forward, buffers and
+    ways to other stages.
 
-    `counts` counts the loss rows of one micro-batch, in the order of `losses`; `tied` gives per FQN
-    held by several stages its placement on each.
+    `reader` names the first block that reads each parameter (by FQN); `beside` gives the values
+    that stages of this rank read, by stage; `counts` counts the loss rows of one micro-batch, in
+    the order of `losses`.
     """
 
     program: StageProgram
     parameters: tuple[StageParameter, ...]
+    reader: Mapping[str, str]
     buffers: Mapping[str, tuple[str, Placement]]
     channels: Channels
-    edges: frozenset[tuple[int, int]]
+    beside: Mapping[int, tuple[str, ...]]
     counts: Lowered | None
     losses: Mapping[str, tuple[str, int]]
-    tied: Mapping[str, Mapping[int, Placement]]
     data: DataLayout
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of values that its graphs are called with."""
+        called = [self.program.prologue.arguments, *(b.given for b in self.program.blocks)]
+        if self.counts is not None:
+            called.append(self.counts.arguments)
+        return frozenset(name for names in called for name in names)
 
-def build_stage(
-    plan: Plan,
-    graph: Graph,
-    table: FactorTable,
-    assignments: Sequence[Mapping[str, Assignment]],
-    model: nn.Module,
-    place: Place,
-) -> BuiltStage:
-    """Lower this rank's stage and take its part of the weights. `graph` is traced at the plan's
-    micro-batch."""
-    stage = plan.stages[place.stage]
-    blocks = [b for b in graph.blocks if b.name in set(stage.blocks)]
-    layouts = {b.name: BlockLayouts(graph, table, b, stage.tp) for b in blocks}
-    chosen = assignments[place.stage]
-    data = data_layout(graph, table, stage.dp)
-    lowering = Lowering(
-        graph=graph, table=table, data=data, data_axis=place.data, tensor_axis=place.tensor,
-        device=place.device, microbatches=plan.num_microbatches,
-    )  # fmt: skip
-    stored = parameter_states(graph, blocks, layouts, chosen, data)
+
+class Builder:
+    """Lowers the stages of one rank and takes its part of the weights.
+
+    `shared` are parameters that several stages of this rank read, `tied` gives per FQN held by
+    several stages its layout on each. The graph is traced at the plan's micro-batch. `backend`
+    compiles the blocks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        table: FactorTable,
+        assignments: Sequence[Mapping[str, Assignment]],
+        model: nn.Module,
+        place: Place,
+        backend: str | None,
+    ) -> None:
+        self.plan, self.graph, self.table, self.assignments = plan, graph, table, assignments
+        self.model, self.place, self.backend = model, place, backend
+        self.owner = stage_of(plan)
+        self.edges = crossings(plan, graph)
+        self.owners = stages_of_parameters(plan, graph)
+        splits = SCHEDULES[plan.schedule].splits_backward and backend is None
+        self.later = Later() if splits else None
+        self.dtype = COMPUTE[plan.precision]
+        self.shared: dict[str, StageParameter] = {}
+        self.states: dict[str, State] = {}  # of the shared ones
+        self.tied = self._tied()
+        self.reached = self._reached()
+        self.experts = expert_weights(graph)
+        self._layouts: dict[int, DataLayout] = {}
+
+    def stage(self, k: int) -> BuiltStage:
+        """Build one of this rank's stages."""
+        graph, place, chosen = self.graph, self.place, self.assignments[k]
+        blocks = [b for b in graph.blocks if self.owner[b.name] == k]
+        mesh = place.meshes[k]
+        layouts = {b.name: BlockLayouts(graph, self.table, b, mesh.tp) for b in blocks}
+        data = self._data(mesh.dp)
+        stored = parameter_states(graph, blocks, layouts, chosen, data)
+        readers = Counter(n for b in blocks for n in b.parameters)
+        policies = dict(zip(self.plan.stages[k].blocks, self.plan.stages[k].policies, strict=True))
+        lowering = Lowering(
+            graph=graph, table=self.table, data=data, data_axis=place.data,
+            tensor_axis=place.tensor, exchange=place.exchange, device=place.device,
+            microbatches=self.plan.num_microbatches, later=self.later,
+            backend=self.backend, deferrable=self._deferrable(blocks),
+            repeated_whole=frozenset(
+                b.name for b in blocks if policies[b.name] == "full" and recomputable(b)
+            ),
+            repeated={
+                b.name: selective_ops(b, graph, self.table, place.device.type)
+                for b in blocks
+                if policies[b.name] == "selective"
+            },
+        )  # fmt: skip
+        updates = _updates(graph, self.owner, k)
+        wanted = dict.fromkeys(n for b in blocks for n in b.derived)
+        wanted |= dict.fromkeys(updates.values())
+        prologue = lowering.prologue(_needed(graph.derived, wanted), tuple(wanted))
+        buffers = _buffers(graph, blocks, layouts, chosen, prologue, updates)
+        lowered = _lowered(lowering, blocks, layouts, chosen, stored, buffers)
+        own = self._parameters(k, blocks, stored)
+        common = {p.value: p.leaf for p in self.shared.values() if p.value in stored}
+        modules = [
+            BlockModule(
+                low,
+                {p.value: p.leaf for p in own if p.value in b.parameters and readers[p.value] == 1},
+            )
+            for b, low in zip(blocks, lowered, strict=True)
+        ]
+        counts, losses = _counts(graph, blocks, lowered, lowering)
+        program = StageProgram(
+            prologue=prologue,
+            blocks=modules,
+            tensors=common
+            | _load_buffers(graph, buffers, self.model, place)
+            | {n: t.to(place.device) for n, t in graph.constants.items()},
+            shared={p.value: p.leaf for p in own if readers[p.value] > 1},
+            sends=tuple(
+                dict.fromkeys(n for (s, _), ns in self.edges.items() if s == k for n in ns)
+            ),
+            loss=graph.loss if any(graph.loss in b.outputs for b in blocks) else None,
+            updates=updates,
+            differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
+            device=place.device,
+        )
+        if any(p.gathered for p in own):
+            ends = program.loss is not None and self.plan.schedule != "gpipe"
+            shard_stage(program, modules, own, place, self.dtype, ends=ends)
+        for p in own:
+            expose(p, place)
+        return BuiltStage(
+            program=program,
+            parameters=own,
+            reader=_readers(graph, blocks),
+            buffers=buffers,
+            channels=self._channels(k),
+            beside={
+                j: names
+                for (i, j), names in self.edges.items()
+                if i == k and place.meshes[j].ranks == mesh.ranks
+            },
+            counts=counts,
+            losses=losses,
+            data=data,
+        )
+
+    def _data(self, dp: int) -> DataLayout:
+        if dp not in self._layouts:
+            self._layouts[dp] = data_layout(self.graph, self.table, dp)
+        return self._layouts[dp]
+
+    # --- parameters ---
+
+    def _reached(self) -> set[str]:
+        """Values that the loss depends on, through what has a gradient."""
+        found = {self.graph.loss}
+        for op in reversed(self.graph.ops):
+            if found.intersection(op.results):
+                found |= {v for v in op.operands if self.graph.values[v].requires_grad}
+        return found
+
+    def _deferrable(self, blocks: Sequence[Block]) -> frozenset[str]:
+        """Parameters that one operator of the model reads: their gradient comes from it alone."""
+        reads = Counter(v for b in self.graph.blocks for op in b.ops for v in op.operands)
+        return frozenset(v for b in blocks for v in b.parameters if reads[v] == 1)
+
+    def _parameters(
+        self, k: int, blocks: Sequence[Block], stored: Mapping[str, State]
+    ) -> tuple[StageParameter, ...]:
+        """Make the parameters of a stage; those that other stages of this rank read, too, are made
+        once and kept apart."""
+        named = dict(self.model.named_parameters())
+        made = []
+        for value in dict.fromkeys(n for b in blocks for n in b.parameters):
+            fqn = self.graph.parameters[value]
+            here = [j for j in self.owners[value] if j in self.place.stages]
+            if value in self.shared:
+                if self.states[value] != stored[value]:
+                    raise PlanError(
+                        f"plan: stages {here} lie on one device group and share {fqn!r}, sharded "
+                        f"{self.states[value][1]} and {stored[value][1]}: shard it alike in both"
+                    )
+                continue
+            on_data, on_tensor = stored[value]
+            experts = value in self.experts and self.place.exchange is not None
+            if experts and len(self.owners[value]) > 1:
+                raise PlanError(
+                    f"plan: stages {list(self.owners[value])} share the experts {fqn!r}; legal "
+                    "with ep > 1: experts of one stage; put their readers into one"
+                )
+            if experts and self.place.here.folded:
+                on_tensor = Placement("S", 0)
+            dtype = self.graph.values[value].dtype
+            p = make_parameter(
+                value=value,
+                fqn=fqn,
+                source=named[fqn],
+                placement=on_tensor if on_tensor.sharded else R,
+                place=self.place,
+                sum_data=on_data == RP,
+                sum_tensor=on_tensor == RP,
+                zero=self.plan.stages[k].zero,
+                dtype=dtype,
+                shared_stages=self.owners[value],
+                experts=experts,
+                gatherable=len(here) == 1 and dtype == self.dtype,
+                reached=value in self.reached,
+            )
+            if len(here) == 1:
+                made.append(p)
+            else:
+                self.shared[value], self.states[value] = p, stored[value]
+                expose(p, self.place)
+        return tuple(made)
+
+    def _tied(self) -> dict[str, dict[int, Layout]]:
+        found: dict[str, dict[int, Layout]] = {}
+        for block in self.graph.blocks:
+            k = self.owner[block.name]
+            for value in block.parameters:
+                if len(self.owners[value]) > 1:
+                    state = self.assignments[k][block.name].states[value]
+                    per = found.setdefault(self.graph.parameters[value], {})
+                    divided = bool(self.plan.stages[k].zero)
+                    per.setdefault(
+                        k, Layout(placement=state if state.sharded else R, divided=divided)
+                    )
+        return found
+
+    # --- ways to other stages ---
+
+    def _channels(self, k: int) -> Channels:
+        """A stage's channels, by (instruction, peer stage) and value."""
+        found: dict[tuple[Action, int], dict[str, Channel]] = {}
+        tag = 0
+        for edge, names in self.edges.items():
+            for name in names:
+                tag += 1
+                apart = self.place.meshes[edge[0]].ranks != self.place.meshes[edge[1]].ranks
+                if k in edge and apart:
+                    self._add_channels(found, k, edge, name, tag)
+        return found
+
+    def _add_channels(
+        self, found: dict[tuple[Action, int], dict[str, Channel]], k: int, edge: Edge, name: str,
+        tag: int,
+    ) -> None:  # fmt: skip
+        place, meta = self.place, self.graph.values[name]
+        ends = [
+            (mesh, _crossing_state(self._data(mesh.dp), name))
+            for mesh in (place.meshes[j] for j in edge)
+        ]
+        mesh, placement = ends[edge.index(k)]
+        mine = held(meta.shape, placement, mesh.dp, mesh.coordinate(place.rank)[0])
+
+        def channel(a: int, b: int, way: str) -> Channel:
+            moved = slices(meta.shape, *ends[a], *ends[b])
+            group = place.links[edge, way]
+            return Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
+
+        sends = k == edge[0]
+        peer = edge[1] if sends else edge[0]
+        action = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION
+        back = Action.RECV_GRADIENT if sends else Action.SEND_GRADIENT
+        found.setdefault((action, peer), {})[name] = channel(0, 1, FORWARD)
+        found.setdefault((back, peer), {})
+        if meta.requires_grad:
+            found[back, peer][name] = channel(1, 0, BACKWARD)
+
+
+def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter."""
+    owner = stage_of(plan)
+    found: dict[str, dict[int, None]] = {}
+    for block in graph.blocks:
+        for value in block.parameters:
+            found.setdefault(value, {})[owner[block.name]] = None
+    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+
+
+def _readers(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:
+    """FQN -> the first block that reads it, in order."""
+    found: dict[str, str] = {}
+    for block in blocks:
+        for value in block.parameters:
+            found.setdefault(graph.parameters[value], block.name)
+    return found
+
+
+def _lowered(
+    lowering: Lowering, blocks: Sequence[Block], layouts: Mapping[str, BlockLayouts],
+    chosen: Mapping[str, Assignment], stored: Mapping[str, State],
+    buffers: Mapping[str, tuple[str, Placement]],
+) -> list[Lowered]:  # fmt: skip
     states: dict[str, Placement] = {}
-    lowered = []
+    held_as = {name: placement for name, (_, placement) in buffers.items()}
+    found = []
     for block in blocks:
         inputs = {n: states[n] for n in block.inputs if n in states}
-        lowered.append(
-            lowering.block(block, layouts[block.name], chosen[block.name], inputs, stored)
-        )
-        states |= {n: chosen[block.name].states[n] for n in block.outputs}
-    edges = crossings(plan, graph)
-    updates = _updates(graph, plan, place.stage)
-    wanted = dict.fromkeys(n for b in blocks for n in b.derived)
-    wanted |= dict.fromkeys(updates.values())
-    prologue = lowering.prologue(_needed(graph.derived, wanted), tuple(wanted))
-    parameters = _parameters(plan, graph, blocks, stored, model, place)
-    buffers = _buffers(graph, blocks, layouts, chosen, prologue, updates)
-    tensors = {p.value: p.leaf for p in parameters} | _load_buffers(graph, buffers, model, place)
-    tensors |= {n: t.to(place.device) for n, t in graph.constants.items()}
-    last = any(graph.loss in b.outputs for b in blocks)
-    program = StageProgram(
-        prologue=prologue,
-        blocks=tuple(lowered),
-        tensors=tensors,
-        sends=tuple(
-            dict.fromkeys(n for (s, _), ns in edges.items() if s == place.stage for n in ns)
-        ),
-        loss=graph.loss if last else None,
-        loss_scale=1.0 / plan.num_microbatches,
-        updates=updates,
-        recompute=frozenset(
-            b.name
-            for b, policy in zip(blocks, stage.policies, strict=True)
-            if policy == "full" and recomputable(b)
-        ),
-        differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
-    )
-    counts, losses = _counts(graph, blocks, lowered, lowering)
-    return BuiltStage(
-        program=program,
-        parameters=parameters,
-        buffers=buffers,
-        channels=_channels(plan, graph, table, edges, place),
-        edges=frozenset(edges),
-        counts=counts,
-        losses=losses,
-        tied=_tied(plan, graph, assignments),
-        data=data,
-    )
+        of, assignment = layouts[block.name], chosen[block.name]
+        found.append(lowering.block(block, of, assignment, inputs, stored, held_as))
+        states |= {n: assignment.states[n] for n in block.outputs}
+    return found
 
 
 def parameter_states(
@@ -148,57 +364,6 @@ def parameter_states(
     }
 
 
-def _parameters(
-    plan: Plan, graph: Graph, blocks: Sequence[Block], stored: Mapping[str, State],
-    model: nn.Module, place: Place,
-) -> tuple[StageParameter, ...]:  # fmt: skip
-    owners = _owners(plan, graph)
-    named = dict(model.named_parameters())
-    made = []
-    for value in dict.fromkeys(n for b in blocks for n in b.parameters):
-        on_data, on_tensor = stored[value]
-        fqn = graph.parameters[value]
-        made.append(
-            make_parameter(
-                value=value,
-                fqn=fqn,
-                source=named[fqn],
-                placement=on_tensor if on_tensor.sharded else R,
-                place=place,
-                sum_data=on_data == RP,
-                sum_tensor=on_tensor == RP,
-                zero=plan.stages[place.stage].zero,
-                dtype=graph.values[value].dtype,
-                shared_stages=tuple(owners[value]),
-            )
-        )
-    return tuple(made)
-
-
-def _owners(plan: Plan, graph: Graph) -> dict[str, list[int]]:
-    owner = stage_of(plan)
-    found: dict[str, dict[int, None]] = {}
-    for block in graph.blocks:
-        for value in block.parameters:
-            found.setdefault(value, {})[owner[block.name]] = None
-    return {value: sorted(stages) for value, stages in found.items()}
-
-
-def _tied(
-    plan: Plan, graph: Graph, assignments: Sequence[Mapping[str, Assignment]]
-) -> dict[str, dict[int, Placement]]:
-    owner = stage_of(plan)
-    found: dict[str, dict[int, Placement]] = {}
-    for block in graph.blocks:
-        k = owner[block.name]
-        for value in block.parameters:
-            state = assignments[k][block.name].states[value]
-            found.setdefault(graph.parameters[value], {}).setdefault(
-                k, state if state.sharded else R
-            )
-    return {fqn: per for fqn, per in found.items() if len(per) > 1}
-
-
 def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
     """The operators behind `wanted`, in order."""
     live = set(wanted)
@@ -210,10 +375,9 @@ def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
     return kept[::-1]
 
 
-def _updates(graph: Graph, plan: Plan, stage: int) -> dict[str, str]:
+def _updates(graph: Graph, owner: Mapping[str, int], stage: int) -> dict[str, str]:
     """Buffer updates that belong to this stage: where the buffer's module runs, else the first
     stage."""
-    owner = stage_of(plan)
     home = {op.module: owner[b.name] for b in graph.blocks for op in b.ops}
     return {
         buffer: value
@@ -226,15 +390,18 @@ def _buffers(
     graph: Graph, blocks: Sequence[Block], layouts: Mapping[str, BlockLayouts],
     chosen: Mapping[str, Assignment], prologue: Lowered, updates: Mapping[str, str],
 ) -> dict[str, tuple[str, Placement]]:  # fmt: skip
-    """Value name -> (FQN, placement on the tensor axis) of the stage's buffers."""
-    found = {
-        n: (graph.buffers[n], R) for n in (*prologue.arguments, *updates) if n in graph.buffers
-    }
+    """Value name -> (FQN, placement on the tensor axis) of the stage's buffers: as the blocks read
+    them if they agree and nothing else does, else whole."""
+    whole = [n for n in (*prologue.arguments, *updates) if n in graph.buffers]
+    wanted: dict[str, set[Placement]] = {n: {R} for n in whole}
     for block in blocks:
         for name in block.buffers:
             state = buffer_state(layouts[block.name], name, chosen[block.name])
-            found[name] = (graph.buffers[name], state)
-    return found
+            wanted.setdefault(name, set()).add(state)
+    return {
+        name: (graph.buffers[name], states.pop() if len(states) == 1 else R)
+        for name, states in wanted.items()
+    }
 
 
 def _load_buffers(
@@ -269,48 +436,6 @@ def _counts(
         return None, {}
     wanted = tuple(dict.fromkeys(target for target, _ in losses.values()))
     return lowering.prologue(_needed(graph.derived, dict.fromkeys(wanted)), wanted), losses
-
-
-def _channels(
-    plan: Plan,
-    graph: Graph,
-    table: FactorTable,
-    edges: Mapping[tuple[int, int], Sequence[str]],
-    place: Place,
-) -> Channels:
-    """This rank's channels, by (instruction, peer stage) and value."""
-    found: dict[tuple[Action, int], dict[str, Channel]] = {}
-    tag = 0
-    layouts = {m.dp: data_layout(graph, table, m.dp) for m in place.meshes}
-    for (source, target), names in edges.items():
-        for name in names:
-            tag += 1
-            if place.stage not in (source, target):
-                continue
-            meta = graph.values[name]
-            ends = [
-                (place.meshes[k], _crossing_state(layouts[place.meshes[k].dp], name))
-                for k in (source, target)
-            ]
-            mesh, placement = ends[0] if place.stage == source else ends[1]
-            mine = held(meta.shape, placement, mesh.dp, mesh.coordinate(place.rank)[0])
-
-            def channel(
-                a: int, b: int, group: object, mine=mine, meta=meta, ends=ends, tag=tag
-            ) -> Channel:
-                moved = slices(meta.shape, *ends[a], *ends[b])
-                return Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
-
-            forward = channel(0, 1, place.forward_group)
-            sends = place.stage == source
-            action = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION
-            peer = target if sends else source
-            found.setdefault((action, peer), {})[name] = forward
-            back = Action.RECV_GRADIENT if sends else Action.SEND_GRADIENT
-            found.setdefault((back, peer), {})
-            if meta.requires_grad:
-                found[back, peer][name] = channel(1, 0, place.backward_group)
-    return found
 
 
 def _crossing_state(layout: DataLayout, name: str) -> Placement:

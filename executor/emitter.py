@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from costmodel.graph import Op, map_refs
+from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
 from costmodel.rules import argument
 from costmodel.strategies import Placement, R, Strategy
+from executor.deferred import DeferredProduct
+from executor.experts import FindRoute, GroupedProduct, Leg, Return, Send, refused
 from executor.implementations import (
     CounterDropout,
     DropoutAttention,
@@ -27,11 +31,13 @@ from executor.implementations import (
 )
 from executor.reshard import Reshard
 from planner.layouts import Assignment, BlockLayouts, default_state
+from planner.plan import PlanError
 
 if TYPE_CHECKING:
     from executor.lower import Lowering
 
 State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
+PRODUCTS = ("linear", "addmm", "mm", "matmul")
 LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss": "nll", "nll_loss_nd": "nll"}
 
 
@@ -51,6 +57,11 @@ class Emitter:
         self.losses: list[Op] = []
         self.rng: fx.Node | None = None
         self.counts: dict[str, fx.Node] = {}
+        self.made: dict[str, list[fx.Node]] = {}
+        self.legs: Mapping[str, Leg] = {}  # operators on copies that have been sent away
+        self.routes: dict[str, fx.Node] = {}
+        self.sent: dict[tuple[str, State, str], fx.Node] = {}
+        self.away: set[str] = set()  # values between a dispatch and its combine
 
     def module(self, arguments: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
         for i, name in enumerate(arguments):
@@ -64,7 +75,10 @@ class Emitter:
             if name in self.graph.values and not self._parameter_like(name):
                 self._settle(name)
         for position, op in enumerate(self.ops):
+            before = len(self.out.nodes)
             self._emit(op, position, outputs)
+            written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
+            self.made[op.name] = list(written)
         results = [self.value(name, self._leaving(name)) for name in outputs]
         self.out.output(tuple(results))
         self.out.lint()
@@ -117,6 +131,12 @@ class Emitter:
             raise AssertionError(
                 f"parameter {name} is stored with a partial gradient but read whole"
             )
+        if name in self.away and any(p.sharded and p.dim < 3 for p in (source[k], target[k])):
+            raise PlanError(
+                f"plan: ep > 1: {name} goes from {source[k]} to {target[k]} between dispatch and "
+                "combine, where copies of tokens stay with their experts; legal: splits of what "
+                "stands behind the copies' dims, or ep=1"
+            )
         if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
             local = [local_view(p[k], p[1 - k], other.size) for p in (source, target)]
             moved = self._call(Reshard(local[0], local[1], axis), (node,))
@@ -141,17 +161,23 @@ class Emitter:
     def _emit(self, op: Op, position: int, outputs: Sequence[str]) -> None:
         data, tensor = self._strategies(op)
         wanted = iter(zip(op.operands, data.operands, tensor.operands, strict=True))
+        leg = self.legs.get(op.name)
 
         def operand(name: str) -> fx.Node:
             value, on_data, on_tensor = next(wanted)
             assert value == name
-            return self.value(name, (on_data, on_tensor))
+            state = (on_data, on_tensor)
+            if leg is not None and name in leg.sent:
+                return self._sent(name, state, leg.dispatch)
+            return self.value(name, state)
 
         args, kwargs = map_refs((op.args, dict(op.kwargs)), operand)
         results = [(d, t) for d, t in zip(data.results, tensor.results, strict=True)]
         args = self._localized(op, [self._here(a) for a in args], results)
         kwargs = {name: self._here(a) for name, a in kwargs.items()}
-        node = self._replaced(op, position, args, kwargs, data, tensor, results)
+        node = self._travelling(op, args, results)
+        if node is None:
+            node = self._replaced(op, position, args, kwargs, data, tensor, results)
         if node is None:
             node = self.out.call_function(_callable(op), tuple(args), kwargs)
         node = self._scaled(op, node, data, tensor)
@@ -166,6 +192,8 @@ class Emitter:
     ) -> None:
         """Name the results, and move each to the state in which it waits for its readers."""
         several = len(op.results) > 1 or op.results != (op.name,)
+        if op.name in self.legs and op.short != COMBINE:
+            self.away.update(op.results)
         for k, (value, state) in enumerate(zip(op.results, results, strict=True)):
             made = self.out.call_function(_getitem, (node, k)) if several else node
             self.states[value] = state
@@ -184,17 +212,50 @@ class Emitter:
                 self.nodes[value, leaving] = self.value(value, leaving)
                 self._settle(value)
 
+    # --- copies of tokens at their experts ---
+
+    def _travelling(self, op: Op, args: list[Any], results: Sequence[State]) -> fx.Node | None:
+        """The module standing in for an operator that sends copies of tokens away, or back, or
+        multiplies them there."""
+        leg = self.legs.get(op.name)
+        if leg is None:
+            return None
+        assert self.low.exchange is not None
+        if op.short == DISPATCH:
+            if self.low.data_axis.size > 1 and not results[0][0].sharded:
+                raise refused(op, "the data ranks have no tokens of their own")
+            self.routes[op.name] = self._call(FindRoute(self.low.exchange, leg.experts), (args[1],))
+            return self._call(Send(tokens=True), (args[0], self.routes[op.name]))
+        route = self.routes[leg.dispatch]
+        if op.short == GROUPED:
+            return self._call(GroupedProduct(), (*args[:2], route))
+        return self._call(Return(), (args[0], route)) if op.short == COMBINE else None
+
+    def _sent(self, name: str, state: State, dispatch: str) -> fx.Node:
+        """A value of copies that was made outside, sent after them."""
+        key = name, state, dispatch
+        if key not in self.sent:
+            given = self.value(name, state), self.routes[dispatch]
+            self.sent[key] = self._call(Send(tokens=False), given)
+        return self.sent[key]
+
+    def _sizes(self, op: Op, value: str, state: State) -> list[int]:
+        """The local shape of a result; copies at their experts are as many as arrived."""
+        shape = self.low.local_shape(value, state)
+        travels = op.name in self.legs and op.short != COMBINE
+        return [-1, 1, 1, *shape[3:]] if travels else shape
+
     def _localized(self, op: Op, args: Sequence[Any], results: Sequence[State]) -> list[Any]:
         """Arguments that hold sizes, rewritten with the local ones."""
         index = self.table.ops[op.name].shape_arg
         args = list(args)
         if op.short == "squeeze":  # as a reshape: a dim of one local element is not one to drop
-            return [args[0], self.low.local_shape(op.results[0], results[0])]
+            return [args[0], self._sizes(op, op.results[0], results[0])]
         if index is None or index >= len(args):
             return args
-        shapes = [self.low.local_shape(v, s) for v, s in zip(op.results, results, strict=True)]
+        shapes = [self._sizes(op, v, s) for v, s in zip(op.results, results, strict=True)]
         if op.short in ("split", "split_with_sizes"):
-            dim = int(argument(op, 2, "dim", 0)) % len(shapes[0])  # type: ignore[call-overload]
+            dim = int(argument(op, 2, "dim", 0)) % len(shapes[0])
             sizes = [shape[dim] for shape in shapes]
             args[index] = (
                 sizes[0] if op.short == "split" and isinstance(args[index], int) else sizes
@@ -220,6 +281,8 @@ class Emitter:
         data: Strategy, tensor: Strategy, results: Sequence[State],
     ) -> fx.Node | None:  # fmt: skip
         """The module standing in for an operator, if its strategy or its nature asks for one."""
+        if op.name in self.legs and draws(op):
+            raise refused(op, "its mask is by token, and it does not know which it has")
         if op.short == "dropout" and draws(op):
             grid = self._grid(op.results[0], results[0])
             return self._call(CounterDropout(grid, position), (*args[:3], self.rng))
@@ -232,7 +295,26 @@ class Emitter:
         for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
             if strategy.implementation == "batch_norm":
                 return self._call(SyncBatchNorm(axis), tuple(args))
+        if self.low.later is not None:
+            return self._deferred(op, args, kwargs)
         return None
+
+    def _deferred(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> fx.Node | None:
+        """A product whose weight's gradient is put off: the weight is read as it is stored."""
+        assert self.low.later is not None
+        if op.short not in PRODUCTS or kwargs or len(args) != len(op.operands):
+            return None
+        weight = 2 if op.short == "addmm" else 1
+        given = [
+            node.op == "placeholder" and value in self.low.deferrable
+            for node, value in zip(args, op.operands, strict=True)
+        ]
+        sizes = [len(self.graph.values[v].shape) for v in op.operands]
+        biased = len(args) == 3 and sizes[0 if op.short == "addmm" else 2] != 1
+        if not given[weight] or sizes[weight] != 2 or biased:
+            return None
+        bias = given[0 if op.short == "addmm" else 2] if len(args) == 3 else False
+        return self._call(DeferredProduct(op.short, self.low.later, bias=bias), tuple(args))
 
     def _attention(
         self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State
@@ -295,7 +377,7 @@ class Emitter:
             LOSSES[op.short],
             int(argument(op, 3, "reduction", 1)),
             vocabulary,
-            count,  # type: ignore[call-overload]
+            count,
         )
         ignore = argument(op, 4, "ignore_index", -100)
         smoothing = argument(op, 5, "label_smoothing", 0.0)

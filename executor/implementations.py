@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from costmodel.strategies import RP, P, Placement
-from executor.reshard import Axis, Reshard, local_part
+from executor.reshard import Axis, Reshard, all_reduce, local_part
 
 
 class ParallelEmbedding(nn.Module):
@@ -49,8 +48,7 @@ class _VocabularyLoss(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, axis: Axis
     ) -> torch.Tensor:
         classes = logits.shape[1]
-        top = logits.max(dim=1).values
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=axis.group)
+        top = all_reduce(logits.max(dim=1).values, axis, "max")
         wide = torch.promote_types(logits.dtype, torch.float32)
         shifted = logits.to(wide) - top.unsqueeze(1)
         exponentials = shifted.exp()
@@ -58,13 +56,11 @@ class _VocabularyLoss(torch.autograd.Function):
         outside = (local < 0) | (local >= classes)
         safe = local.masked_fill(outside, 0)
         hit = shifted.gather(1, safe.unsqueeze(1)).squeeze(1).masked_fill(outside, 0)
-        both = torch.stack([exponentials.sum(dim=1), hit])
-        dist.all_reduce(both, group=axis.group)
-        total, hit = both
+        total, hit = all_reduce(torch.stack([exponentials.sum(dim=1), hit]), axis)
         kept = target != ignore_index
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), safe, outside, kept)
         ctx.dtype = logits.dtype
-        return ((total.log() - hit) * kept).sum().to(logits.dtype)
+        return ((total.log() - hit) * kept).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -98,23 +94,30 @@ class GlobalLoss(nn.Module):
     ) -> torch.Tensor:
         if self.classes is not None:
             loss = _VocabularyLoss.apply(logits, target, ignore_index, self.classes)
-        elif self.kind == "nll":
-            loss = F.nll_loss(logits, target, ignore_index=ignore_index, reduction="sum")
         else:
-            loss = F.cross_entropy(
-                logits,
-                target,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                reduction="sum",
-            )
+            loss = self._of_rows(logits, target, ignore_index, label_smoothing)
         if self.reduction == 2:
             return loss
         if denominator is None:
             denominator = (target != ignore_index).sum()
             for axis in self.count:
-                dist.all_reduce(denominator, group=axis.group)
+                denominator = all_reduce(denominator, axis)
         return loss / denominator.to(loss.dtype)
+
+    def _of_rows(
+        self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float
+    ) -> torch.Tensor:
+        """Σ over rows, in single precision at least: fp16 ends at 65504."""
+        half = logits.dtype in (torch.float16, torch.bfloat16)
+        reduction = "none" if half else "sum"
+        if self.kind == "nll":
+            rows = F.nll_loss(logits, target, ignore_index=ignore_index, reduction=reduction)
+        else:
+            rows = F.cross_entropy(
+                logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing,
+                reduction=reduction,
+            )  # fmt: skip
+        return rows.float().sum() if half else rows
 
 
 class SyncBatchNorm(nn.Module):
@@ -195,16 +198,23 @@ class IndexGrid(nn.Module):
 
 
 def keep_mask(index: torch.Tensor, seed: torch.Tensor, salt: int, p: float) -> torch.Tensor:
-    """True with probability 1-p, a pure function of (seed, salt, index): a 32-bit integer mix.
+    """True with probability 1-p, a pure function of (seed, salt, index): 32-bit integer mixes, of
+    the stream's number first, so that no stream is another one shifted, and of the index's high
+    part, so that none repeats after 2^32 elements.
 
     Source of the mixer: the "lowbias32" constants of C. Wellons' hash prospector.
     """
-    low = 0xFFFFFFFF
-    h = (index + (seed ^ salt) * 0x9E3779B1) & low
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & low
-    h = ((h ^ (h >> 15)) * 0x846CA68B) & low
-    h = h ^ (h >> 16)
-    return h >= int(p * 2**32)
+    stream = _mixed(_mixed(seed & _LOW) ^ (salt * 0x9E3779B1 & _LOW))
+    return _mixed((index & _LOW) ^ _mixed((index >> 32) + stream & _LOW)) >= int(p * 2**32)
+
+
+_LOW = 0xFFFFFFFF
+
+
+def _mixed(h: torch.Tensor) -> torch.Tensor:
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _LOW
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _LOW
+    return h ^ (h >> 16)
 
 
 class CounterDropout(nn.Module):
@@ -215,8 +225,10 @@ class CounterDropout(nn.Module):
         self.grid, self.salt = grid, salt
 
     def forward(self, x: torch.Tensor, p: float, train: bool, rng: torch.Tensor) -> torch.Tensor:
-        if not train or p == 0.0:
+        if not (train and self.training) or p == 0.0:
             return x
+        if p == 1.0:
+            return x * 0
         mask = keep_mask(self.grid(rng[1]), rng[0], self.salt, p)
         return x * mask.to(x.dtype) * (1.0 / (1.0 - p))
 

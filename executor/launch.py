@@ -1,29 +1,38 @@
-"""Process group of a run: joining it under torchrun, talking over it, leaving it in order."""
+"""Process group of a run: joining it under torchrun, talking over it, leaving it in order.
+
+torchrun's agent may keep one store for all restarts of its ranks, with the keys of the dead in it,
+and the number of restarts differs between agents. So the ranks of one start agree on a prefix that
+no other start has: each writes a random word, and rank 0 answers each word with its own.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
-import logging
 import os
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-log = logging.getLogger(__name__)
+from executor import background
+from executor.watch import FIRST_STEP_FACTOR, Watch, progress, say
 
 T = TypeVar("T")
 
-GRACE_S = 1.0  # how long a failing rank waits for the others to report their failure
-TIMEOUT_S = (
-    300  # a rank that hangs stops the others after this long; MESHWRIGHT_TIMEOUT_S overrides
-)
+TIMEOUT_S = 300.0  # a rank that makes no progress stops all after this long
+TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"  # overrides it
+POLL_S = 0.05  # at the start only
+
+_watch: Watch | None = None  # one per process, as is the process group
 
 
 def under_torchrun() -> bool:
@@ -43,17 +52,36 @@ def rank() -> int:
     return dist.get_rank() if running() else 0
 
 
+def on_gpus() -> bool:
+    """Whether the running process group talks between GPUs."""
+    return torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+
+
 def device_here() -> torch.device:
     """The local GPU under NCCL, else the CPU."""
-    if (running() and dist.get_backend() == "nccl") or (
-        not running() and torch.cuda.is_available()
-    ):
+    if on_gpus() if running() else torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
 
+def timeout_s() -> float:
+    """Seconds without progress after which the ranks give up."""
+    text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r}; legal: seconds, more than 0")
+    return seconds
+
+
 def start(backend: str) -> None:
-    """Join the process group that torchrun's environment describes, unless it is already joined."""
+    """Join the process group that torchrun's environment describes, unless it is already joined.
+
+    Until the first step is done everything may take `FIRST_STEP_FACTOR` times the timeout.
+    """
+    global _watch
     if running() or not under_torchrun():
         return
     if backend == "nccl":
@@ -65,8 +93,62 @@ def start(backend: str) -> None:
                 "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"
             )
         torch.cuda.set_device(here)
-    limit = float(os.environ.get("MESHWRIGHT_TIMEOUT_S", TIMEOUT_S))
-    dist.init_process_group(backend, timeout=timedelta(seconds=limit))
+    limit_s = timeout_s()
+    longest = timedelta(seconds=FIRST_STEP_FACTOR * limit_s)
+    shared, me, world = next(dist.rendezvous("env://", timeout=longest))
+    shared.set_timeout(longest)
+    prefix = _agreed_prefix(shared, me, world, longest.total_seconds())
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(prefix, shared), rank=me, world_size=world, timeout=longest
+    )
+    if world > 1:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        own = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
+        _watch = Watch(
+            dist.PrefixStore(f"{prefix}/watch", own), rank=me, world=world, limit_s=limit_s,
+            holder=_store_holder(), first_step=lambda: _shorten_timeouts(limit_s),
+        )  # fmt: skip
+        sys.excepthook = _end_by_hook
+
+
+def _agreed_prefix(store: dist.Store, me: int, world: int, limit_s: float) -> str:
+    """A prefix of keys that all ranks of this start share, and no other start."""
+    word = uuid.uuid4().hex
+    if me != 0:
+        store.set(f"meshwright/word/{me}", word)
+        try:
+            prefix = store.get(f"meshwright/answer/{word}").decode()
+        except RuntimeError as error:
+            raise RuntimeError(f"start: no answer from rank 0 within {limit_s:g} s") from error
+        store.set(f"{prefix}/here/{me}", "")
+        return str(prefix)
+    prefix, deadline_s = f"meshwright/{word}", time.monotonic() + limit_s
+    absent = list(range(1, world))
+    while absent:
+        for r in absent:  # a word of an earlier start is answered too, and read by nobody
+            if store.check([f"meshwright/word/{r}"]):
+                theirs = store.get(f"meshwright/word/{r}").decode()
+                store.set(f"meshwright/answer/{theirs}", prefix)
+        time.sleep(POLL_S)
+        absent = [r for r in absent if not store.check([f"{prefix}/here/{r}"])]
+        if absent and time.monotonic() > deadline_s:
+            raise RuntimeError(f"start: no word from ranks {absent} within {limit_s:g} s")
+    return prefix
+
+
+def _store_holder() -> str:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "the first node's torchrun, which holds it," if agent else "rank 0, which holds it,"
+
+
+def _shorten_timeouts(limit_s: float) -> None:
+    """Give every group the timeout of a step, in place of the first step's."""
+    c10d = dist.distributed_c10d
+    shorten = getattr(c10d, "_set_pg_timeout", None)
+    if shorten is None:  # private: without it the watch alone keeps the limit
+        return
+    for group in list(c10d._world.pg_map):
+        shorten(timedelta(seconds=limit_s), group)
 
 
 def agree_on(decide: Callable[[], T]) -> T:
@@ -90,13 +172,21 @@ def agree_on(decide: Callable[[], T]) -> T:
 
 
 def stop() -> None:
-    """Leave the process group after everybody has finished."""
+    """Leave the process group after everybody has finished; ends the process where that takes
+    longer than the timeout."""
+    global _watch
     if not running():
         return
-    dist.barrier()
+    with progress.during("leaving the process group", waits=True):
+        background.finish_all()  # it may need the group
+        dist.barrier()
+    if _watch is not None:
+        _watch.close()
+        _watch = None
     dist.destroy_process_group()
     gc.collect()
     time.sleep(0.3)  # gloo's threads must be gone before the interpreter is
+    faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
@@ -105,35 +195,41 @@ def distributed(backend: str = "gloo") -> Iterator[None]:
     it.
 
     Without `os._exit` the other ranks would wait for this one until the process group's timeout.
+    `sys.exit()` and `sys.exit(0)` leave in order, when the other ranks do.
     """
     start(backend)
     try:
-        yield
-    except BaseException as error:
-        if world_size() == 1 or isinstance(error, SystemExit):
+        try:
+            yield
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
+            stop()
             raise
-        _tell(error)
-        os._exit(1)
-    stop()
+        stop()
+    except BaseException as error:
+        if not running() or world_size() == 1:
+            raise
+        _end(error)
 
 
-def _tell(error: BaseException) -> None:
-    """Say on stderr what happened: the first rank to fail with its traceback, the others in a line,
-    naming the ranks that said nothing (killed, or hung)."""
-    me, world = rank(), world_size()
-    lines = [f"rank {me} failed: {type(error).__name__}: {error}"]
-    first = True
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        first = store.add("meshwright/failures", 1) == 1
-        store.set(f"meshwright/failed/{me}", "1")
-        time.sleep(GRACE_S)
-        silent = [r for r in range(world) if not store.check([f"meshwright/failed/{r}"])]
-        if silent:
-            lines.append(f"rank {me}: no word from rank(s) {silent}: killed, or hung")
-    except RuntimeError:  # the store went down with the rank that held it
-        pass
-    if first:
-        lines += traceback.format_exception(error)
-    sys.stderr.write("\n".join(lines) + "\n")
-    sys.stderr.flush()
+def _end_by_hook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """For a script without `distributed`: what it raises ends all ranks as well."""
+    if _watch is None:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        _end(error)
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Report what this rank raised, and end its process."""
+    if _watch is not None:
+        _watch.report(error)
+    else:  # the process group is the user's own
+        say(f"rank {rank()} failed: {''.join(traceback.format_exception(error))}")
+    code = error.code if isinstance(error, SystemExit) else 1
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -20,7 +20,11 @@ from torch import nn
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op
 from costmodel.strategies import Placement, R
+from executor.compile import CompiledBlock
+from executor.deferred import Later
 from executor.emitter import Emitter, State
+from executor.experts import legs
+from executor.regions import repeat, repeat_whole, with_keepers
 from executor.reshard import Axis
 from planner.blocks import class_hash
 from planner.data_axis import DataLayout
@@ -42,8 +46,14 @@ class Lowered:
 
 @dataclass(slots=True, kw_only=True)
 class Lowering:
-    """Lowers the parts of one stage for one rank. `microbatches` is m, for losses that are
-    means."""
+    """Lowers the parts of one stage for one rank.
+
+    `microbatches` is m, for losses that are means. `later` takes the weight gradients of
+    `deferrable` parameters where the schedule splits the backward; `repeated` names the operators
+    that selective recompute runs again, by block, `repeated_whole` the blocks that full recompute
+    does; `backend` of torch.compile compiles the blocks. `exchange` are the ranks that share the
+    experts out: what is sent to them depends on the data, so that no block which does is compiled.
+    """
 
     graph: Graph
     table: FactorTable
@@ -52,6 +62,12 @@ class Lowering:
     tensor_axis: Axis
     device: torch.device
     microbatches: int
+    exchange: Axis | None = None
+    later: Later | None = None
+    deferrable: frozenset[str] = frozenset()
+    repeated: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    repeated_whole: frozenset[str] = frozenset()
+    backend: str | None = None
     _classes: dict[Any, tuple[nn.Module, tuple[int, ...], bool]] = field(default_factory=dict)
 
     # --- states and shapes ---
@@ -76,18 +92,29 @@ class Lowering:
         assignment: Assignment,
         inputs: Mapping[str, Placement],
         parameters: Mapping[str, State],
+        buffers: Mapping[str, Placement],
     ) -> Lowered:
         """Lower one block. `inputs` are the tensor-axis states of its input activations,
-        `parameters` the states of its parameters as the stage holds them."""
+        `parameters` and `buffers` the states in which the stage holds those."""
         arguments = (*block.inputs, *block.derived, *block.parameters, *block.buffers)
         states = {name: self.boundary(name, inputs.get(name, R)) for name in block.inputs}
         states |= {name: self.boundary(name) for name in block.derived}
         states |= {name: parameters[name] for name in block.parameters}
-        states |= {name: (R, buffer_state(layouts, name, assignment)) for name in block.buffers}
+        states |= {name: (R, buffers[name]) for name in block.buffers}
         key = self._key(block, assignment, states)
         if key not in self._classes:
             emitter = Emitter(self, block.ops, states, assignment, layouts)
-            module = emitter.module(arguments, block.outputs)
+            if self.exchange is not None:
+                emitter.legs = legs(block.ops, self.graph, self.table, block.outputs)
+            written = emitter.module(arguments, block.outputs)
+            if again := self.repeated.get(block.name):
+                ops = with_keepers(block.ops, again, self.table)
+                written = repeat(written, (n for name in ops for n in emitter.made[name]))
+            if block.name in self.repeated_whole:
+                written = repeat_whole(written)
+            module: nn.Module = written
+            if self.backend is not None and not emitter.legs:
+                module = CompiledBlock(written, name=block.name, backend=self.backend)
             positions = tuple(block.ops.index(op) for op in emitter.losses)
             self._classes[key] = (module, positions, emitter.rng is not None)
         module, positions, random = self._classes[key]
@@ -125,7 +152,14 @@ class Lowering:
         results = tuple(
             (assignment.states[r], self.data.states[r]) for op in block.ops for r in op.results
         )
-        return class_hash(self.graph, block, exact=True), choices, results, tuple(states.values())
+        again = self.repeated.get(block.name, frozenset())
+        own = (
+            tuple(op.name in again for op in block.ops),
+            block.name in self.repeated_whole,
+            tuple(name in self.deferrable for name in block.parameters),
+        )
+        whole = class_hash(self.graph, block, exact=True)
+        return whole, choices, results, own, tuple(states.values())
 
 
 def buffer_state(layouts: BlockLayouts, name: str, assignment: Assignment) -> Placement:

@@ -1,11 +1,10 @@
-"""Parameters of a stage: plain local leaves inside the graphs, DTensors under their FQNs at the
-API.
+"""Parameters of a rank: plain local leaves inside the graphs, DTensors under their FQNs at the API.
 
 Three tensors may stand for one parameter on a rank. The *leaf* is what the lowered graphs read, in
 the compute dtype. The *stored* tensor is what the optimizer updates, in fp32, divided over the data
-axis under ZeRO-1; where it would equal the leaf, the two share memory. The *gradient* is
-accumulated over micro-batches in fp32, summed over the axes on which it is partial once per step,
-in buckets, and handed to the stored one.
+axis by ZeRO; where it would equal the leaf, the two share memory. The *gradient* is accumulated
+over micro-batches in fp32, summed over the axes on which it is partial (`gradients.py`), and handed
+to the stored one.
 """
 
 from __future__ import annotations
@@ -20,15 +19,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from costmodel.strategies import Placement, R
-from executor.meshes import Place
-from executor.reshard import all_gather, local_part
+from executor.meshes import Holders, Place
+from executor.reshard import local_part
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class StageParameter:
-    """One parameter on this rank. `placement` is its state on the tensor axis, `sum_data` and
-    `sum_tensor` say on which axes its gradient comes out partial, `zero` is how ZeRO-1 divides it
-    (R: not)."""
+    """One parameter on this rank.
+
+    `placement` is its state on the tensor axis, `sum_data` and `sum_tensor` say on which axes its
+    gradient comes out partial, `zero` how ZeRO divides the local tensor over the shard axis of its
+    holders (R: not) and `level` which stage of ZeRO does; `sharded` is `fully_shard`'s tensor where
+    it is gathered. `reached`: it is trained and the loss depends on it; `norm` is that of this
+    rank's gradient as the last backward left it. `shared_stages` are all stages of the plan that
+    hold it. `experts` says that dim
+    0 counts experts, which its holders' `part` divides before anything else does.
+    """
 
     value: str
     fqn: str
@@ -37,32 +43,46 @@ class StageParameter:
     sum_data: bool
     sum_tensor: bool
     trainable: bool
-    leaf: torch.Tensor
+    leaf: nn.Parameter
     stored: torch.Tensor
     zero: Placement = R
+    level: int = 0
+    reached: bool = True
     gradient: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
     api: Any = None
+    sharded: Any = None
     shared_stages: tuple[int, ...] = ()
+    experts: bool = False
 
     @property
     def scattered(self) -> bool:
-        """Whether the data axis reduce-scatters its gradient: not where stages still have to add
-        theirs."""
-        return self.zero.sharded and self.sum_data and len(self.shared_stages) < 2
+        """Whether ranks of the shard axis get a part of its gradient each."""
+        return self.zero.sharded and self.sum_data
+
+    @property
+    def gathered(self) -> bool:
+        """Whether `fully_shard` gathers it for each block's use (ZeRO-3)."""
+        return self.level == 3 and self.zero.sharded
 
     @property
     def aliased(self) -> bool:
-        return self.leaf.data_ptr() == self.stored.data_ptr()
+        """Whether what the optimizer updates is what the graphs read."""
+        return self.gathered or self.leaf.data_ptr() == self.stored.data_ptr()
 
 
-def zero_placement(shape: Sequence[int], placement: Placement, dp: int) -> Placement:
-    """How ZeRO-1 divides a local tensor: along a dim the tensor axis leaves alone, if one
-    divides."""
-    dims = sorted(range(len(shape)), key=lambda d: (placement.sharded and d == placement.dim, d))
+def zero_placement(
+    shape: Sequence[int], placement: Placement, n: int, *, first: int = 0
+) -> Placement:
+    """How ZeRO divides a local tensor among n: along a dim from `first` on that the tensor axis
+    leaves alone, if one divides."""
+    dims = sorted(
+        range(first, len(shape)), key=lambda d: (placement.sharded and d == placement.dim, d)
+    )
     for d in dims:
         if placement.sharded and d == placement.dim and placement.split > 1:
             continue
-        if shape[d] % dp == 0 and shape[d] >= dp:
+        if shape[d] % n == 0 and shape[d] >= n:
             return Placement("S", d)
     return R
 
@@ -70,49 +90,49 @@ def zero_placement(shape: Sequence[int], placement: Placement, dp: int) -> Place
 def make_parameter(
     *, value: str, fqn: str, source: torch.Tensor, placement: Placement, place: Place,
     sum_data: bool, sum_tensor: bool, zero: int, dtype: torch.dtype, shared_stages: tuple[int, ...],
+    gatherable: bool = True, experts: bool = False, reached: bool = True,
 ) -> StageParameter:  # fmt: skip
-    """This rank's part of a parameter, copied from the user's; the user's tensor is left alone."""
-    local = source.detach()
-    if placement.sharded:
-        local = local_part(local, placement, place.tensor.size, place.tensor.rank)
-    floating = source.is_floating_point()
-    meta = source.is_meta
-    local = torch.empty_like(local, device=place.device) if meta else local.to(place.device).clone()
+    """This rank's part of a parameter, copied from the user's; the user's tensor is left alone.
+    ZeRO-3 leaves whole what is not `gatherable`."""
+    holders = place.holders(experts=experts)
+    local = _part(source.detach(), placement, place, holders)
+    n = holders.shard.size
+    divided = bool(zero) and source.requires_grad and n > 1
+    divide = zero_placement(local.shape, placement, n, first=int(experts)) if divided else R
+    if zero == 3 and not (sum_data and gatherable):
+        divide = R  # `fully_shard` would sum what is whole on every rank
+    gathered = zero == 3 and divide.sharded
+    # what `fully_shard` divides waits on the host, and is moved block by block
+    where = torch.device("cpu") if gathered else place.device
     local = local.contiguous()
-    stored = local.float() if floating else local
-    divide = (
-        zero_placement(local.shape, placement, place.data.size)
-        if zero and source.requires_grad
-        else R
-    )
-    if divide.sharded and place.data.size > 1:
-        stored = local_part(stored, divide, place.data.size, place.data.rank).clone()
-    else:
-        divide = R
-    shares = not divide.sharded and stored.dtype == dtype
-    leaf = stored.detach() if shares else local.to(dtype)
-    parameter = StageParameter(
+    local = torch.empty_like(local, device=where) if local.is_meta else local.to(where, copy=True)
+    stored = local.float() if source.is_floating_point() else local
+    if divide.sharded and not gathered:
+        stored = local_part(stored, divide, n, holders.shard.rank).clone()
+    shares = divide == R and stored.dtype == dtype
+    leaf = stored if shares or gathered else local.to(dtype)
+    return StageParameter(
         value=value, fqn=fqn, shape=tuple(source.shape), placement=placement, sum_data=sum_data,
-        sum_tensor=sum_tensor, trainable=source.requires_grad, leaf=leaf, stored=stored,
-        zero=divide,
-        shared_stages=shared_stages,
+        sum_tensor=sum_tensor, trainable=source.requires_grad,
+        leaf=nn.Parameter(leaf, requires_grad=source.requires_grad), stored=stored, zero=divide,
+        level=zero, shared_stages=shared_stages, experts=experts,
+        reached=reached and source.requires_grad,
     )  # fmt: skip
-    parameter.leaf.requires_grad_(source.requires_grad)
-    parameter.api = _api_tensor(parameter, stored, place)
-    if source.requires_grad and dtype != torch.float32:
-        parameter.leaf.register_post_accumulate_grad_hook(lambda _: _accumulate(parameter))
-    return parameter
 
 
-def _accumulate(parameter: StageParameter) -> None:
-    """Low-precision gradients of one micro-batch are added up in fp32."""
-    grad = parameter.leaf.grad
-    assert grad is not None
-    if parameter.gradient is None:
-        parameter.gradient = grad.float()
-    else:
-        parameter.gradient.add_(grad)
-    parameter.leaf.grad = None
+def _part(x: torch.Tensor, placement: Placement, place: Place, holders: Holders) -> torch.Tensor:
+    """This rank's part of a whole tensor, before ZeRO divides it."""
+    if holders.part.size > 1:
+        x = local_part(x, Placement("S", 0), holders.part.size, holders.part.rank)
+    if placement.sharded:
+        x = local_part(x, placement, place.tensor.size, place.tensor.rank)
+    return x
+
+
+def expose(parameter: StageParameter, place: Place) -> None:
+    """Make the tensor of the API, over what is stored."""
+    wrapped = wrap(parameter, parameter.stored, place)
+    parameter.api = nn.Parameter(wrapped, requires_grad=parameter.trainable)
 
 
 def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.Tensor:
@@ -121,47 +141,59 @@ def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.
     if place.mesh is None:
         return local
     placement, zero = parameter.placement, parameter.zero
-    on_tensor: Any = Replicate()
-    if placement.sharded:
-        strided = placement.split > 1
-        on_tensor = (
-            _StridedShard(placement.dim, split_factor=placement.split)
-            if strided
-            else Shard(placement.dim)
-        )
-    on_data: Any = Replicate()
+    on_shard: Any = Replicate()
     if zero.sharded:
         nested = placement.sharded and placement.dim == zero.dim
-        on_data = (
+        on_shard = (
             _StridedShard(zero.dim, split_factor=place.tensor.size) if nested else Shard(zero.dim)
         )
+    data = [
+        on_shard if kind == "shard" else Shard(0) if kind == "part" else Replicate()
+        for kind in place.here.data_dims(experts=parameter.experts)
+    ]
     shape = torch.Size(parameter.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, place.mesh, [on_data, on_tensor], run_check=False, shape=shape, stride=stride
+        local, place.mesh, [*data, as_torch(placement)], run_check=False, shape=shape, stride=stride
     )
 
 
-def _api_tensor(parameter: StageParameter, stored: torch.Tensor, place: Place) -> nn.Parameter:
-    return nn.Parameter(wrap(parameter, stored, place), requires_grad=parameter.trainable)
+def as_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
+    """A placement on one axis as DTensors have it."""
+    if not placement.sharded:
+        return Replicate()
+    if placement.split > 1:
+        return _StridedShard(placement.dim, split_factor=placement.split)
+    return Shard(placement.dim)
 
 
-def refresh(parameters: Iterable[StageParameter], place: Place) -> None:
-    """Leaves from what the optimizer updated: gathered under ZeRO-1, cast in mixed precision."""
-    with torch.no_grad():
-        for p in parameters:
-            if p.aliased or not p.trainable:
-                continue
-            whole = all_gather(p.stored, p.zero, place.data) if p.zero.sharded else p.stored
-            p.leaf.copy_(whole)
+def wrap_like(parameter: StageParameter, local: torch.Tensor) -> torch.Tensor:
+    """A local tensor of the stored layout as one of the API's, every step: `from_local` checks what
+    is known."""
+    api = parameter.api.data
+    if not isinstance(api, DTensor):
+        return local
+    return DTensor(local, api._spec, requires_grad=False)
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of an API tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def load(parameter: StageParameter, source: torch.Tensor, place: Place) -> None:
     """Copy a whole tensor's local part into a stored parameter."""
-    local = source.detach()
-    if parameter.placement.sharded:
-        local = local_part(local, parameter.placement, place.tensor.size, place.tensor.rank)
+    holders = place.holders(experts=parameter.experts)
+    local = _part(source.detach(), parameter.placement, place, holders)
     if parameter.zero.sharded:
-        local = local_part(local, parameter.zero, place.data.size, place.data.rank)
+        local = local_part(local, parameter.zero, holders.shard.size, holders.shard.rank)
     with torch.no_grad():
         parameter.stored.copy_(local)
+
+
+def settle(parameters: Iterable[StageParameter]) -> None:
+    """Leaves of frozen parameters after a load: no step refreshes them."""
+    with torch.no_grad():
+        for p in parameters:
+            if not p.aliased and not p.trainable:
+                p.leaf.copy_(p.stored)

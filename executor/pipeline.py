@@ -1,44 +1,83 @@
-"""Runs a stage's instruction stream: the same one that the simulator prices.
+"""Runs a rank's instruction stream: the same one that the simulator prices.
 
 Receives are posted ahead of the instruction that needs them, sends are started and left to finish;
-a stage waits only for its own next message.
+a stage waits only for its own next message. Stages of one rank hand tensors to each other without
+one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 
 from costmodel.schedule import Action, Instruction
+from executor.deferred import Later, accumulate
+from executor.gradients import Reducer
 from executor.stage import Pass, StageProgram
 from executor.transfer import Channel
+from executor.watch import progress
 
 LOOKAHEAD = 2  # receives posted ahead of the one being waited for
+WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
-Key = tuple[Action, int, int]  # (receive action, peer, micro-batch)
+Key = tuple[Action, int, int, int]  # (receive action, stage, peer, micro-batch)
+Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
+Unit = tuple[int, int]  # (stage, micro-batch)
+
+
+class Phase(StrEnum):
+    """What a step does beside its instructions."""
+
+    REFRESH = "refresh"
+    REDUCE = "reduce"
+    DELIVER = "deliver"
+
+
+Observer = Callable[[Instruction | Phase, Callable[[], None]], None]  # (what, runs it)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStage:
+    """What running a stage takes. `channels` go to stages of other ranks, by (action, peer);
+    `beside` names what stages of this rank read, by stage; `last` the micro-batch of the step's
+    last backward here."""
+
+    program: StageProgram
+    channels: Channels
+    beside: Mapping[int, tuple[str, ...]]
+    reducer: Reducer
+    inputs: Callable[[int], Mapping[str, torch.Tensor]]
+    counts: Mapping[str, torch.Tensor]
+    last: int
 
 
 class PipelineRun:
-    """One training step of one stage."""
+    """One training step of the stages of one rank."""
 
     def __init__(
         self,
-        program: StageProgram,
+        stages: Mapping[int, RunStage],
         stream: Sequence[Instruction],
-        channels: Mapping[tuple[Action, int], Mapping[str, Channel]],
-        inputs: Callable[[int], Mapping[str, torch.Tensor]],
-        counts: Mapping[str, torch.Tensor],
+        *,
         rng: Callable[[int], tuple[int, int]],
+        scale: float,
+        later: Later,
+        observe: Observer | None = None,
     ) -> None:
-        self.program, self.stream, self.channels = program, stream, channels
-        self.inputs, self.counts, self.rng = inputs, counts, rng
-        self.passes: dict[int, Pass] = {}
-        self.activations: dict[int, dict[str, torch.Tensor]] = {}
-        self.gradients: dict[int, dict[str, torch.Tensor]] = {}
-        self.input_gradients: dict[int, dict[str, torch.Tensor]] = {}
+        """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction."""
+        self.stages, self.stream = stages, stream
+        self.rng, self.scale, self.later, self.observe = rng, scale, later, observe
+        self.passes: dict[Unit, Pass] = {}
+        self.activations: dict[Unit, dict[str, torch.Tensor]] = {}
+        self.gradients: dict[Unit, dict[str, torch.Tensor]] = {}
+        self.input_gradients: dict[Unit, dict[str, torch.Tensor]] = {}
+        self.put_off: dict[Unit, list[Any]] = {}
         self.posted: dict[Key, dict[str, list[Any]]] = {}
         self.sending: list[tuple[Any, torch.Tensor]] = []
         self.losses: list[torch.Tensor] = []
@@ -46,67 +85,121 @@ class PipelineRun:
         self.coming = deque(i for i in stream if i.action in receives)
 
     def run(self) -> list[torch.Tensor]:
-        """Execute the stream; returns the micro-batches' losses (last stage) in order."""
-        handlers = {
+        """Execute the stream; returns the micro-batches' losses (of the last stage) in order."""
+        handlers: dict[Action, Callable[[Instruction], None]] = {
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
+            Action.BACKWARD_INPUT: self._backward,
+            Action.BACKWARD_WEIGHT: self._weight,
             Action.SEND_ACTIVATION: self._send,
             Action.RECV_ACTIVATION: self._receive,
             Action.SEND_GRADIENT: self._send,
             Action.RECV_GRADIENT: self._receive,
+            Action.REDUCE_GRADIENTS: self._reduce,
         }
         for instruction in self.stream:
-            handler = handlers.get(instruction.action)
-            if handler is not None:
+            handler = handlers[instruction.action]
+            progress.enter(
+                instruction.action.value, stage=instruction.stage,
+                microbatch=instruction.microbatch, waits=instruction.action in WAITING,
+            )  # fmt: skip
+            if self.observe is None:
                 handler(instruction)
+            else:
+                self.observe(instruction, partial(handler, instruction))
+        progress.enter("finishing sends", waits=True)
         for work, _ in self.sending:
             work.wait()
         return self.losses
 
+    # --- compute ---
+
     def _forward(self, instruction: Instruction) -> None:
-        k = instruction.microbatch
-        received = self.activations.pop(k, {})
-        done = self.program.forward(self.inputs(k), received, self.counts, self.rng(k))
-        self.passes[k] = done
-        if self.program.loss is not None:
-            self.losses.append(done.produced[self.program.loss].detach())
+        unit = s, k = instruction.stage, instruction.microbatch
+        stage = self.stages[s]
+        received = self.activations.pop(unit, {})
+        done = stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k))
+        self.passes[unit] = done
+        if stage.program.loss is not None:
+            self.losses.append(done.produced[stage.program.loss].detach())
+        for target, names in stage.beside.items():
+            into = self.activations.setdefault((target, k), {})
+            into |= {name: done.produced[name].detach() for name in names}
 
     def _backward(self, instruction: Instruction) -> None:
-        k = instruction.microbatch
-        done = self.passes.pop(k)
-        # one at a time: their sends follow at once, and hold what they still need
-        self.input_gradients = {k: self.program.backward(done, self.gradients.pop(k, {}))}
+        """The whole backward, or all of it but the weight gradients that can be put off."""
+        unit = s, k = instruction.stage, instruction.microbatch
+        stage, done = self.stages[s], self.passes.pop(unit)
+        whole, last = instruction.action is Action.BACKWARD, k == stage.last
+        stage.reducer.before_backward(last=last, whole=whole)
+        found = stage.program.backward(done, self.gradients.pop(unit, {}), self.scale)
+        taken = self.later.take()
+        if whole:
+            accumulate(taken, stage.reducer.made)
+            if not last:
+                stage.reducer.after_backward()
+        else:
+            self.put_off[unit] = taken
+        beside = {name: j for j, other in self.stages.items() for name in other.beside.get(s, ())}
+        for name, source in beside.items():
+            if name in found:
+                _add(self.gradients.setdefault((source, k), {}), name, found[name])
+        if sent := {n: x for n, x in found.items() if n not in beside}:
+            self.input_gradients[unit] = sent
+
+    def _weight(self, instruction: Instruction) -> None:
+        unit = s, k = instruction.stage, instruction.microbatch
+        stage = self.stages[s]
+        last = k == stage.last
+        stage.reducer.before_backward(last=last, whole=False)
+        accumulate(self.put_off.pop(unit), stage.reducer.made)
+        if not last:
+            stage.reducer.after_backward()
+
+    def _reduce(self, instruction: Instruction) -> None:
+        self.stages[instruction.stage].reducer.close()
+
+    # --- messages ---
 
     def _send(self, instruction: Instruction) -> None:
-        k, peer = instruction.microbatch, instruction.peer
-        assert peer is not None
-        forward = instruction.action is Action.SEND_ACTIVATION
-        source = self.passes[k].produced if forward else self.input_gradients[k]
-        for name, channel in self.channels[instruction.action, peer].items():
+        assert instruction.peer is not None
+        unit = instruction.stage, instruction.microbatch
+        channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
+        if instruction.action is Action.SEND_ACTIVATION:
+            source = self.passes[unit].produced
+        else:
+            source = self.input_gradients.get(unit, {})
+        for name, channel in channels.items():
             self.sending += channel.send(source[name])
+        if instruction.action is Action.SEND_GRADIENT:
+            left = {name: x for name, x in source.items() if name not in channels}
+            self.input_gradients[unit] = left
         self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
 
     def _receive(self, instruction: Instruction) -> None:
         self._post_ahead(instruction)
-        k, peer = instruction.microbatch, instruction.peer
-        assert peer is not None
+        assert instruction.peer is not None
+        unit = instruction.stage, instruction.microbatch
         posted = self.posted.pop(_key(instruction))
-        channels = self.channels[instruction.action, peer]
+        channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
         store = self.activations if instruction.action is Action.RECV_ACTIVATION else self.gradients
-        into = store.setdefault(k, {})
+        into = store.setdefault(unit, {})
         for name, works in posted.items():
-            received = channels[name].finish(works)
-            into[name] = into[name] + received if name in into else received
+            _add(into, name, channels[name].finish(works))
 
     def _post_ahead(self, upto: Instruction) -> None:
         """Post this receive and the next few, in stream order."""
         while self.coming and (_key(upto) not in self.posted or len(self.posted) <= LOOKAHEAD):
             following = self.coming.popleft()
             assert following.peer is not None
-            channels = self.channels[following.action, following.peer]
+            channels = self.stages[following.stage].channels[following.action, following.peer]
             self.posted[_key(following)] = {n: channel.post() for n, channel in channels.items()}
+
+
+def _add(into: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> None:
+    into[name] = into[name] + x if name in into else x
 
 
 def _key(instruction: Instruction) -> Key:
     assert instruction.peer is not None
-    return instruction.action, instruction.peer, instruction.microbatch
+    return instruction.action, instruction.stage, instruction.peer, instruction.microbatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,21 @@ class Axis:
     rank: int
     group: Any = None
 
+    @property
+    def group_name(self) -> str:
+        """What the operators of compiled graphs call the group."""
+        return self.group.group_name
+
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Waiting(Protocol):
+    """What is under way until `wait` returns."""
+
+    def wait(self) -> Any: ...
 
 
 # --- local arithmetic -----------------------------------------------------------------------------
@@ -64,41 +75,103 @@ def local_part(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torc
 
 # --- collectives ----------------------------------------------------------------------------------
 
+# While torch.compile traces, a collective is an operator that it knows; a call of one costs more
+# than a plain collective, so only then. Their own autograd is not used: `_Transition` has it.
+_OPERATORS = torch.ops._c10d_functional
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Σ (or the maximum) over the axis, as a new tensor."""
+    if torch.compiler.is_compiling():
+        return _done(_OPERATORS.all_reduce(x.contiguous(), op, axis.group_name))
     out = x.contiguous().clone()
-    dist.all_reduce(out, group=axis.group)
+    dist.all_reduce(out, op=_REDUCTIONS[op], group=axis.group)
     return out
 
 
 def all_gather(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
-    source = x.contiguous()
-    out = torch.empty((axis.size * source.numel(),), dtype=x.dtype, device=x.device)
-    _ALL_GATHER(out, source.view(-1), group=axis.group)
+    if torch.compiler.is_compiling():
+        flat = x.reshape(-1)
+        out = _done(_OPERATORS.all_gather_into_tensor(flat, axis.size, axis.group_name))
+        return join_parts(out.view(axis.size, *x.shape), placement)
+    out, work = all_gather_flat(x.reshape(-1), axis)
+    work.wait()
     return join_parts(out.view(axis.size, *x.shape), placement)
+
+
+def all_gather_flat(
+    x: torch.Tensor, axis: Axis, into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dist.Work]:
+    """Start gathering vectors [k] of the axis' ranks as rows, into a vector [n·k] if one is given:
+    ([n, k], its work)."""
+    out = into
+    if out is None:
+        out = torch.empty((axis.size * x.numel(),), dtype=x.dtype, device=x.device)
+    work = _ALL_GATHER(out, x.contiguous(), group=axis.group, async_op=True)
+    return out.view(axis.size, -1), work
 
 
 def reduce_scatter(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
     parts = split_parts(x, placement, axis.size).contiguous()
+    if torch.compiler.is_compiling():
+        flat = parts.view(-1)
+        out = _OPERATORS.reduce_scatter_tensor(flat, "sum", axis.size, axis.group_name)
+        return _done(out).view(parts.shape[1:])
     out, work = reduce_scatter_flat(parts.view(axis.size, -1), axis)
     work.wait()
     return out.view(parts.shape[1:])
 
 
-def reduce_scatter_flat(parts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, dist.Work]:
-    """Start summing `parts` [n, k] over the axis, row r for rank r: (this rank's row, its work)."""
+def reduce_scatter_flat(parts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Waiting]:
+    """Start summing `parts` [n, k] over the axis, row r for rank r: (this rank's row, its work),
+    to be read when the work is done."""
+    if parts.is_cpu:  # gloo scatters after an all-reduce: twice the bytes of an exchange and a sum
+        return _ExchangeAndSum.start(parts, axis)
     out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
     work = _REDUCE_SCATTER(out, parts.reshape(-1), group=axis.group, async_op=True)
     return out, work
+
+
+@dataclass(slots=True)
+class _ExchangeAndSum:
+    """The work of a reduce-scatter made of an all-to-all and a sum by its receiver."""
+
+    sent: torch.Tensor  # to live as long
+    received: torch.Tensor
+    work: dist.Work
+    out: torch.Tensor
+
+    @staticmethod
+    def start(parts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, _ExchangeAndSum]:
+        source = parts.contiguous()
+        received = torch.empty_like(source)
+        work = dist.all_to_all_single(
+            received.view(-1), source.view(-1), group=axis.group, async_op=True
+        )
+        out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+        return out, _ExchangeAndSum(source, received, work, out)
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.received, 0, out=self.out)
 
 
 def all_to_all(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
     if source.dim == target.dim:
         return local_part(all_gather(x, source, axis), target, axis.size, axis.rank).contiguous()
     parts = split_parts(x, target, axis.size).contiguous()
+    if torch.compiler.is_compiling():
+        sizes = [1] * axis.size
+        out = _OPERATORS.all_to_all_single(parts, sizes, sizes, axis.group_name)
+        return join_parts(_done(out), source)
     out = torch.empty_like(parts)
     dist.all_to_all_single(out.view(-1), parts.view(-1), group=axis.group)
     return join_parts(out, source)
+
+
+def _done(x: torch.Tensor) -> torch.Tensor:
+    return _OPERATORS.wait_tensor(x)
 
 
 def on_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:

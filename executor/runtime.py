@@ -1,36 +1,52 @@
-"""ParallelModel: the plan executed. Global batch in, mean loss out, gradients in `.grad`."""
+"""Runtime: the plan executed. Global batch in, mean loss out, gradients in `.grad`."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
-from costmodel.schedule import EXECUTABLE, build_schedule
-from executor.build import BuiltStage, build_stage
-from executor.gradients import collect, deliver, exchange_tied, reduce_gradients
-from executor.launch import device_here, world_size
-from executor.meshes import Place, StageMesh, alone, join
-from executor.parameters import load, refresh
-from executor.pipeline import PipelineRun
+from costmodel.schedule import Action, Instruction, build_schedule, stages_of_devices
+from executor import background
+from executor.batches import Batches, Rows
+from executor.build import Builder, BuiltStage
+from executor.checkpoint_ranks import gloo_group, told_by
+from executor.compile import backend_of
+from executor.deferred import Later
+from executor.fully_sharded import collect
+from executor.gradients import Reducer, deliver, exchange_tied, lay_out
+from executor.launch import device_here
+from executor.loss_scale import LossScale, StepGuard
+from executor.meshes import Place
+from executor.parameters import StageParameter, load, settle
+from executor.pipeline import Observer, Phase, PipelineRun, RunStage
+from executor.places import place_of, stages_of_ranks
+from executor.refresh import Refresh
 from executor.reshard import all_gather, local_part
+from executor.watch import progress
+from planner.check import check_runs
 from planner.data_axis import loss_is_summed
+from planner.evaluate import crossings
 from planner.layouts import Assignment
-from planner.plan import Plan, PlanError
-from planner.trace import input_leaves
+from planner.plan import Plan
 
 
 class Runtime:
     """One rank of a running plan. Built collectively: every rank of the plan constructs it at the
-    same time."""
+    same time.
+
+    `stages` are those of this rank, by number; `held` all its parameters in the order of the
+    forward, each once.
+    """
 
     def __init__(
         self,
@@ -39,115 +55,208 @@ class Runtime:
         table: FactorTable,
         assignments: list[dict[str, Assignment]],
         model: nn.Module,
+        *,
+        compile: bool | str = False,
+        device: torch.device | None = None,
     ) -> None:
-        if plan.precision == "fp16":
-            raise PlanError(
-                "plan: precision='fp16' is planned but not run: it needs loss scaling; use bf16"
-            )
-        if plan.schedule not in EXECUTABLE:
-            raise PlanError(
-                f"plan: schedule={plan.schedule!r} is priced but not run: use one of "
-                f"{', '.join(EXECUTABLE)}"
-            )
+        check_runs(plan)
+        device = device or device_here()
+        backend = backend_of(compile, device.type)
         self.plan, self.graph = plan, graph
-        self.place = _place(plan)
-        self.stage: BuiltStage = build_stage(plan, graph, table, assignments, model, self.place)
-        streams = build_schedule(
-            plan.schedule,
-            num_stages=len(plan.stages),
-            num_microbatches=plan.num_microbatches,
-            edges=self.stage.edges,
-        )
-        self.stream = streams[self.place.stage]
+        self._model = _kept(model)
+        progress.stages = stages_of_ranks(plan)
+        self.place = place_of(plan, graph, table, assignments, device)
+        builder = Builder(plan, graph, table, assignments, model, self.place, backend)
+        self.stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in self.place.stages}
+        self.later, self.tied = builder.later or Later(), builder.tied
+        shared = tuple(builder.shared.values())
+        own = tuple(p for stage in self.stages.values() for p in stage.parameters)
+        self.held: tuple[StageParameter, ...] = (*own, *shared)
+        self.reducers = {
+            k: Reducer(stage.parameters, self.place) for k, stage in self.stages.items()
+        }
+        self.common = Reducer(shared, self.place)
+        first = {p.fqn: min(k for k in p.shared_stages if k in self.stages) for p in shared}
+        self.refreshes = {
+            k: Refresh(
+                [*(p for p in shared if first[p.fqn] == k), *stage.parameters],
+                self.place, stage.reader,
+            )
+            for k, stage in self.stages.items()
+        }  # fmt: skip
+        self.stream = self._stream()
         self.loaded = not any(p.is_meta for p in model.parameters())
         self.saved = frozenset(model.state_dict())  # holds no buffer registered persistent=False
         self.unset = frozenset(fqn for fqn, b in model.named_buffers() if b.is_meta)
         used = {*graph.parameters.values(), *graph.aliases, *graph.buffers.values()}
         self.unused = {n: x.detach() for n, x in model.state_dict().items() if n not in used}
+        self.guard = StepGuard(
+            place=self.place, scale=LossScale() if plan.precision == "fp16" else None
+        )
         self.steps = 0
         self.seed = _shared_seed(self.place)
-        self.dtypes = {path: graph.values[name].dtype for name, path in graph.inputs.items()}
+        self.batches = Batches(plan, graph, self.place)
+
+    def _stream(self) -> tuple[Any, ...]:
+        """This rank's instructions."""
+        counts = {"num_stages": len(self.plan.stages), "num_devices": len(self.plan.devices)}
+        placed = stages_of_devices(self.plan.schedule, **counts)
+        streams = build_schedule(
+            self.plan.schedule,
+            num_microbatches=self.plan.num_microbatches,
+            edges=crossings(self.plan, self.graph).keys(),
+            **counts,
+        )
+        return streams[placed.index(self.place.stages)]
 
     # --- a step ---
 
-    def train_step(self, batch: Any) -> torch.Tensor:
+    @progress.during("preparing the step", waits=True, is_step=True)
+    def train_step(self, batch: Any, observe: Observer | None = None) -> torch.Tensor:
         """Forward and backward of one global batch; the mean loss on every rank. Gradients are
-        added to `.grad`."""
-        if not self.loaded:
+        added to `.grad` if all of them are finite, on every rank, and dropped otherwise. `observe`
+        runs each instruction and phase in the runtime's stead."""
+        self._check_ready()
+        if not torch.is_grad_enabled():
             raise ValueError(
-                "the model is on the meta device: it has no weights to train; call load_state_dict "
-                "or load_checkpoint first"
+                "train_step under no_grad or inference_mode makes no gradients; use eval_step for "
+                "the loss alone"
             )
-        inputs = self._split(batch)
-        refresh(self.stage.parameters, self.place)
+        inputs = self.batches.checked(batch)
+        for reducer in (*self.reducers.values(), self.common):
+            reducer.begin()
+        watched = observe or _unobserved
+        watched(Phase.REFRESH, self._refresh)
         seed = self._step_seed()
         run = PipelineRun(
-            self.stage.program,
+            {k: self._run_stage(k, inputs) for k in self.stages},
             self.stream,
-            self.stage.channels,
-            inputs.__getitem__,
-            self._count(inputs),
-            lambda k: (seed, k * self.plan.microbatch_rows),
+            rng=lambda k: (seed, k * self.plan.microbatch_rows),
+            scale=self.guard.seed / self.plan.num_microbatches,
+            later=self.later,
+            observe=observe,
         )
         losses = run.run()
-        collect(self.stage.parameters)
-        reduce_gradients(self.stage.parameters, self.place)
-        exchange_tied(self.stage.parameters, self.place, self.stage.tied)
-        deliver(self.stage.parameters, self.place)
-        self.steps += 1
-        return self._mean_loss(losses)
+        progress.enter("reducing gradients", waits=True)
+        with torch.no_grad():
+            watched(Phase.REDUCE, self._reduce)
+            watched(Phase.DELIVER, self._deliver)
+            self.steps += 1
+            return self._mean_loss(losses)
 
-    def _split(self, batch: Any) -> list[dict[str, torch.Tensor]]:
-        """This rank's rows of every micro-batch, by value name."""
-        leaves = {path: x for path, x in input_leaves(batch)[0] if isinstance(x, torch.Tensor)}
-        missing = sorted(set(self.graph.inputs.values()) - set(leaves))
-        if missing:
+    @progress.during("evaluating a batch", waits=True)
+    def eval_step(self, batch: Any) -> torch.Tensor:
+        """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
+        self._check_ready()
+        if any(op.short.startswith("batch_norm") for op in self.graph.ops):
             raise ValueError(
-                f"batch: missing {missing}; the model was planned with inputs "
-                f"{sorted(self.graph.inputs.values())}"
+                "eval_step: the model was planned for training, where batch norm takes the "
+                "statistics of the batch; load full_state_dict() into the model, call .eval(), and "
+                "evaluate that"
             )
-        rows, size, rank = self.plan.microbatch_rows, self.place.data.size, self.place.data.rank
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(self.plan.num_microbatches)]
-        for name, path in self.graph.inputs.items():
-            tensor = self._checked(path, leaves[path], name)
-            split = self.stage.data.states[name].sharded
-            for k, part in enumerate(parts):
-                if name in self.graph.batched:
-                    chunk = tensor[k * rows : (k + 1) * rows]
-                    part[name] = chunk.tensor_split(size)[rank] if split else chunk
-                else:
-                    part[name] = tensor
-        return parts
+        inputs = self.batches.checked(batch)
+        forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
+        with torch.no_grad(), self._evaluating():
+            self._refresh()
+            run = PipelineRun(
+                {k: self._run_stage(k, inputs) for k in self.stages},
+                [i for i in self.stream if i.action in forward],
+                rng=lambda k: (0, 0), scale=1.0, later=self.later,
+            )  # fmt: skip
+            return self._mean_loss(run.run())
 
-    def _checked(self, path: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        expected = list(self.graph.values[name].shape)
-        if name in self.graph.batched:
-            expected[0] = self.plan.global_batch_size
-        if list(tensor.shape) != expected:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        programs = [stage.program for stage in self.stages.values()]
+        for program in programs:
+            program.train(False)
+        try:
+            yield
+        finally:
+            for program in programs:
+                program.train(True)
+
+    def _check_ready(self) -> None:
+        """Raise ValueError where there are no weights, or others are trained than planned."""
+        if not self.loaded:
             raise ValueError(
-                f"batch: {path!r} has shape {tuple(tensor.shape)}; the plan expects "
-                f"{tuple(expected)} "
-                f"(global_batch_size={self.plan.global_batch_size}); pad or drop rows, or plan for "
-                f"this batch"
+                "the model is on the meta device: it has no weights to train; call init_weights, "
+                "load_weights, load_state_dict or load_checkpoint first"
             )
-        dtype = self.dtypes[path] if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=self.place.device, dtype=dtype, non_blocking=True)
+        changed = [p.fqn for p in self.held if p.api.requires_grad != p.trainable]
+        if changed:
+            raise ValueError(
+                f"requires_grad of {changed[:3]} (of {len(changed)}) was changed after planning: "
+                "freeze or thaw the model's parameters before auto_parallelize, which plans with it"
+            )
 
-    def _count(self, inputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    @property
+    def model(self) -> nn.Module:
+        """The user's model. ValueError where it had weights and was freed: they are here."""
+        model = self._model()
+        if model is None:
+            raise ValueError(
+                "the model had weights, which were handed over, and was freed: nothing of it is on "
+                "the meta device, to be initialised; build it under `with torch.device('meta'):` "
+                "for that, or use load_weights, load_state_dict or load_checkpoint"
+            )
+        return model
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of fp16's backward; None in other precisions."""
+        return self.guard.scale
+
+    def _run_stage(self, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
+        stage = self.stages[k]
+        rows = self.batches.rows(inputs, stage.data, stage.reads)
+        (last,) = (
+            i.microbatch
+            for i in self.stream
+            if i.action is Action.REDUCE_GRADIENTS and i.stage == k
+        )
+        stage.program.ready = self.refreshes[k].wait
+        return RunStage(
+            program=stage.program, channels=stage.channels, beside=stage.beside,
+            reducer=self.reducers[k], inputs=rows.__getitem__, counts=self._count(stage, rows),
+            last=last,
+        )  # fmt: skip
+
+    def _refresh(self) -> None:
+        """Weights as the optimizer left them."""
+        for refresh in self.refreshes.values():
+            refresh.begin()
+
+    def _deliver(self) -> None:
+        """Gradients to the optimizer, if they are numbers."""
+        if self.guard.admit(self.held):
+            deliver(self.held, self.place)
+
+    def _reduce(self) -> None:
+        """Gradients whole on every axis and over all stages."""
+        self.common.close()
+        for reducer in (*self.reducers.values(), self.common):
+            reducer.finish()
+        collect(self.held, self.place)
+        exchange_tied(self.held, self.place, self.tied)
+        lay_out(self.held, self.place)
+
+    def _count(self, stage: BuiltStage, inputs: Rows) -> dict[str, torch.Tensor]:
         """Per loss, its rows over the whole global batch, divided by the number of micro-batches:
         the denominator that makes Σ over micro-batches and ranks the mean over the batch."""
-        if self.stage.counts is None:
+        if stage.counts is None:
             return {}
-        totals = {name: torch.zeros((), device=self.place.device) for name in self.stage.losses}
+        device = self.place.device
+        totals = {n: torch.zeros((), dtype=torch.int64, device=device) for n in stage.losses}
         with torch.no_grad():
             for part in inputs:
-                values = {**self.stage.program.tensors, **part}
-                made = self.stage.counts.module(*[values[n] for n in self.stage.counts.arguments])
-                targets = dict(zip(self.stage.counts.outputs, made, strict=True))
-                for name, (target, ignored) in self.stage.losses.items():
+                values = {**stage.program.tensors, **part}
+                made = stage.counts.module(*[values[n] for n in stage.counts.arguments])
+                targets = dict(zip(stage.counts.outputs, made, strict=True))
+                for name, (target, ignored) in stage.losses.items():
                     totals[name] += (targets[target] != ignored).sum()
-        for name, (target, _) in self.stage.losses.items():
-            if self.place.data.size > 1 and self.stage.data.states[target].sharded:
+        for name, (target, _) in stage.losses.items():
+            if self.place.data.size > 1 and stage.data.states[target].sharded:
                 dist.all_reduce(totals[name], group=self.place.data.group)
         return {name: total / self.plan.num_microbatches for name, total in totals.items()}
 
@@ -160,7 +269,7 @@ class Runtime:
                 torch.stack([x.float().reshape(()) for x in losses]).sum()
                 / self.plan.num_microbatches
             )
-            if place.data.size > 1 and loss_is_summed(self.stage.data, self.graph):
+            if place.data.size > 1 and loss_is_summed(self.stages[last].data, self.graph):
                 dist.all_reduce(total, group=place.data.group)
         if place.mesh is not None and last > 0:
             dist.broadcast(total, src=place.meshes[last].ranks[0])
@@ -172,144 +281,135 @@ class Runtime:
     # --- parameters and state ---
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters under the user's FQNs, as DTensors on the stage's mesh."""
-        for p in self.stage.parameters:
+        """This rank's parameters under the user's FQNs, as DTensors on its mesh."""
+        for p in self.held:
             yield p.fqn, p.api
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This stage's parameters and buffers under the user's FQNs, tied names included."""
+        """This rank's parameters and buffers under the user's FQNs, tied names included."""
         found: dict[str, torch.Tensor] = {}
         aliases: dict[str, list[str]] = {}
         for alias, fqn in self.graph.aliases.items():
             aliases.setdefault(fqn, []).append(alias)
-        for p in self.stage.parameters:
+        for p in self.held:
             for name in (p.fqn, *aliases.get(p.fqn, [])):
                 found[name] = p.api.detach()
-        for value, (fqn, state) in self.stage.buffers.items():
-            if fqn not in self.saved:
-                continue
-            if not state.sharded:
-                found[fqn] = self.stage.program.tensors[value]
-            else:
-                local = self.stage.program.tensors[value]
-                found[fqn] = all_gather(local, state, self.place.tensor)
-        return found | (self.unused if self.place.stage == 0 else {})
+        for stage in self.stages.values():
+            for value, (fqn, state) in stage.buffers.items():
+                if fqn not in self.saved:
+                    continue
+                local = stage.program.tensors[value]
+                found[fqn] = all_gather(local, state, self.place.tensor) if state.sharded else local
+        return found | (self.unused if 0 in self.stages else {})
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (p for _, p in self.named_parameters())
 
-    def plain_state_dict(self) -> dict[str, torch.Tensor]:
-        """As `state_dict`, with fused projections' strided shards re-laid as plain ones, as
-        checkpoints need."""
-        return {name: self.plain(x) for name, x in self.state_dict().items()}
-
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """A DTensor with plain `Shard` placements only; other tensors as they are. Collective on
-        the stage."""
-        if not isinstance(x, DTensor) or not any(
-            isinstance(p, _StridedShard) for p in x.placements
-        ):
-            return x.detach()
-        wanted = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in x.placements]
-        whole = DTensor.from_local(
-            x.full_tensor(), x.device_mesh, [Replicate()] * len(wanted), run_check=False
-        )
-        return whole.redistribute(placements=wanted).detach()
-
-    def restore(self, held: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor read from a checkpoint into one of the optimizer's, whatever their
-        layouts."""
-        if isinstance(held, DTensor) and isinstance(source, DTensor):
-            whole = DTensor.from_local(
-                source.full_tensor(),
-                held.device_mesh,
-                [Replicate()] * len(held.placements),
-                run_check=False,
-            )
-            source = whole.redistribute(placements=held.placements)
-        with torch.no_grad():
-            held.copy_(source)
-
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit
-        one host."""
-        mine = {
-            name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
-            for name, x in self.state_dict().items()
-        }
-        return self._merged(mine)
+        one host. Waits for a checkpoint that is saved in the background."""
+        return self._merged({name: _whole(x) for name, x in self.state_dict().items()})
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """All stages' gradients as whole CPU tensors by FQN, on every rank. Collective."""
-        mine = {}
-        for name, p in self.named_parameters():
-            if p.grad is not None:
-                mine[name] = (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu()
-        return self._merged(mine)
+        named = dict(self.named_parameters())
+        return self._merged(
+            {name: _whole(p.grad) for name, p in named.items() if p.grad is not None}
+        )
 
     def _merged(self, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.place.mesh is None:
+        """What all device groups have, each told by its first rank."""
+        leaders = [ranks[0] for ranks in self.plan.devices]
+        if len(leaders) == 1:
             return mine
-        leader = self.place.rank == self.place.meshes[self.place.stage].ranks[0]
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine if leader else {})
-        return {name: x for part in gathered for name, x in part.items()}
+        background.finish_all()  # a save there talks over the same group
+        group = gloo_group()
+        parts = [told_by(group, rank, mine if rank == self.place.rank else {}) for rank in leaders]
+        return {name: x for part in parts for name, x in part.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from whole tensors (or DTensors of the same layout) by FQN.
 
         Names of other stages are ignored; a missing or misshapen one raises ValueError, and so does
-        a buffer of a model on meta that the state does not hold.
+        a buffer of a model on meta that the state does not hold. What the graph doesn't read may be
+        missing where it has a value.
         """
-        buffers = {fqn for fqn, _ in self.stage.buffers.values()}
+        buffers = {fqn for stage in self.stages.values() for fqn, _ in stage.buffers.values()}
         if valueless := sorted(buffers & self.unset - set(state)):
             raise ValueError(
                 f"state dict: buffers {valueless} have no value: the model is on the meta device "
-                f"and they are not "
-                "in the state (registered with persistent=False); add them to it, or build the "
-                "model so that only its "
-                "parameters are on meta"
+                f"and they are not in the state (registered with persistent=False); call "
+                f"init_weights first, which gives them theirs, read a file by load_weights, or add "
+                f"them to the state"
             )
-        for p in self.stage.parameters:
+        unread = {
+            name: _source(state, [name], x.shape)
+            for name, x in (self.unused if 0 in self.stages else {}).items()
+            if name in state or x.is_meta
+        }
+        for p in self.held:
             names = [p.fqn, *(a for a, fqn in self.graph.aliases.items() if fqn == p.fqn)]
-            source = next((state[n] for n in names if n in state), None)
-            if source is None:
-                raise ValueError(
-                    f"state dict: missing {p.fqn!r}; it has {len(state)} names, e.g. "
-                    f"{sorted(state)[:3]}"
-                )
-            if tuple(source.shape) != p.shape:
-                raise ValueError(
-                    f"state dict: {p.fqn!r} has shape {tuple(source.shape)}, the model {p.shape}"
-                )
+            source = _source(state, names, p.shape)
+            if isinstance(source, DTensor) and _alike(source, p.api):
+                with torch.no_grad():
+                    p.stored.copy_(source.to_local())
+                continue
             whole = source.full_tensor() if isinstance(source, DTensor) else source
             load(p, whole.to(self.place.device), self.place)
-            with torch.no_grad():
-                if not p.aliased and not p.trainable:
-                    p.leaf.copy_(p.stored)
-        for value, (fqn, placement) in self.stage.buffers.items():
-            if fqn in state:
-                whole = state[fqn].to(self.place.device)
-                if placement.sharded:
-                    whole = local_part(
-                        whole, placement, self.place.tensor.size, self.place.tensor.rank
-                    )
-                self.stage.program.tensors[value].copy_(whole)
+        settle(self.held)
+        axis = self.place.tensor
+        for stage in self.stages.values():
+            for value, (fqn, placement) in stage.buffers.items():
+                if fqn in state:
+                    whole = _source(state, [fqn], self.graph.values[value].shape)
+                    whole = whole.to(self.place.device)
+                    if placement.sharded:
+                        whole = local_part(whole, placement, axis.size, axis.rank)
+                    stage.program.tensors[value].copy_(whole)
+        for name, source in unread.items():  # what was there may be the user's own
+            self.unused[name] = _whole(source).to(self.unused[name].dtype)
         self.loaded, self.unset = True, frozenset()
 
 
-def _place(plan: Plan) -> Place:
-    meshes = [StageMesh(ranks=s.ranks, dp=s.dp, tp=s.tp) for s in plan.stages]
-    device = device_here()
-    if plan.num_ranks == 1 and world_size() == 1:
-        return alone(device, meshes[0])
-    if world_size() != plan.num_ranks:
-        raise PlanError(
-            f"plan: made for {plan.num_ranks} ranks, but {world_size()} are running; launch with "
-            f"`torchrun --nproc-per-node {plan.num_ranks} ...` or plan again for Cluster of "
-            f"{world_size()} devices"
+def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
+    run()
+
+
+def _kept(model: nn.Module) -> Callable[[], nn.Module | None]:
+    """A model that has no weights yet is kept, to be initialised; one that has is the user's."""
+    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        return lambda: model
+    return weakref.ref(model)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A whole copy on the CPU."""
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole.detach().to("cpu", copy=True)
+
+
+def _source(
+    state: Mapping[str, torch.Tensor], names: Sequence[str], shape: Sequence[int]
+) -> torch.Tensor:
+    """What a state dict holds under one of a tensor's names; ValueError where it doesn't fit."""
+    name = next((n for n in names if n in state), None)
+    if name is None:
+        raise ValueError(
+            f"state dict: missing {names[0]!r}; it has {len(state)} names, e.g. {sorted(state)[:3]}"
         )
-    return join(meshes, device)
+    if tuple(state[name].shape) != tuple(shape):
+        raise ValueError(
+            f"state dict: {names[0]!r} has shape {tuple(state[name].shape)}, the model "
+            f"{tuple(shape)}"
+        )
+    return state[name]
+
+
+def _alike(x: DTensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are laid out alike."""
+    return (
+        isinstance(y, DTensor) and x.device_mesh == y.device_mesh and x.placements == y.placements
+    )
 
 
 def _shared_seed(place: Place) -> int:

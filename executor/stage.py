@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from executor.lower import Lowered, block_salt
 
@@ -20,24 +20,61 @@ class Pass:
     produced: dict[str, torch.Tensor]
 
 
-@dataclass(slots=True, kw_only=True)
-class StageProgram:
-    """The stage's graphs and tensors. `tensors` are parameters (leaves), buffers and constants by
-    value name; `sends` are values other stages read; `loss` is set on the last stage; `updates`
-    maps buffers to the values that replace them after each micro-batch; `recompute` names the
-    blocks run again."""
+class BlockModule(nn.Module):
+    """A lowered block with the parameters that it alone reads; called with the rest, in order.
 
-    prologue: Lowered
-    blocks: tuple[Lowered, ...]
-    tensors: Mapping[str, torch.Tensor]
-    sends: tuple[str, ...]
-    loss: str | None
-    loss_scale: float
-    updates: Mapping[str, str]
-    recompute: frozenset[str]
-    differentiable: frozenset[str]
+    The graph may be shared with other blocks, so it is no submodule: what wraps this module (ZeRO-3
+    gathers around its forward and backward) sees its own parameters only.
+    """
 
-    def forward(
+    def __init__(self, lowered: Lowered, own: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.lowered = lowered
+        self.names = tuple(n for n in lowered.arguments if n in own)
+        self.given = tuple(n for n in lowered.arguments if n not in own)
+        for name in self.names:
+            self.register_parameter(_attribute(name), own[name])
+        at = {n: k for k, n in enumerate(self.given)}
+        # per argument of the graph: a place among the given, or an attribute
+        self.sources = tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        args = [
+            given[source] if isinstance(source, int) else getattr(self, source)
+            for source in self.sources
+        ]
+        args += given[len(self.given) :]  # loss counts, random state
+        return self.lowered.module(*args)
+
+
+class StageProgram(nn.Module):
+    """The stage's graphs and tensors.
+
+    `tensors` are buffers, constants and parameters that stages of one rank share, by value name;
+    `shared` parameters that several blocks read; `sends` are values other stages read; `loss` is
+    set on the last stage; `updates` maps buffers to the values that replace them after each
+    micro-batch; `ready` is called with a block's name before each of its forwards.
+    """
+
+    def __init__(
+        self, *, prologue: Lowered, blocks: Sequence[BlockModule],
+        tensors: dict[str, torch.Tensor], shared: Mapping[str, nn.Parameter],
+        sends: Sequence[str], loss: str | None, updates: Mapping[str, str],
+        differentiable: frozenset[str], device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.prologue = prologue
+        self.blocks = tuple(blocks)
+        self.submodules = nn.ModuleList(blocks)  # for what looks for modules
+        self.tensors = tensors
+        self.shared = {name: _attribute(name) for name in shared}
+        for name, leaf in shared.items():
+            self.register_parameter(_attribute(name), leaf)
+        self.sends, self.loss, self.updates = tuple(sends), loss, updates
+        self.differentiable, self.device = differentiable, device
+        self.ready: Callable[[str], None] | None = None
+
+    def run(
         self,
         inputs: Mapping[str, torch.Tensor],
         received: dict[str, torch.Tensor],
@@ -49,44 +86,67 @@ class StageProgram:
         for name, tensor in received.items():
             if name in self.differentiable:
                 tensor.requires_grad_()
+        return Pass(received=received, produced=self(inputs, received, counts, rng))
+
+    def forward(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        received: Mapping[str, torch.Tensor],
+        counts: Mapping[str, torch.Tensor],
+        rng: tuple[int, int],
+    ) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {**self.tensors, **inputs, **received}
+        values |= {name: getattr(self, attribute) for name, attribute in self.shared.items()}
+        prologue = self.prologue
         with torch.no_grad():
-            made = self.prologue.module(*[values[n] for n in self.prologue.arguments])
-        values |= dict(zip(self.prologue.outputs, made, strict=True))
+            made = prologue.module(*[values[n] for n in prologue.arguments])
+        values |= dict(zip(prologue.outputs, made, strict=True))
+        random = self._random_states(rng)
         for block in self.blocks:
-            args = [values[n] for n in block.arguments] + [counts[n] for n in block.losses]
-            if block.random:
-                args.append(self._rng(block.name, rng, args))
-            values |= dict(zip(block.outputs, self._run(block, args), strict=True))
-        with torch.no_grad():
-            for buffer, update in self.updates.items():
-                self.tensors[buffer].copy_(values[update])
+            lowered = block.lowered
+            args = [values[n] for n in block.given] + [counts[n] for n in lowered.losses]
+            if lowered.random:
+                args.append(random[lowered.name])
+            if self.ready is not None:
+                self.ready(lowered.name)
+            values |= dict(zip(lowered.outputs, block(*args), strict=True))
+        if self.training:
+            with torch.no_grad():
+                for buffer, update in self.updates.items():
+                    self.tensors[buffer].copy_(values[update])
         kept = (*self.sends, self.loss) if self.loss else self.sends
-        return Pass(received=received, produced={n: values[n] for n in kept})
+        return {n: values[n] for n in kept}
 
-    def _run(self, block: Lowered, args: list[torch.Tensor]) -> Any:
-        if block.name in self.recompute:
-            return checkpoint(block.module, *args, use_reentrant=False, preserve_rng_state=False)
-        return block.module(*args)
+    def train(self, mode: bool = True) -> StageProgram:
+        """As for any module; the graphs, which blocks share, are no submodules."""
+        super().train(mode)
+        for block in self.blocks:
+            block.lowered.module.train(mode)
+        return self
 
-    def _rng(self, name: str, rng: tuple[int, int], like: list[torch.Tensor]) -> torch.Tensor:
+    def _random_states(self, rng: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Seed and first row of each block that draws, moved to the device at once."""
+        names = [block.lowered.name for block in self.blocks if block.lowered.random]
+        if not names:
+            return {}
         seed, row = rng
-        device = like[0].device
-        return torch.tensor(
-            [(seed ^ block_salt(name)) & 0x7FFFFFFF, row], dtype=torch.int64, device=device
-        )
+        states = torch.tensor([[(seed ^ block_salt(n)) & 0x7FFFFFFF, row] for n in names])
+        if self.device.type == "cuda":
+            states = states.pin_memory()
+        return dict(zip(names, states.to(self.device, non_blocking=True), strict=True))
 
     def backward(
-        self, done: Pass, gradients: Mapping[str, torch.Tensor]
+        self, done: Pass, gradients: Mapping[str, torch.Tensor], scale: float
     ) -> dict[str, torch.Tensor]:
-        """Backpropagate one micro-batch; returns gradients of what was received."""
+        """Backpropagate one micro-batch, its loss times `scale`; returns gradients of what was
+        received."""
         roots, seeds = [], []
         for name, tensor in done.produced.items():
             if not tensor.requires_grad:
                 continue
             if name == self.loss:
                 roots.append(tensor)
-                seeds.append(torch.full_like(tensor, self.loss_scale))
+                seeds.append(torch.full_like(tensor, scale))
             elif name in gradients:
                 roots.append(tensor)
                 seeds.append(gradients[name])
@@ -97,3 +157,7 @@ class StageProgram:
             for name, tensor in done.received.items()
             if name in self.differentiable
         }
+
+
+def _attribute(value: str) -> str:
+    return f"value_{value}"

@@ -54,10 +54,11 @@ def slices(
     """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
     moved: list[Slice] = []
     taken: Counter[Box] = Counter()
+    holders = _holders(shape, source, source_placement)
     for d in range(target.dp):
         wanted = held(shape, target_placement, target.dp, d)
         for t in range(target.tp):
-            for box, replicas in _holders(shape, source, source_placement).items():
+            for box, replicas in holders.items():
                 common = intersect(box, wanted)
                 if common is not None:
                     origin = replicas[taken[box] % len(replicas)]

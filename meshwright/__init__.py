@@ -1,6 +1,7 @@
 """Meshwright decides how to train a PyTorch model on a cluster, says why, and runs the decision."""
 
 from executor.launch import distributed
+from executor.reduced import Reduced
 from meshwright.api import auto_parallelize
 from meshwright.model import ParallelModel
 from planner.overrides import OverrideError, Overrides
@@ -17,6 +18,7 @@ __all__ = [
     "ParallelModel",
     "Plan",
     "PlanError",
+    "Reduced",
     "TraceError",
     "auto_parallelize",
     "distributed",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from costmodel.factors import FactorTable, analyse
@@ -16,6 +18,7 @@ from costmodel.graph import Graph
 from costmodel.memory import optimizer_bytes
 from costmodel.target import Target, target_named
 from executor import launch
+from executor.compile import backend_of
 from executor.runtime import Runtime
 from meshwright.model import ParallelModel
 from planner.answers import Answers
@@ -47,7 +50,9 @@ def auto_parallelize(
     precision: str = "bf16",
     overrides: Overrides | None = None,
     plan: Plan | str | Path | None = None,
-    target: str = "eager",
+    target: str | None = None,
+    compile: bool | str = False,
+    tf32: bool = False,
     profile: bool = True,
     time_limit_s: float | None = None,
     executable: bool | None = None,
@@ -58,18 +63,26 @@ def auto_parallelize(
     batch dim first, any batch size, real or meta. The model returns a loss (`.loss`, or a scalar),
     or `loss_fn(output, targets)` does, the targets being the dict's `targets` or the tuple's last
     element. The model may be on meta. `plan` (a Plan or a path) skips the search: it is checked
-    and run. `target` ("eager", "compiled", "megatron") says what software the prices are for; only
-    "eager" is what `train_step` runs. `profile` uses what `meshwright profile` measured on this
-    kind of device, where it did. After `time_limit_s` the best plan found so far is returned, and
-    the report says by how much it may miss the best. `executable` leaves the search only what
-    `train_step` runs so far; None means: where ranks are running, for one device, and for CPU
-    processes (gloo), and everything that can be planned elsewhere.
+    and run. `compile` runs the model's blocks through torch.compile, by its default backend or the
+    one named. `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in
+    all of this process; prices know nothing of it. `target` ("eager", "compiled", "megatron") says
+    what software the prices are for;
+    None means what `train_step` runs: "compiled" with `compile`, else "eager". `profile` uses what
+    `meshwright profile` measured on this kind of device, where it did. After `time_limit_s` the
+    best plan found so far is returned, and the report says by how much it may miss the best.
+    `executable` leaves the search only what `train_step` runs so far; None means: where ranks are
+    running, for one device, and for CPU processes (gloo), and everything that can be planned
+    elsewhere.
 
     Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
     the legal values, the way out.
     """
     _check_types(model, cluster, overrides, plan)
     _check_numbers(global_batch_size, precision, optimizer, time_limit_s)
+    if tf32 and precision != "fp32":
+        raise ValueError(f"tf32=True is about fp32 products, and precision={precision!r}; drop one")
+    if target is None:
+        target = "compiled" if backend_of(compile) else "eager"
     launch.start(cluster.backend)
     _check_world(cluster, launch.world_size() if launch.running() else None)
     planner = _Planner(
@@ -79,6 +92,8 @@ def auto_parallelize(
         optimizer=optimizer,
         target=target_named(target),
         profile=load_profile(cluster) if profile else None,
+        compile=compile,
+        tf32=tf32,
     )
     if plan is not None:
         return planner.ready(lambda: planner.given(plan))
@@ -86,21 +101,27 @@ def auto_parallelize(
 
 
 class _Traced:
-    """The model traced at the sample batch, and at the plan's micro-batch when it is lowered."""
+    """The model traced at the sample batch, and at the plan's micro-batch when it is lowered.
+
+    Once it is lowered its weights are the runtime's; the model itself is the user's to keep or to
+    let go.
+    """
 
     def __init__(
         self, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, precision: str
     ) -> None:
-        self.model, self.example, self.loss_fn, self.precision = model, example, loss_fn, precision
+        self.example, self.loss_fn, self.precision = example, loss_fn, precision
+        self.known = weakref.ref(model)
+        self.kept: nn.Module | None = model
         self.phases_s: dict[str, float] = {}
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
-        self.graph, self.table = self.at(max(2, batch_rows(example)))
+        self.graph, self.table = self.at(model, max(2, batch_rows(example)))
         self.phases_s["trace"] = time.process_time() - started
 
-    def at(self, rows: int) -> tuple[Graph, FactorTable]:
+    def at(self, model: nn.Module, rows: int) -> tuple[Graph, FactorTable]:
         graph = trace(
-            self.model,
+            model,
             self.example,
             loss_fn=self.loss_fn,
             batch_size=rows,
@@ -109,11 +130,25 @@ class _Traced:
         table = analyse(graph)
         return cut_blocks(graph, table), table
 
-    def lower(self, plan: Plan) -> Runtime:
+    def lower(
+        self, plan: Plan, compile: bool | str, tf32: bool, device: torch.device | None
+    ) -> Runtime:
         check_runs(plan)
+        model = self.known()
+        if model is None:
+            raise ValueError(
+                "replan: the model's weights were handed to the last plan, and the model was freed "
+                "since; keep a reference to it, or save a checkpoint and plan anew"
+            )
         same = plan.microbatch_rows == self.graph.batch_size
-        graph, table = (self.graph, self.table) if same else self.at(plan.microbatch_rows)
-        return Runtime(plan, graph, table, check_plan(plan, graph, table), self.model)
+        graph, table = (self.graph, self.table) if same else self.at(model, plan.microbatch_rows)
+        assignments = check_plan(plan, graph, table)
+        if tf32:
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        runtime = Runtime(plan, graph, table, assignments, model, compile=compile, device=device)
+        self.kept = None
+        return runtime
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,15 +162,19 @@ class _Planner:
     optimizer: str
     target: Target
     profile: Profile | None
+    compile: bool | str
+    tf32: bool
     coster: StageCoster | None = None
     executable: bool | None = None
 
     def ready(self, decide: Callable[[], Decision]) -> ParallelModel:
         """What one rank decides, ready to run on all."""
         plan, report, prediction = launch.agree_on(decide)
+        device = torch.device("cpu") if self.cluster.backend == "gloo" else None
         result = ParallelModel(
-            plan, report, prediction, start=lambda: self.traced.lower(plan), replan=self.searched,
-            why_not=_why_not(plan, self.cluster),
+            plan, report, prediction,
+            start=lambda: self.traced.lower(plan, self.compile, self.tf32, device),
+            replan=self.searched, why_not=_why_not(plan, self.cluster), example=self.traced.example,
         )  # fmt: skip
         if launch.running():
             assert result.runtime is not None  # groups are made now, by all ranks together
@@ -196,7 +235,8 @@ class _Planner:
             raise PlanError(
                 f"plan: made for {plan.num_ranks} ranks, but the cluster has "
                 f"{self.cluster.num_devices} devices ({self.cluster.describe()}); use a cluster of "
-                f"{plan.num_ranks} devices, or plan again"
+                f"{plan.num_ranks} devices, pass a plan file for {self.cluster.num_devices} ranks, "
+                "or plan again (without plan=)"
             )
         graph, table = self.traced.graph, self.traced.table
         priced = Evaluator(

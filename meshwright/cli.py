@@ -12,22 +12,20 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
 from costmodel.target import TARGETS
 from executor import launch
 from meshwright import override_flags, profile_command
 from meshwright.api import auto_parallelize
-from meshwright.model import ParallelModel
+from meshwright.model import ParallelModel, repeated
 from planner.plan import Plan, compress_names, compress_ranks
 from planner.report import describe, mesh_words, policy_counts, sensitivity_lines
 from planner.search import InfeasibleError
-from planner.trace import batch_rows
 from profiles.cluster import Cluster
 
 
@@ -111,6 +109,16 @@ def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument("--plan", help="plan file; without it a plan is searched")
     run.add_argument("--steps", type=_positive, default=10, help="optimizer steps (default 10)")
     run.add_argument("--lr", type=float, default=1e-3)
+    run.add_argument(
+        "--weights", metavar="PATH",
+        help="a torch.save file, safetensors or a checkpoint; a model on meta is initialised else",
+    )  # fmt: skip
+    run.add_argument(
+        "--compile", action="store_true", help="run the model's blocks through torch.compile"
+    )
+    run.add_argument(
+        "--timeline", metavar="FILE", help="time the last step, and write it as a Chrome trace"
+    )
     _search_arguments(run)
     run.set_defaults(command=_run)
 
@@ -150,8 +158,9 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
         return
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
     parser.add_argument(
-        "--software", default="eager", choices=tuple(TARGETS), help="what the prices are for"
-    )
+        "--software", choices=tuple(TARGETS),
+        help="what the prices are for (default: eager, or compiled with --compile)",
+    )  # fmt: skip
     parser.add_argument(
         "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
     )
@@ -266,19 +275,28 @@ def _show(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     cluster = _cluster(args.cluster)
     with launch.distributed(cluster.backend):
-        result, example = _parallelize(args, plan=args.plan)
-        batch = _repeated(example, args.batch)
+        result, example = _parallelize(args, plan=args.plan, compile=args.compile)
+        if args.weights:
+            result.load_weights(args.weights)
+        elif not result.runtime.loaded:
+            result.init_weights()
+        batch = repeated(example, args.batch)
         optimizer = torch.optim.AdamW(result.parameters(), lr=args.lr)
-        losses = []
+        losses, timed = [], None
         for step in range(args.steps):
             optimizer.zero_grad()
-            losses.append(float(result.train_step(batch)))
+            if args.timeline and step + 1 == args.steps:
+                timed = result.timeline(args.timeline, batch)
+            loss = timed.loss if timed else result.train_step(batch)
+            losses.append(float(loss))
             optimizer.step()
             if launch.rank() == 0:
                 _say(f"step {step + 1}/{args.steps}: loss {losses[-1]:.4f}")
         if launch.rank() == 0:
             text = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
             _print(json.dumps({"losses": losses}) if args.json else text)
+            if timed:
+                _say(str(timed))
     return 0
 
 
@@ -310,18 +328,6 @@ def _export(args: argparse.Namespace, cluster: Cluster) -> None:
     if args.export:
         count = profile_command.export_profile(cluster, args.export)
         _say(f"{count} measurements written to {args.export}")
-
-
-def _repeated(example: Any, batch: int) -> Any:
-    """The sample batch, repeated to `batch` rows."""
-    rows = batch_rows(example)
-
-    def repeat(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != rows:
-            return x
-        return x.repeat(-(-batch // rows), *[1] * (x.dim() - 1))[:batch]
-
-    return pytree.tree_map(repeat, dict(example) if isinstance(example, Mapping) else example)
 
 
 def _print(text: str) -> None:

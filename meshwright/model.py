@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from executor import checkpoint
+from executor import checkpoint, launch, weights
+from executor.checkpoint import Saving
+from executor.norms import clip_
 from executor.runtime import Runtime
+from executor.timeline import MeasuredStep, timed_step
+from executor.watch import progress
 from planner.evaluate import Prediction
 from planner.overrides import Overrides
 from planner.plan import Plan
 from planner.report import Report
-from planner.trace import input_leaves
+from planner.trace import batch_rows, input_leaves
 
 
 class ParallelModel:
@@ -33,12 +39,15 @@ class ParallelModel:
         start: Callable[[], Runtime],
         replan: Callable[[Overrides, float | None, bool | None], ParallelModel],
         why_not: str | None,
+        example: Any,
     ) -> None:
         self.plan = plan
         self.report = report
         self.prediction = prediction
         self._start, self._replan, self._why_not = start, replan, why_not
+        self._example = example
         self._runtime: Runtime | None = None
+        self._saving: Saving | None = None
 
     def replan(
         self,
@@ -62,14 +71,36 @@ class ParallelModel:
             if self._why_not:
                 raise RuntimeError(self._why_not)
             self._runtime = self._start()
+            groups, here = self.plan.devices, launch.rank()
+            group = next(k for k, ranks in enumerate(groups) if here in ranks)
+            progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
         return self._runtime
 
     def train_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
         """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
 
         `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may
-        be given apart. Gradients are added to `.grad`: zero them before, step your optimizer after.
+        be given apart. Every rank gives the same whole batch, and reads its rows of it. Gradients
+        are added to `.grad`: zero them before, step your optimizer after. Where any of them on any
+        rank is not finite, all are dropped (`skipped_steps`).
         """
+        return self.runtime.train_step(self._given(batch, targets))
+
+    def timeline(self, path: str | Path, batch: Any = None, targets: Any = None) -> MeasuredStep:
+        """One training step as `train_step` makes it, timed: written to `path` as a Chrome trace of
+        all ranks, with the names of the simulated one (`report.trace`). Collective.
+
+        Without a batch, `example_inputs` are repeated to `global_batch_size` rows; on meta they
+        can't be (ValueError). Gradients are added to `.grad` as by any step. The first steps also
+        connect the ranks and compile, so call it after a few. Returns the loss and the times
+        against those predicted; `str()` of it is a table.
+        """
+        if batch is None:
+            batch = repeated(self._example, self.plan.global_batch_size)
+        return timed_step(self.runtime, self._given(batch, targets), path, self.report.timeline)
+
+    def _given(self, batch: Any, targets: Any) -> Any:
+        """The batch with its targets; ValueError for inputs that the model was not planned with."""
         if targets is not None:
             batch = (
                 {**batch, "targets": targets}
@@ -83,14 +114,21 @@ class ParallelModel:
                 f"batch: {sorted(given - known)} were not among example_inputs; the model was "
                 f"planned with inputs {sorted(known)}: drop them, or plan again with them"
             )
-        return self.runtime.train_step(batch)
+        return batch
+
+    def eval_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
+        """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
+        dropout. Weights, buffers and gradients stay as they are. ValueError for models with batch
+        norm, which is planned with the batch's own statistics. Collective."""
+        return self.runtime.eval_step(self._given(batch, targets))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the user's FQNs: DTensors on the stage's (dp, tp) mesh."""
         return self.runtime.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For any torch optimizer."""
+        """For any torch optimizer. One that reads norms or means of a whole parameter by `.item()`
+        (Adafactor) steps inside `with meshwright.Reduced():`."""
         return (p for _, p in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -105,13 +143,92 @@ class ParallelModel:
         """Take this rank's parts from a whole state dict by FQN."""
         self.runtime.load_state_dict(state)
 
-    def save_checkpoint(self, path: str, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write parameters, buffers and optimizer states by torch's DCP. Collective."""
-        checkpoint.save(self.runtime, path, optimizer)
+    def init_weights(self, seed: int = 0) -> None:
+        """Initialise a model that is on meta as `model.to_empty(device="cpu")`, `torch.manual_seed`
+        and `model.apply` of the modules' own initialisers do on one device (not as the constructor,
+        which draws in its own order), whatever the plan: one module whole at a time, each rank
+        keeping its part. ValueError where nothing is on meta; it names tensors without an
+        initialiser.
+        """
+        weights.init_weights(self.runtime, seed)
 
-    def load_checkpoint(self, path: str, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read what `save_checkpoint` wrote, under this plan or another. Collective."""
-        checkpoint.load(self.runtime, path, optimizer)
+    def load_weights(self, path: str | Path) -> None:
+        """Read weights from a `torch.save` file, safetensors (a file, or a folder with an index) or
+        a DCP folder, each rank only its part. ValueError for missing or misshapen names.
+        """
+        weights.load_weights(self.runtime, path)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
+        norm before, equal on all ranks. Collective.
+        """
+        return clip_(self.runtime.held, self.runtime.place, max_norm, norm_type)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradients were not finite on some rank: they left `.grad` as it was, None
+        after `zero_grad()`, so that an optimizer does nothing. (After
+        `zero_grad(set_to_none=False)` it still applies momentum and weight decay.)"""
+        return self.runtime.guard.skipped_steps
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> Saving:
+        """Write parameters, buffers, optimizer states, the number of steps, seed and loss scale to
+        a folder that all ranks see. Collective.
+
+        A checkpoint already at `path` is replaced when the new one is complete; killed at any
+        point, one of the two is there. `extra` are your own objects with `state_dict()`, the same
+        on all ranks, such as `{"scheduler": scheduler}`. Asynchronous, it returns when the state is
+        copied to the host: training may go on, `.wait()` on what is returned says that it is on the
+        disk, and the next save or load, and the end of the process, wait for it. An error in the
+        background is raised by `.wait()` or the next save.
+        """
+        if self._saving is not None:
+            before, self._saving = self._saving, None
+            before.wait()
+        self._saving = checkpoint.save(
+            self.runtime, path, optimizer, extra=extra, asynchronous=asynchronous
+        )
+        return self._saving
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read what `save_checkpoint` wrote, under this plan or another. Collective.
+
+        The optimizer may be new; its class must be the one that was saved, its groups may be in any
+        order. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
+        damaged file), the same on all ranks.
+        """
+        checkpoint.load(self.runtime, path, optimizer, extra=extra)
+
+
+def repeated(example: Any, rows: int) -> Any:
+    """A sample batch, repeated to `rows` rows."""
+    sample = batch_rows(example)
+
+    def repeat(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.is_meta:
+            raise ValueError(
+                "the example inputs are on the meta device, without values: pass batch="
+            )
+        if not x.dim() or x.shape[0] != sample:
+            return x
+        return x.repeat(-(-rows // sample), *[1] * (x.dim() - 1))[:rows]
+
+    return pytree.tree_map(repeat, dict(example) if isinstance(example, Mapping) else example)
 
 
 def _tuple(batch: Any) -> tuple[Any, ...]:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from costmodel.schedule import EXECUTABLE, SCHEDULES
+from costmodel.schedule import SCHEDULES
 from planner.candidates import Draft
 from planner.check import check_runs
 from planner.equal_stages import Drafted, EqualStages, Node, Slot, Way
+from planner.experts import runs_experts
 from planner.leanest import Lean, lean_slots, leanest, shortfall_bytes
 from planner.plan import RUNS, Plan, PlanError
 from planner.search import OPTIMISM, OVERSHOOT, Search, SearchResult
@@ -92,7 +93,7 @@ def families(search: Search, chosen: Plan) -> Iterator[Family]:
                 yield Family(
                     name=name,
                     policies=(policy,),
-                    # a backward in two parts recomputes twice
+                    # what the first part of a backward computes again, the second would keep
                     schedule=lambda n, p=policy: p == "none" or not SCHEDULES[n].splits_backward,
                     has=lambda plan, p=policy: all(set(s.policies) == {p} for s in plan.stages),
                 )
@@ -172,14 +173,10 @@ def _runs_here(search: Search) -> Family:
     return Family(
         name=RUNS_HERE,
         has=runs_here,
-        slot=lambda slot: slot.mesh.spread == 1,
-        way=lambda way: (
-            way.zero in RUNS["zero"]
-            and way.mesh.cp in RUNS["cp"]
-            and way.mesh.ep in RUNS["ep"]
-            and not way.dp_shard
+        slot=lambda slot: (
+            slot.mesh.cp in RUNS["cp"]
+            and runs_experts(dp=slot.mesh.dp, tp=slot.mesh.tp, ep=slot.mesh.ep)
         ),
-        schedule=lambda name: name in EXECUTABLE,
         policies=tuple(p for p in search.restrictions.policies if p in RUNS["recompute"]),
     )
 

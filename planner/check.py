@@ -12,10 +12,10 @@ from typing import Any
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
-from costmodel.schedule import EXECUTABLE, SCHEDULES
+from costmodel.schedule import SCHEDULES
 from costmodel.strategies import Placement, R, transition
 from planner.divisors import divisors
-from planner.experts import check_experts
+from planner.experts import check_experts, runs_experts
 from planner.layouts import Assignment, BlockLayouts, Entry, default_state, translate
 from planner.plan import (
     PRECISIONS,
@@ -73,25 +73,30 @@ def check_plan(
 def check_runs(plan: Plan) -> None:
     """Refuse a legal plan that can be priced but not run yet."""
     _check_split(plan)
-    found: list[tuple[str, str, Any, tuple[Any, ...]]] = [
-        ("plan", "schedule", plan.schedule, EXECUTABLE)
-    ]
+    found: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
         found += [
-            *(
-                (f"plan: stage {k}", name, getattr(stage, name), RUNS[name])
-                for name in ("zero", "cp", "ep")
-            ),
+            (f"plan: stage {k}", "cp", stage.cp, RUNS["cp"]),
             *(
                 (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
                 for policy in dict.fromkeys(stage.policies)
             ),
-            (f"plan: stage {k}", "dp_shard", stage.shards, (stage.dp * stage.cp,)),
         ]
-        if stage.ranks != tuple(range(stage.ranks[0], stage.ranks[0] + len(stage.ranks))):
+        first = next(s for s in plan.stages if s.ranks == stage.ranks)
+        for name, own, other in (
+            ("dp_shard", stage.shards, first.shards),
+            ("ep", stage.ep, first.ep),
+        ):
+            if own != other:
+                raise PlanError(
+                    f"plan: stage {k}: {name}={own}, but another stage of ranks "
+                    f"{compress_ranks(stage.ranks)} has {other}: stages of one device group "
+                    "share its mesh; give them one"
+                )
+        if not runs_experts(dp=stage.dp, tp=stage.tp, ep=stage.ep):
             raise PlanError(
-                f"plan: stage {k}: ranks {compress_ranks(stage.ranks)}, with other stages between "
-                "them, can be priced, but not run yet; the executor runs consecutive ranks"
+                f"plan: stage {k}: ep={stage.ep} can be priced, but not run yet; the executor runs "
+                f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}"
             )
     for place, name, value, legal in found:
         if value not in legal:
@@ -102,23 +107,18 @@ def check_runs(plan: Plan) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """A backward in two parts gives wrong gradients where `fully_shard` frees the parameters, and
-    recomputes twice."""
+    """A backward in two parts gives wrong gradients where `fully_shard` scatters them after the
+    first."""
     if not SCHEDULES[plan.schedule].splits_backward:
         return
     whole = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
     for k, stage in enumerate(plan.stages):
-        kept = [policy for policy in dict.fromkeys(stage.policies) if policy != "none"]
-        for value, harm, legal in (
-            (f"zero={stage.zero}" * (stage.zero == 3), "loses gradients", "zero 0, 1 or 2"),
-            (f"recompute={kept[0]!r}" if kept else "", "recomputes twice", "recompute none"),
-        ):
-            if value:
-                raise PlanError(
-                    f"plan: stage {k}: {value} with schedule={plan.schedule!r} can be priced, but "
-                    f"not run: torch {harm} where the backward is split in two; legal: {legal}, or "
-                    f"a schedule with a whole backward: {whole}"
-                )
+        if stage.zero == 3:
+            raise PlanError(
+                f"plan: stage {k}: zero=3 with schedule={plan.schedule!r} can be priced, but not "
+                "run: torch loses gradients where the backward is split in two; legal: zero 0, 1 "
+                f"or 2, or a schedule with a whole backward: {whole}"
+            )
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:

@@ -240,17 +240,26 @@ def _simulate(
     return simulate(streams, times, transfer)
 
 
+def _busiest(source: StagePlan, target: StagePlan) -> float:
+    """The part of a micro-batch that the rank sends or receives that has most to do: every target
+    rank takes its rows, which the ranks that hold them send in turn."""
+    return max(1 / target.dp, target.tp / (source.dp * source.tp))
+
+
 def transfer_seconds(
     plan: Plan, coster: StageCoster, edge: tuple[int, int], values: Sequence[str]
 ) -> float:
-    """Seconds to move `values` of one micro-batch between two stages; the slower side's share
-    counts. Stages on the same ranks hand over what they hold."""
+    """Seconds to move `values` of one micro-batch between two stages, the mean of both ways; the
+    busiest rank's share counts. Stages on the same ranks hand over what they hold."""
     ends = [plan.stages[k] for k in edge]
-    rows = plan.microbatch_rows / min(stage.dp for stage in ends)
+    rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
     cp = min(stage.cp for stage in ends)
     setting = coster.setting(dp=1, tp=1, rows=rows, microbatches=plan.num_microbatches, cp=cp)
+    pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
+    # what has no rows goes whole to every rank, from as many as there are
+    whole = (1 + max(sizes) / min(sizes)) / 2
     return send_seconds(
-        sum(coster.pricer(setting).nbytes(v) for v in values),
+        sum(pricer.nbytes(v) * (1 if coster.table.has_batch(v) else whole) for v in values),
         *(stage.ranks for stage in ends),
         tp=min(stage.tp for stage in ends),
         cluster=coster.cluster,

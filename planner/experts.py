@@ -3,6 +3,9 @@
 The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
 of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism) and
 not the experts' matrices.
+
+The executor runs ep that divides dp, at each tensor coordinate by itself, or that is a multiple of
+tp, over neighbours on both axes (`folds`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from collections.abc import Mapping
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph
 from costmodel.moe_rules import DISPATCH, EXPERT_FACTOR, GROUPED
+from costmodel.strategies import Placement
 from planner.layouts import Assignment
 from planner.plan import PlanError, StagePlan
+
+TOKENS = Placement("S", 1)  # the sequence of [b, s, ...]
 
 
 def has_experts(graph: Graph) -> bool:
@@ -25,6 +31,64 @@ def fewest_experts(graph: Graph, table: FactorTable) -> int:
     """The fewest experts that any operator has weights of; 1 without such operators."""
     ops = [op for op in graph.ops if op.short == GROUPED]
     return min((table.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
+
+
+def expert_weights(graph: Graph) -> frozenset[str]:
+    """The values that grouped products take their matrices from."""
+    return frozenset(op.operands[1] for op in graph.ops if op.short == GROUPED)
+
+
+def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
+    """Whether the executor may run a mesh, as far as the mesh tells."""
+    return dp % ep == 0 or ep % tp == 0
+
+
+def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, Assignment]) -> bool:
+    """Whether the executor shares the experts out over tensor ranks, too: all of them have tokens
+    of their own, whole matrices, and ep covers the tensor axis. `assignments` are those of all
+    stages on the ranks of `stage`."""
+    if stage.ep == 1 or stage.tp == 1 or stage.ep % stage.tp:
+        return False
+    return all(
+        strategy.results[0] == TOKENS if op.short == DISPATCH else not strategy.operands[1].sharded
+        for block in graph.blocks
+        if block.name in assignments
+        for op in block.ops
+        if op.short in (DISPATCH, GROUPED)
+        for strategy in (assignments[block.name].strategies[op.name],)
+    )
+
+
+def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: str) -> None:
+    """Raise `PlanError` unless the executor can share the experts of a stage out as planned."""
+    if stage.ep == 1:
+        return
+    neighbours = stage.ep // stage.tp if folded else stage.ep
+    if stage.dp % neighbours:
+        raise PlanError(
+            f"{place}: ep={stage.ep} can be priced, but not run: it does not divide dp={stage.dp}; "
+            f"legal: a divisor of it, or, where the tp={stage.tp} ranks have tokens of their own "
+            "and whole matrices, a multiple of tp"
+        )
+    if stage.shards % neighbours and neighbours % stage.shards:
+        raise PlanError(
+            f"{place}: dp_shard={stage.shards} with ep={stage.ep} can be priced, but not run: the "
+            f"{neighbours} data ranks that share the experts out are no part of the {stage.shards} "
+            "that ZeRO divides among, nor the reverse; legal: one a multiple of the other"
+        )
+    blocks = set(stage.blocks)
+    weights = expert_weights(graph)
+    for block in graph.blocks:
+        for op in block.ops if block.name in blocks else ():
+            for k, value in enumerate(op.operands):
+                as_matrices = op.short == GROUPED and k == 1
+                parameter = value in graph.parameters
+                if value in weights and not (as_matrices and parameter):
+                    raise PlanError(
+                        f"{place}: ep={stage.ep} can be priced, but not run: {op.key} takes the "
+                        f"experts' matrices {graph.parameters.get(value, value)}, which must be a "
+                        "parameter that grouped products alone read; legal: 1"
+                    )
 
 
 def check_experts(

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any
 
-from costmodel.schedule import EXECUTABLE, SCHEDULES
+from costmodel.schedule import SCHEDULES
 from planner.divisors import divisors
 from planner.override_values import (
     BY_BLOCK,
@@ -32,7 +31,6 @@ from planner.plan import RUNS
 _DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"
 # what the executor runs, by override
-_EXECUTABLE: Mapping[str, tuple[Any, ...]] = MappingProxyType({**RUNS, "schedule": EXECUTABLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +226,7 @@ def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
 def runnable(overrides: Overrides) -> Overrides:
     """The overrides with everything forbidden that can be planned, but not run yet. Raises
     `OverrideError` for an override that asks for it."""
-    for name, legal in _EXECUTABLE.items():
+    for name, legal in RUNS.items():
         for pattern, value in overrides.items(name):
             if value not in legal:
                 raise OverrideError(
@@ -238,7 +236,7 @@ def runnable(overrides: Overrides) -> Overrides:
     more = [
         forbidden
         for forbidden, (name, left) in FORBIDS.items()
-        if set(_EXECUTABLE.get(name, ("any",))) <= set(left) and forbidden not in overrides.forbid
+        if set(RUNS.get(name, ("any",))) <= set(left) and forbidden not in overrides.forbid
     ]
     return replace(overrides, forbid=(*overrides.forbid, *more))
 

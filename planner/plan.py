@@ -22,12 +22,8 @@ ZERO = (0, 1, 2, 3)
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
 RUNS = {
-    "zero": (0, 1),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full"),
     "cp": (1,),
-    "ep": (1,),
-    "virtual_stages": (1,),
-    "placement": PLACEMENTS[:1],
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
 

@@ -1,55 +1,18 @@
-"""The mixture-of-experts layer of reference models, with its data movement as single operators.
+"""The mixture-of-experts layer of reference models.
 
-Each of s tokens goes to k of E experts. What a framework does there in dozens of kernels (counting,
-sorting, exchanging) is one operator here, so that it can be priced as one:
-
-    dispatch         (b, s, h), (b, s, k)               -> (b, s, k, h)   a copy per chosen expert
-    grouped_linear   (b, s, k, i), (E, i, o), (b, s, k) -> (b, s, k, o)   each copy by its expert
-    combine          (b, s, k, h)                       -> (b, s, h)      the copies' sum
-
-The copies keep their token's place: which rank holds them is the cost model's business
-(`costmodel/moe_rules.py`). The router's weights are applied between the two products, as
-Megatron-Core does, so that nothing wide is kept for the combination.
+The router's weights are applied between the two products, as Megatron-Core does, so that nothing
+wide is kept for the combination.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@torch.library.custom_op("meshwright::dispatch", mutates_args=())
-def dispatch(x: Tensor, experts: Tensor) -> Tensor:
-    """One copy of each token per chosen expert."""
-    return x.unsqueeze(2).expand(*experts.shape, x.shape[-1]).contiguous()
-
-
-@dispatch.register_fake
-def _(x: Tensor, experts: Tensor) -> Tensor:
-    return x.new_empty(*experts.shape, x.shape[-1])
-
-
-@torch.library.custom_op("meshwright::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    """Each copy times the matrix of its expert."""
-    return torch.einsum("bski,bskio->bsko", x, weight[experts])
-
-
-@grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[-1])
-
-
-@torch.library.custom_op("meshwright::combine", mutates_args=())
-def combine(x: Tensor) -> Tensor:
-    """The sum of each token's copies."""
-    return x.sum(2)
-
-
-@combine.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:2], x.shape[-1])
+from planner.moe_operators import combine, dispatch, grouped_linear
 
 
 class GroupedLinear(nn.Module):
@@ -58,6 +21,12 @@ class GroupedLinear(nn.Module):
     def __init__(self, experts: int, inner: int, outer: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, inner, outer))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each matrix as `nn.Linear` initialises its own: uniform within 1/√inner."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         return grouped_linear(x, self.weight, chosen)
@@ -65,10 +34,15 @@ class GroupedLinear(nn.Module):
 
 class MoE(nn.Module):
     """Router, gated experts of width `ffn`, and a gated MLP that all tokens share (`shared`: its
-    width, 0 for none)."""
+    width, 0 for none): [b, s, hidden] -> [b, s, hidden].
 
-    def __init__(self, *, hidden: int, ffn: int, experts: int, topk: int, shared: int) -> None:
+    A token goes to the `topk` experts that the softmax of the router prefers, weighted by it.
+    """
+
+    def __init__(self, *, hidden: int, ffn: int, experts: int, topk: int, shared: int = 0) -> None:
         super().__init__()
+        if not 1 <= topk <= experts:
+            raise ValueError(f"MoE: topk={topk} of experts={experts}; legal: 1 to {experts}")
         self.topk = topk
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = nn.ModuleDict({

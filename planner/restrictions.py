@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.graph import Graph
-from costmodel.schedule import EXECUTABLE, SCHEDULES
+from costmodel.schedule import SCHEDULES
 from planner.experts import has_experts
 from planner.override_values import BY_BLOCK, MESH, OverrideError
 from planner.overrides import Overrides, left_schedules, runnable, schedules_with, spelled
@@ -90,16 +90,16 @@ def restrict(overrides: Overrides, graph: Graph, *, executable: bool = False) ->
     contradict each other, and for what `executable` excludes.
     """
     wanted = runnable(overrides) if executable else overrides
-    schedules = left_schedules(overrides, EXECUTABLE if executable else tuple(SCHEDULES))
+    schedules = left_schedules(overrides, tuple(SCHEDULES))
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
     equal = "unequal_meshes" in wanted.forbid
     for name in MESH if equal else ():  # one value for one block is one for all
         given = next((choice for choice in choices[name] if choice), None)
         choices[name] = [given] * len(names)
-    partial = "dp_shard" not in wanted.forbid and not executable
+    partial = "dp_shard" not in wanted.forbid
     _check_experts(choices["ep"], graph)
-    _check_shards(choices, names, partial=partial, executable=executable)
+    _check_shards(choices, names, partial=partial)
     cuts = stage_cuts(wanted, graph)
     pp, each = _counts(wanted, cuts)
     _check_stages(choices, names, cuts, pp, each)
@@ -201,9 +201,7 @@ def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
         raise OverrideError(f"override {asked.said}: the model has no experts; legal: 1")
 
 
-def _check_shards(
-    choices: _Choices, names: Sequence[str], *, partial: bool, executable: bool
-) -> None:
+def _check_shards(choices: _Choices, names: Sequence[str], *, partial: bool) -> None:
     """dp_shard against the ZeRO and the data axis of its block."""
     for block, *found in zip(
         names, *(choices[name] for name in ("dp_shard", "zero", "dp", "cp")), strict=True
@@ -221,12 +219,6 @@ def _check_shards(
                 f"override {shard.said} contradicts {dp.said}: {shard.value} does not divide the "
                 f"data axis of block {block!r} (dp·cp = {dp.value * cp.value}); legal: a divisor "
                 "of it"
-            )
-        whole = dp and cp and dp.value * cp.value == shard.value
-        if executable and not whole:
-            raise OverrideError(
-                f"override {shard.said} can be planned, but not run yet; the executor divides "
-                "among all ranks of the data axis: leave dp_shard free, or give dp as well"
             )
 
 

@@ -83,8 +83,8 @@ class Space:
         return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
 
     def policies(self, schedule: str) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows: none where the backward has two parts, each of
-        which would compute a block again."""
+        """Recompute policies that a schedule allows: none where the backward has two parts, since
+        what the first computes again the second would have to keep."""
         return ("none",) if schedule in SPLIT_BACKWARD else self.restrictions.policies
 
     # --- micro-batches ---

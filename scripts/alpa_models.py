@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph
 from planner.blocks import cut_blocks
+from planner.moe_operators import combine, dispatch
 from planner.reference_models import Transformer, TransformerDims
-from planner.reference_moe import GroupedLinear, combine, dispatch
+from planner.reference_moe import GroupedLinear
 from planner.trace import trace
 
 TOPK = 2

@@ -1,0 +1,213 @@
+"""An optimizer's states by FQN: what a rank saves of them, and states made from what was saved.
+
+A torch optimizer keeps a dict per parameter, and options (lr, betas, …) per group of parameters.
+Tensors with dims are stored as the parameters are. Values and tensors without dims (`step`) are the
+same on all ranks that hold the parameter and go, with the options, into the checkpoint's notes:
+
+    class    name of the optimizer's class
+    groups   [(options, FQNs)], one entry per group and rank that led one of its parameters
+    values   FQN -> name -> value
+    tensors  FQN -> names of the states stored as tensors
+
+A loading optimizer need not have made any state: they are allocated from the checkpoint's metadata,
+in the parameter's layout under the running plan, and given to `Optimizer.load_state_dict`. No step
+is taken for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+Notes = dict[str, Any]
+States = dict[str, dict[str, torch.Tensor]]  # FQN -> name -> tensor
+Options = dict[str, Any]
+HOW = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # options of the run, not of the training
+
+
+def collect(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    led: Collection[str],
+) -> tuple[States, Notes]:
+    """The states of a rank's `parameters` as tensors, and the notes on those that it speaks for."""
+    names = {id(p): fqn for fqn, p in parameters.items()}
+    for parameter, state in optimizer.state.items():
+        if state and id(parameter) not in names:
+            raise ValueError(
+                f"checkpoint: the optimizer has states of a parameter of shape "
+                f"{tuple(parameter.shape)} that is none of the model's; give it an optimizer of "
+                f"its own, and save that by extra={{'name': it}}"
+            )
+    shaped = _shaped(optimizer)
+    tensors: States = {}
+    notes: Notes = {"class": type(optimizer).__name__, "groups": [], "values": {}, "tensors": {}}
+    for fqn, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        stored = {name: _whole(x) for name, x in state.items() if _stored(x, name in shaped)}
+        tensors[fqn] = stored
+        if fqn in led:
+            rest = {name: _host(x) for name, x in state.items() if name not in stored}
+            notes["values"][fqn] = rest
+            notes["tensors"][fqn] = list(stored)
+    for group in optimizer.param_groups:
+        held = [names[id(p)] for p in group["params"] if id(p) in names]
+        if mine := [fqn for fqn in held if fqn in led]:
+            options = {key: _host(x) for key, x in group.items() if key not in HOW}
+            options = {k: x for k, x in options.items() if k not in ("params", "param_names")}
+            notes["groups"].append((options, mine))
+    return tensors, notes
+
+
+def merge(notes: Sequence[Notes]) -> Notes:
+    """The notes of all ranks as one."""
+    return {
+        "class": notes[0]["class"],
+        "groups": [group for each in notes for group in each["groups"]],
+        "values": {fqn: v for each in notes for fqn, v in each["values"].items()},
+        "tensors": {fqn: v for each in notes for fqn, v in each["tensors"].items()},
+    }
+
+
+def check_class(optimizer: torch.optim.Optimizer, saved: Notes | None, place: str) -> None:
+    """ValueError where the checkpoint has no states for this kind of optimizer."""
+    if saved is None:
+        raise ValueError(
+            f"{place}: it was saved without an optimizer; load it without one, and the optimizer "
+            f"starts anew"
+        )
+    if saved["class"] != type(optimizer).__name__:
+        raise ValueError(
+            f"{place}: its optimizer states are those of {saved['class']}, which "
+            f"{type(optimizer).__name__} can't take; use {saved['class']}, or load without an "
+            f"optimizer to begin with its states empty"
+        )
+
+
+def allocate(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    saved: Notes,
+    found: Mapping[str, TensorStorageMetadata],
+    place: str,
+) -> States:
+    """Tensors to read the states of a rank's parameters into. `found` is what the checkpoint
+    stores, by `<FQN>.<name>`."""
+    names = {id(p): fqn for fqn, p in parameters.items()}
+    trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    known = {fqn for _, fqns in saved["groups"] for fqn in fqns}
+    if unknown := sorted(names[id(p)] for p in trained if names[id(p)] not in known):
+        raise ValueError(
+            f"{place}: its optimizer lacks {len(unknown)} parameters that this one trains, e.g. "
+            f"{unknown[:3]}; give this one the same parameters, or load without one"
+        )
+    made: States = {}
+    for p in trained:
+        fqn = names[id(p)]
+        names_of = saved["tensors"].get(fqn, ())
+        if not p.numel():  # nothing of it is stored
+            made[fqn] = {name: torch.empty_like(p.detach()) for name in names_of}
+            continue
+        kinds = {name: found.get(f"{fqn}.{name}") for name in names_of}
+        if lost := [name for name, kind in kinds.items() if kind is None]:
+            raise ValueError(f"{place}: the states {lost} of {fqn!r} are missing; it is damaged")
+        made[fqn] = {name: _empty(p, kind) for name, kind in kinds.items() if kind is not None}
+    return made
+
+
+def options_of(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    saved: Notes,
+    place: str,
+) -> list[Options | None]:
+    """The saved options of each of the optimizer's groups; None for one without parameters here."""
+    names = {id(p): fqn for fqn, p in parameters.items()}
+    by_name = {fqn: options for options, fqns in saved["groups"] for fqn in fqns}
+    chosen: list[Options | None] = []
+    for k, group in enumerate(optimizer.param_groups):
+        held = [names[id(p)] for p in group["params"] if id(p) in names]
+        for fqn in held[1:]:
+            if by_name[fqn] != by_name[held[0]]:
+                raise ValueError(
+                    f"{place}: {held[0]!r} and {fqn!r} are both in group {k} of the optimizer, but "
+                    f"were saved with different options ({by_name[held[0]]} and {by_name[fqn]}); "
+                    f"group the parameters as they were"
+                )
+        chosen.append(by_name[held[0]] if held else None)
+    return chosen
+
+
+def install(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    saved: Notes,
+    states: States,
+    options: Sequence[Options | None],
+) -> None:
+    """Give the optimizer its states, and its groups their options (None: as they are)."""
+    names = {id(p): fqn for fqn, p in parameters.items()}
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    position = 0
+    for group, chosen in zip(optimizer.param_groups, options, strict=True):
+        kept = {k: x for k, x in group.items() if k != "params" and (k in HOW or chosen is None)}
+        numbers = range(position, position + len(group["params"]))
+        groups.append({**(chosen or {}), **kept, "params": list(numbers)})
+        for number, p in zip(numbers, group["params"], strict=True):
+            fqn = names.get(id(p))
+            if fqn is not None and (values := {**saved["values"].get(fqn, {}), **states[fqn]}):
+                state[number] = values
+        position += len(numbers)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _shaped(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names of states that have their parameter's shape, as seen on parameters with dims: it says
+    of a parameter without dims which states are like it, and which are counters."""
+    return {
+        name
+        for parameter, state in optimizer.state.items()
+        for name, x in state.items()
+        if isinstance(x, torch.Tensor) and parameter.ndim and x.shape == parameter.shape
+    }
+
+
+def _stored(value: Any, shaped: bool) -> bool:
+    """Whether a state is stored as tensors are, rather than in the notes."""
+    return isinstance(value, torch.Tensor) and (
+        value.ndim > 0 or shaped or isinstance(value, DTensor)
+    )
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be divided into boxes: the terms of a sum can't."""
+    if isinstance(x, DTensor) and any(isinstance(p, Partial) for p in x.placements):
+        return x.full_tensor()
+    return x
+
+
+def _host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _empty(parameter: torch.Tensor, kind: TensorStorageMetadata) -> torch.Tensor:
+    """A state to be read: laid out as its parameter if it has its shape, else whole on every
+    rank."""
+    dtype = kind.properties.dtype
+    if kind.size == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    whole = torch.empty(kind.size, dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,288 @@
+"""Experts shared out: each token's copies travel to the ranks of their experts, and home again.
+
+ep ranks with tokens of their own hold E/ep experts each, in rank order. Between `dispatch` and
+`combine` a value of a rank's copies, traced as [b, s, k, ...], is laid out [n, 1, 1, ...] instead:
+the n copies that arrived from all ep ranks, sorted by expert. What works on each copy alone runs
+there as it was traced, and a value made outside (the router's weights) is sent the same way.
+
+    own copies, by token  --order-->  by expert  --all-to-all-->  by sender, then expert
+                          --arranged-->  by expert
+
+The way home, and the backward of each way, is the inverse. How many copies travel is known when the
+router has chosen: the ranks exchange E numbers, which cost the host one wait. A rank that gets no
+copy takes part with none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from costmodel.auto_rules import is_pointwise
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph, Op
+from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
+from executor.reshard import Axis
+from planner.moe_operators import expert_order, grouped_rows, grouped_weights, inverse_of
+from planner.plan import PlanError
+
+# --- on the wire ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Route:
+    """Where the copies of a rank's tokens go, `copies` = (b, s, k), and what comes in their place.
+
+    `order` sorts this rank's copies by expert, `arranged` those that arrive; `home` and `restored`
+    undo them. `sent` and `received` are copies per rank, `counts` what arrived per expert.
+    """
+
+    axis: Axis
+    copies: tuple[int, ...]
+    order: torch.Tensor
+    home: torch.Tensor
+    arranged: torch.Tensor
+    restored: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    counts: list[int]
+
+
+class FindRoute(nn.Module):
+    """Experts of each token [b, s, k] -> the route of their copies over `axis`."""
+
+    def __init__(self, axis: Axis, experts: int) -> None:
+        super().__init__()
+        self.axis, self.experts = axis, experts
+
+    def forward(self, chosen: torch.Tensor) -> Route:
+        axis, own = self.axis, self.experts // self.axis.size
+        order, counts = expert_order(chosen, self.experts)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=axis.group)
+        leaving, coming = torch.stack([counts, arriving]).view(2, axis.size, own).tolist()
+        expert = torch.arange(own, device=chosen.device).repeat(axis.size)
+        received = [sum(row) for row in coming]
+        expert = expert.repeat_interleave(arriving, output_size=sum(received))
+        arranged = expert.argsort(stable=True)
+        return Route(
+            axis=axis, copies=tuple(chosen.shape), order=order, home=inverse_of(order),
+            arranged=arranged, restored=inverse_of(arranged), sent=[sum(row) for row in leaving],
+            received=received, counts=[sum(column) for column in zip(*coming, strict=True)],
+        )  # fmt: skip
+
+
+def _outward(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """This rank's copies, sorted by expert -> those of its experts."""
+    out = rows.new_empty(sum(route.received), rows.shape[1])
+    dist.all_to_all_single(out, rows, route.received, route.sent, group=route.axis.group)
+    return out.index_select(0, route.arranged)
+
+
+def _homeward(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """Copies of this rank's experts -> its own, each in its token's place."""
+    out = rows.new_empty(sum(route.sent), rows.shape[1])
+    back = rows.index_select(0, route.restored)
+    dist.all_to_all_single(out, back, route.sent, route.received, group=route.axis.group)
+    return out.index_select(0, route.home)
+
+
+class _Send(torch.autograd.Function):
+    """Tokens [b, s, h], or values of their copies [b, s, k, ...], to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: Route, tokens: bool) -> torch.Tensor:
+        ctx.route, ctx.tokens, ctx.shape = route, tokens, x.shape
+        features = x.shape[2:] if tokens else x.shape[3:]
+        order = route.order // route.copies[2] if tokens else route.order
+        rows = x.reshape(-1, features.numel()).index_select(0, order)
+        return _outward(rows, route).view(-1, 1, 1, *features)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        route, (grad,) = ctx.route, grads
+        found = _homeward(grad.reshape(len(grad), grad.shape[3:].numel()), route)
+        if ctx.tokens:
+            found = found.view(*route.copies, -1).sum(2)
+        return found.view(ctx.shape), None, None
+
+
+class _Return(torch.autograd.Function):
+    """Results [n, 1, 1, h] home, and each token's added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, route: Route) -> torch.Tensor:
+        ctx.route = route
+        return _homeward(x.flatten(0, 2), route).view(*route.copies, -1).sum(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        route, (grad,) = ctx.route, grads
+        rows = grad.flatten(0, 1).index_select(0, route.order // route.copies[2])
+        return _outward(rows, route).view(-1, 1, 1, grad.shape[2]), None
+
+
+class _Product(torch.autograd.Function):
+    """Copies [n, 1, 1, i], sorted, times the matrices of this rank's experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        rows = x.flatten(0, 2)
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return grouped_rows(rows, weight, counts).view(-1, 1, 1, weight.shape[2])
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        to_rows, to_weight, _ = ctx.needs_input_grad
+        grad = grads[0].flatten(0, 2)
+        found = grouped_rows(grad, weight.transpose(1, 2), ctx.counts) if to_rows else None
+        return (
+            None if found is None else found.view(-1, 1, 1, rows.shape[1]),
+            grouped_weights(rows, grad, ctx.counts) if to_weight else None,
+            None,
+        )
+
+
+class Send(nn.Module):
+    """Tokens, or values of their copies, along a route."""
+
+    def __init__(self, *, tokens: bool) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
+        return _Send.apply(x, route, self.tokens)
+
+
+class Return(nn.Module):
+    """Results home, each token's copies added up."""
+
+    def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
+        return _Return.apply(x, route)
+
+
+class GroupedProduct(nn.Module):
+    """The copies that arrived, each times the matrix of its expert."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, route: Route) -> torch.Tensor:
+        return _Product.apply(x, weight, route.counts)
+
+
+# --- what runs on the way -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """An operator on the way of copies: the `dispatch` (by name) that they left from, to how many
+    experts, and the operands made outside that must be sent after them."""
+
+    dispatch: str
+    experts: int = 0
+    sent: frozenset[str] = frozenset()
+
+
+def legs(
+    ops: Sequence[Op], graph: Graph, table: FactorTable, outputs: Sequence[str]
+) -> dict[str, Leg]:
+    """Every operator of a block from a `dispatch` to its `combine`, by name. Raises `PlanError` for
+    one that can't run on copies in another order."""
+    found: dict[str, Leg] = {}
+    experts: dict[str, int] = {}
+    travelling: dict[str, Op] = {}  # value -> the dispatch it comes from
+    for op in ops:
+        sources = {travelling[v].name: travelling[v] for v in op.operands if v in travelling}
+        if op.short == DISPATCH and not sources:
+            found[op.name] = Leg(dispatch=op.name)
+            travelling[op.results[0]] = op
+            continue
+        if not sources:
+            if op.short == GROUPED:
+                raise refused(op, "its rows come from no dispatch of the same block")
+            continue
+        source, *others = sources.values()
+        if others or op.short == DISPATCH:
+            raise refused(op, f"it mixes copies of {source.key} with others")
+        if op.short == COMBINE:
+            found[op.name] = Leg(dispatch=source.name)
+            continue
+        if op.short == GROUPED:
+            count = graph.values[op.operands[1]].shape[0]
+            if experts.setdefault(source.name, count) != count:
+                raise refused(op, f"another product of these copies has {experts[source.name]}")
+        sent = _sent_after(op, source, travelling, graph, table)
+        found[op.name] = Leg(dispatch=source.name, sent=sent)
+        travelling |= dict.fromkeys(op.results, source)
+    for value in outputs:
+        if value in travelling:
+            raise refused(travelling[value], "its copies are combined in another block")
+    for op in ops:
+        if op.name in found and found[op.name].dispatch not in experts:
+            raise refused(op, "no grouped product takes its copies")
+    return {name: replace(leg, experts=experts[leg.dispatch]) for name, leg in found.items()}
+
+
+def _sent_after(
+    op: Op, source: Op, travelling: Mapping[str, Op], graph: Graph, table: FactorTable
+) -> frozenset[str]:
+    """The operands of an operator on copies that have their dims, but were made outside."""
+    chosen = source.operands[1]
+    if op.short == GROUPED:
+        if op.operands[2] != chosen or op.operands[0] not in travelling:
+            raise refused(op, f"it takes other copies, or other experts, than {source.key} sends")
+        return frozenset()
+    copies = graph.values[chosen].shape
+    shapes = {value: graph.values[value].shape for value in (*op.operands, *op.results)}
+    inside = [shapes[v] for v in (*op.operands, *op.results) if v in travelling or v in op.results]
+    if any(shape[:3] != copies for shape in inside):
+        raise refused(op, f"its result has not the copies' dims {list(copies)} in front")
+    if not is_pointwise(op):
+        if not _by_copy(op, travelling, table):
+            raise refused(op, "it does not work on each copy alone")
+        return frozenset()
+    rank = len(shapes[op.results[0]])
+    sent = set()
+    for value in op.operands:
+        shape = (1,) * (rank - len(shapes[value])) + tuple(shapes[value])
+        if value not in travelling and shape[:3] == copies:
+            sent.add(value)
+        elif shape[:3] != (copies if value in travelling else (1, 1, 1)):
+            raise refused(op, f"an operand of shape {shapes[value]} has some of the copies' dims")
+    return frozenset(sent)
+
+
+def _by_copy(op: Op, travelling: Mapping[str, Op], table: FactorTable) -> bool:
+    """Whether an operator maps the first three dims of its one travelling operand, and its others
+    have none of them."""
+    made = table.ops[op.name]
+    (first, *more) = [k for k, value in enumerate(op.operands) if value in travelling]
+    dims = made.operands[first][:3]
+    names = {name for dim in dims for name in dim}
+    others = {
+        name
+        for k, operand in enumerate(made.operands) if k != first
+        for dim in operand
+        for name in dim
+    }  # fmt: skip
+    return (
+        made.known
+        and not more
+        and not names & others
+        and all(made.kinds[name] == "map" for name in names)
+        and all(result[:3] == dims for result in made.results)
+    )
+
+
+def refused(op: Op, why: str) -> PlanError:
+    return PlanError(
+        f"plan: ep > 1: {op.key} can't run where experts are shared out: {why}; legal between "
+        "dispatch and combine: operators that work on each copy alone; or ep=1"
+    )

@@ -1,0 +1,384 @@
+"""Deferred initialisation: a model on meta gets its first values one module at a time, on the CPU.
+
+The values are those of a single device, bit for bit, whatever the plan: with ties kept,
+
+    model.to_empty(device="cpu"); torch.manual_seed(seed); model.apply(init)
+
+where `init` is, for each module, children first:
+
+- `_init_weights(module)` of the nearest module above (or itself) that has such a method, as
+  transformers' models do (a model inside a model governs its own part);
+- where there is none, or it leaves some of the module's own tensors unwritten, the module's own
+  `reset_parameters()`, `_reset_parameters()` or `init_weights()`, and the former after it.
+
+Every rank runs every initialiser, so that the random stream is the same on all; what a rank doesn't
+hold it drops. An initialiser may reach into other modules (GPT-2 scales the projections of its
+grandchildren), so all are first rehearsed on meta, which costs no memory: it shows what each one
+uses. A tensor then lives from its first initialiser to its last, with gaps where the next one
+overwrites it unread. A tied tensor is one tensor: each owner writes it, the last writer wins.
+
+The model itself stays on meta. Its real tensors keep their values, though initialisers see copies.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+log = logging.getLogger(__name__)
+
+Take = Callable[[str, torch.Tensor], None]
+Step = Callable[[], object]
+Governor = Callable[[nn.Module], object]
+Region = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+OWN = ("reset_parameters", "_reset_parameters", "init_weights")
+# In-place operators that read nothing of what they write.
+OVERWRITING = frozenset(
+    {
+        "aten::bernoulli_", "aten::cauchy_", "aten::copy_", "aten::exponential_", "aten::fill_",
+        "aten::geometric_", "aten::log_normal_", "aten::normal_", "aten::random_",
+        "aten::uniform_", "aten::zero_",
+    }
+)  # fmt: skip
+
+
+class _After(Enum):
+    """What becomes of a tensor after an initialiser."""
+
+    TAKE = auto()  # nobody uses it later
+    KEEP = auto()
+    DROP = auto()  # the next one overwrites it, or never had a value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """One tensor of the model, all its FQNs, and every place where a module holds it."""
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        for holder, name in self.places:
+            holder[name] = tensor
+
+    def held_in(self, holder: Mapping[str, Any]) -> torch.Tensor:
+        """What a module now has there."""
+        return next(h[name] for h, name in self.places if h is holder)
+
+    def like(self, data: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.tensor, nn.Parameter):
+            return nn.Parameter(data, requires_grad=self.tensor.requires_grad)
+        return data
+
+    def fresh(self) -> torch.Tensor:
+        """Memory to initialise: empty for a tensor on meta, a copy of a real one."""
+        if self.tensor.is_meta:
+            return self.like(torch.empty_like(self.tensor, device="cpu"))
+        return self.like(self.tensor.detach().to("cpu", copy=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Visit:
+    """One module's initialisation.
+
+    `own` are the module's tensors and the dict that holds each; `uses` says per tensor, own or not,
+    whether it is overwritten unread, `written` which regions (elements, offset, shape, stride) are.
+    """
+
+    steps: tuple[Step, ...]
+    own: Mapping[str, dict[str, Any]]
+    uses: Mapping[str, bool]
+    written: Mapping[str, frozenset[Region]]
+
+
+def initialise(
+    model: nn.Module,
+    take: Take,
+    *,
+    seed: int,
+    only: Collection[str] | None = None,
+    whole_stream: bool = True,
+) -> None:
+    """Hand the initial value of each tensor that `model` has on meta to `take`, whole, by FQN; a
+    tied one under each of its names.
+
+    `only` names those that are wanted. `whole_stream=False` skips initialisers that these don't
+    need: random values are other ones then. Raises ValueError, before anything is allocated, where
+    no initialiser writes a tensor. The random state of the process is left as it was.
+    """
+    slots = _slots(model)
+    wanted = {
+        fqn
+        for fqn, slot in slots.items()
+        if slot.tensor.is_meta and (only is None or not set(only).isdisjoint(slot.names))
+    }
+
+    def hand_over(fqn: str, value: torch.Tensor) -> None:
+        for name in slots[fqn].names if fqn in wanted else ():
+            take(name, value)
+
+    try:
+        visits = _Rehearsal(slots).run(model)
+        _put_back(slots.values())
+        _check_written(slots, visits, wanted)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            _run(slots, visits if whole_stream else _needed(visits, wanted), hand_over)
+            for fqn in sorted(wanted):  # what has no elements nobody writes
+                if not slots[fqn].tensor.numel():
+                    hand_over(fqn, slots[fqn].fresh().detach())
+    finally:
+        _put_back(slots.values())
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """Tensors by their first FQN."""
+    found: dict[int, _Slot] = {}
+    places: set[tuple[int, str]] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in holder.items():
+                if tensor is None:
+                    continue
+                slot = found.setdefault(id(tensor), _Slot(tensor=tensor))
+                slot.names.append(f"{prefix}.{name}".lstrip("."))
+                if (id(holder), name) not in places:
+                    slot.places.append((holder, name))
+                    places.add((id(holder), name))
+    return {slot.names[0]: slot for slot in found.values()}
+
+
+def _put_back(slots: Iterable[_Slot]) -> None:
+    """The user's own tensors where they were."""
+    for slot in slots:
+        slot.put(slot.tensor)
+
+
+# --- who initialises what -------------------------------------------------------------------------
+
+
+def _walk(
+    module: nn.Module, name: str = "", governor: Governor | None = None
+) -> Iterator[tuple[str, nn.Module, Governor | None]]:
+    """Modules in the order of `nn.Module.apply`, each with the `_init_weights` that governs it."""
+    governor = _governing(module) or governor
+    for child_name, child in module.named_children():
+        yield from _walk(child, f"{name}.{child_name}".lstrip("."), governor)
+    yield name, module, governor
+
+
+def _governing(module: nn.Module) -> Governor | None:
+    """The module's `_init_weights`, if it is one for other modules (transformers' convention)."""
+    method = getattr(module, "_init_weights", None)
+    return method if callable(method) and _takes_arguments(method) else None
+
+
+def _own_initialiser(module: nn.Module) -> Step | None:
+    for name in OWN:
+        method = getattr(module, name, None)
+        if not callable(method) or _takes_arguments(method):
+            continue
+        if name == "init_weights" and _governing(module):
+            continue  # it walks all modules by itself
+        return method
+    return None
+
+
+def _takes_arguments(method: Callable[..., object]) -> bool:
+    """Whether it can't be called without arguments."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    return any(p.default is p.empty and p.kind not in kinds for p in parameters)
+
+
+# --- the rehearsal on meta ------------------------------------------------------------------------
+
+
+class _Watch(TorchDispatchMode):
+    """Records by storage what operators do to it: `uses` and `written` as in `_Visit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses: dict[int, bool] = {}
+        self.written: dict[int, set[Region]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            overwrites = func._schema.name in OVERWRITING
+            for k, argument in enumerate(func._schema.arguments):
+                given = args[k] if k < len(args) else (kwargs or {}).get(argument.name)
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                for x in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(x, torch.Tensor):
+                        self._note(x, writes, overwrites)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, x: torch.Tensor, writes: bool, overwrites: bool) -> None:
+        storage = x.untyped_storage()
+        whole = x.numel() * x.element_size() == storage.nbytes()
+        self.uses.setdefault(storage._cdata, writes and overwrites and whole)
+        if writes:
+            region = (x.numel(), int(x.storage_offset()), tuple(x.shape), x.stride())
+            self.written.setdefault(storage._cdata, set()).add(region)
+
+
+class _Rehearsal:
+    """Runs every initialiser on stand-ins on meta, to see what each one uses."""
+
+    def __init__(self, slots: Mapping[str, _Slot]) -> None:
+        self.slots = slots
+        self.standing: dict[str, torch.Tensor] = {}
+        self.of_storage: dict[int, str] = {}
+        self.own: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        for fqn, slot in slots.items():
+            self._stand_in(fqn)
+            for holder, _ in slot.places:
+                self.own.setdefault(id(holder), []).append((fqn, holder))
+
+    def _stand_in(self, fqn: str) -> None:
+        slot = self.slots[fqn]
+        self.standing[fqn] = slot.like(torch.empty_like(slot.tensor, device="meta"))
+        self.of_storage[_storage(self.standing[fqn])] = fqn
+        slot.put(self.standing[fqn])
+
+    def run(self, model: nn.Module) -> list[_Visit]:
+        """All initialisations of the model, in order."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+            visits = [self._visit(*found) for found in _walk(model)]
+        return [visit for visit in visits if visit.steps]
+
+    def _visit(self, name: str, module: nn.Module, governor: Governor | None) -> _Visit:
+        holders = (module._parameters, module._buffers)
+        own = dict(pair for holder in holders for pair in self.own.get(id(holder), []))
+        governed = (partial(governor, module),) if governor else ()
+        initialiser = _own_initialiser(module)
+        visit = self._watched(name, governed, own)
+        written = all(_covered(self.slots[fqn], visit.written.get(fqn, set())) for fqn in own)
+        if initialiser is None or (governor and written):
+            return visit
+        return self._watched(name, (initialiser, *governed), own)
+
+    def _watched(
+        self, name: str, steps: tuple[Step, ...], own: Mapping[str, dict[str, Any]]
+    ) -> _Visit:
+        watch = _Watch()
+        try:
+            with watch:
+                for step in steps:
+                    step()
+        except Exception as error:
+            error.add_note(
+                f"while rehearsing the initialisation of {name or 'the model'!r} on meta, where "
+                f"tensors have no values; initialise it without reading any, or build it on a real "
+                f"device"
+            )
+            raise
+        names = self.of_storage
+        uses = {names[key]: over for key, over in watch.uses.items() if key in names}
+        written = {names[key]: frozenset(r) for key, r in watch.written.items() if key in names}
+        for fqn, holder in own.items():
+            if self._replaced(fqn, holder):
+                uses.setdefault(fqn, True)
+                written[fqn] = frozenset({(self.slots[fqn].tensor.numel(), 0, (), ())})
+        return _Visit(steps=steps, own=own, uses=uses, written=written)
+
+    def _replaced(self, fqn: str, holder: Mapping[str, Any]) -> bool:
+        """Whether the initialiser put another tensor there (`self.weight = ...`) or another storage
+        (`self.weight.data = ...`)."""
+        key = _storage(self.standing[fqn])
+        now = self.slots[fqn].held_in(holder)
+        if now is self.standing[fqn] and self.of_storage.get(key) == fqn:
+            return False
+        self.of_storage = {k: other for k, other in self.of_storage.items() if other != fqn}
+        self._stand_in(fqn)
+        return True
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _covered(slot: _Slot, written: Collection[Region]) -> bool:
+    """Whether distinct regions add up to the whole tensor."""
+    return sum(region[0] for region in written) >= slot.tensor.numel()
+
+
+def _check_written(
+    slots: Mapping[str, _Slot], visits: Sequence[_Visit], wanted: Collection[str]
+) -> None:
+    written: dict[str, set[Region]] = {}
+    for visit in visits:
+        for fqn, regions in visit.written.items():
+            written.setdefault(fqn, set()).update(regions)
+    lacking = sorted(fqn for fqn in wanted if not _covered(slots[fqn], written.get(fqn, ())))
+    if lacking:
+        raise ValueError(
+            f"deferred initialisation: no initialiser writes {lacking}; define "
+            f"reset_parameters(self) in the modules that own them (buffers included), build them "
+            f"on a real device, or load weights that hold them"
+        )
+
+
+def _needed(visits: Sequence[_Visit], wanted: Collection[str]) -> list[_Visit]:
+    """The initialisations behind `wanted`, in order."""
+    live = set(wanted)
+    kept = []
+    for visit in reversed(visits):
+        if live & set(visit.uses):
+            live |= {fqn for fqn, overwritten in visit.uses.items() if not overwritten}
+            kept.append(visit)
+    return kept[::-1]
+
+
+# --- the run on the CPU ---------------------------------------------------------------------------
+
+
+def _run(slots: Mapping[str, _Slot], visits: Sequence[_Visit], take: Take) -> None:
+    held: dict[str, torch.Tensor] = {}
+    peak_bytes = 0
+    for visit, after in zip(visits, _lifetimes(visits), strict=True):
+        for fqn in after:
+            if fqn not in held:
+                held[fqn] = slots[fqn].fresh()
+            slots[fqn].put(held[fqn])
+        peak_bytes = max(peak_bytes, sum(x.nbytes for x in held.values()))
+        for step in visit.steps:
+            step()
+        held |= {fqn: slots[fqn].held_in(holder) for fqn, holder in visit.own.items()}
+        for fqn, fate in after.items():
+            slots[fqn].put(slots[fqn].tensor)
+            if fate is _After.TAKE:
+                take(fqn, held.pop(fqn).detach())
+            elif fate is _After.DROP:
+                del held[fqn]
+    log.info("initialised %d tensors, at most %d bytes at a time", len(slots), peak_bytes)
+
+
+def _lifetimes(visits: Sequence[_Visit]) -> list[dict[str, _After]]:
+    """Per initialisation the tensors it needs, and what becomes of them. A module's own tensors are
+    there even if unused: it may look at their device."""
+    later: dict[str, _After] = {}
+    found = []
+    for visit in reversed(visits):
+        unused = [fqn for fqn in visit.own if fqn not in visit.uses]
+        keeps = _After.KEEP
+        after = {fqn: keeps if later.get(fqn) is keeps else _After.DROP for fqn in unused}
+        after |= {fqn: later.get(fqn, _After.TAKE) for fqn in visit.uses}
+        later |= {
+            fqn: _After.DROP if overwritten else keeps for fqn, overwritten in visit.uses.items()
+        }
+        found.append(after)
+    return found[::-1]

@@ -1,0 +1,153 @@
+"""Steps whose gradients are not finite, and the loss scale of fp16 that makes them rare.
+
+fp16 ends at 6·10⁻⁸ and 65504. The backward pass is seeded with a scale s instead of 1, so that
+small gradients stay above the lower end, and the fp32 gradients are divided by s before anybody
+sees them. s is a power of two: scaling changes no bits of what stays within range. A step whose
+gradients left it at the upper end is skipped and s halved; after a run of finite steps s is
+doubled, to find the end again.
+
+A step is skipped in every precision if any gradient on any rank is NaN or inf: then its norm is,
+and all ranks decide by the number of ranks with such a norm, hence alike. Norms are taken where a
+backward has just made the gradient and it is still in the cache; what was reduced by others is read
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
+
+from executor.meshes import Place
+from executor.parameters import StageParameter
+
+log = logging.getLogger(__name__)
+
+CEILING = 2.0**126  # the largest scale whose inverse is a normal number of fp32
+
+
+@dataclass(slots=True, kw_only=True)
+class LossScale:
+    """The scale `value` of fp16's backward: halved, to no less than `floor`, by a step that is not
+    finite, doubled after `growth_interval` finite ones in a row."""
+
+    value: float = 65536.0
+    growth_interval: int = 2000
+    floor: float = 1.0
+    finite_steps: int = 0  # since the scale changed
+
+    def __post_init__(self) -> None:
+        for name in ("value", "floor"):
+            number = getattr(self, name)
+            if not 0 < number <= CEILING or math.frexp(number)[0] != 0.5:
+                raise ValueError(
+                    f"loss scale: {name}={number} is no power of two up to 2**126; other scales "
+                    f"would round the gradients: take e.g. 65536.0"
+                )
+        if self.value < self.floor:
+            raise ValueError(
+                f"loss scale: value={self.value} is below floor={self.floor}; start at the floor "
+                f"or above"
+            )
+        if self.growth_interval < 1:
+            raise ValueError(
+                f"loss scale: growth_interval={self.growth_interval} must be at least 1 step"
+            )
+
+    def update(self, finite: bool) -> None:
+        """Take note of how a step ended."""
+        if not finite:
+            self.value, self.finite_steps = max(self.value / 2, self.floor), 0
+            return
+        self.finite_steps += 1
+        if self.finite_steps == self.growth_interval:
+            self.value, self.finite_steps = min(self.value * 2, CEILING), 0
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What a checkpoint needs to go on."""
+        return {"value": self.value, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; ValueError where an entry is missing or out of range."""
+        if missing := sorted({"value", "finite_steps"} - set(state)):
+            raise ValueError(
+                f"loss scale: the state lacks {missing}; it has {sorted(state)}, expected what "
+                f"state_dict() returned"
+            )
+        read = LossScale(
+            value=float(state["value"]), finite_steps=int(state["finite_steps"]),
+            growth_interval=self.growth_interval, floor=self.floor,
+        )  # fmt: skip
+        self.value, self.finite_steps = read.value, read.finite_steps
+
+
+@dataclass(slots=True, kw_only=True)
+class StepGuard:
+    """Lets a step's gradients through to the optimizer, unscaled, if all of them are finite.
+
+    A step seeds its backward pass with `seed` in place of 1 and asks `admit` when every `gradient`
+    is reduced and in the layout of `stored`. A step not admitted delivers nothing: `.grad` stays
+    what it was, None after `zero_grad()`, so that the optimizer does nothing.
+
+    The norm is not kept for clipping: `.grad` is the user's by then, and torch's version counters
+    don't show whether it was changed (`torch._foreach_*` over DTensors leaves them alone).
+    """
+
+    place: Place
+    scale: LossScale | None = None  # fp16's; None: the loss is not scaled
+    skipped_steps: int = 0
+
+    @property
+    def seed(self) -> float:
+        return 1.0 if self.scale is None else self.scale.value
+
+    def admit(self, parameters: Iterable[StageParameter]) -> bool:
+        """Whether the step counts; its gradients are unscaled then, dropped otherwise. The same on
+        every rank, and collective."""
+        held = [(p, p.gradient) for p in parameters if p.gradient is not None]
+        assert all(gradient.shape == p.stored.shape for p, gradient in held)
+        with torch.no_grad():
+            finite = self._finite([p for p, _ in held])
+            if finite and held and self.scale is not None:
+                torch._foreach_mul_([gradient for _, gradient in held], 1 / self.scale.value)
+        if not finite:
+            self.skipped_steps += 1
+            for p, _ in held:
+                p.gradient = None
+            self._tell()
+        if self.scale is not None:
+            self.scale.update(finite)
+        return finite
+
+    def _finite(self, parameters: list[StageParameter]) -> bool:
+        """Whether all gradients on all ranks are finite. Collective."""
+        strange = torch.zeros((), device=self.place.device)
+        norms = [p.norm for p in parameters if p.norm is not None]
+        others = [p.gradient for p in parameters if p.norm is None and p.gradient is not None]
+        if others:
+            norms.append(get_total_norm(others))
+        if norms:
+            strange += ~torch.stack(norms).isfinite().all()
+        for p in parameters:
+            p.norm = None
+        if self.place.mesh is not None:
+            dist.all_reduce(strange)
+        return not strange.item()
+
+    def _tell(self) -> None:
+        if self.place.rank:
+            return
+        if self.scale is not None and self.scale.value > self.scale.floor:
+            log.info("step skipped: gradients left fp16 at loss scale %g", self.scale.value)
+        else:
+            log.warning(
+                "step skipped: gradients are not finite (%d skipped so far); look for a learning "
+                "rate that is too high, or for NaN in the batch",
+                self.skipped_steps,
+            )

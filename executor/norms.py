@@ -1,0 +1,117 @@
+"""Norms of the whole model's gradients from every rank's parts, and clipping by them.
+
+With every element i of every trained parameter counted once,
+
+    ‖g‖_p = (Σ_i |g_i|^p)^(1/p),        ‖g‖_∞ = max_i |g_i|.
+
+An element is held by c ranks: the replicas on its stage's mesh (data ranks among which ZeRO does
+not divide it, tensor ranks that do not split it), times the groups of devices that hold a copy of a
+tied parameter. Each rank adds up its *share*, Σ |g_i|^p / c over what it holds (of ‖g‖_∞ the
+maximum), and one all-reduce of one number adds up the shares. No replica stands for the others, so
+a value that is not finite on a single one of them makes the norm so on every rank; and all ranks
+get the all-reduce's bits.
+
+On a CPU torch adds up a tensor in fp32, in as many chains as a vector has lanes: over 10⁸ normal
+elements the norm comes out 1 % too small, over 2·10⁸ 3 % (torch 2.13). By rows of 4096 elements and
+then over the rows it is right to 10⁻⁶ in the same time. GPU kernels add in trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
+
+from executor.meshes import Place
+from executor.parameters import StageParameter, local_of
+
+ROW = 4096  # elements
+
+
+def copies(parameter: StageParameter, place: Place) -> int:
+    """How many ranks of the plan hold each element of what is stored of a parameter."""
+    holders = place.holders(experts=parameter.experts)
+    count = holders.replicate.size
+    if not parameter.zero.sharded:
+        count *= holders.shard.size
+    if not parameter.placement.sharded:
+        count *= place.tensor.size
+    # virtual stages of the same devices share one copy
+    return count * max(1, len({place.meshes[k].ranks for k in parameter.shared_stages}))
+
+
+def share(
+    gradients: Iterable[tuple[StageParameter, torch.Tensor]], place: Place, norm_type: float = 2.0
+) -> torch.Tensor:
+    """This rank's share in the norm's sum or maximum (fp64 scalar).
+
+    `gradients` are local tensors, in the layout of `stored`. ValueError unless norm_type > 0.
+    """
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type={norm_type}: a norm needs norm_type > 0; 2.0 is the usual one, "
+            f"float('inf') the largest element"
+        )
+    parts: dict[int, list[torch.Tensor]] = {}
+    for p, gradient in gradients:
+        if gradient.numel():
+            parts.setdefault(copies(p, place), []).extend(_condensed(gradient, norm_type))
+    total = torch.zeros((), dtype=torch.float64, device=place.device)
+    for count, tensors in sorted(parts.items()):
+        norm = get_total_norm(tensors, norm_type).double()
+        if math.isinf(norm_type):
+            total = torch.maximum(total, norm)
+        else:
+            total += norm**norm_type / count
+    return total
+
+
+def norm_of(mine: torch.Tensor, place: Place, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm (fp32 scalar) from every rank's share, the same bits on every rank. Collective.
+
+    Not finite if anything on any rank is not, or if fp32 can't hold it.
+    """
+    largest = math.isinf(norm_type)
+    total = mine.clone()
+    if place.mesh is not None:
+        if largest:  # what MAX makes of NaN is the backend's affair
+            total.nan_to_num_(nan=math.inf, posinf=math.inf)
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return (total if largest else total ** (1 / norm_type)).float()
+
+
+def _condensed(x: torch.Tensor, norm_type: float) -> list[torch.Tensor]:
+    """Tensors, none of them empty, that together have the norm of `x`."""
+    flat = x.reshape(-1)
+    rows = flat.numel() // ROW if flat.is_cpu else 0
+    if not rows:
+        return [flat]
+    table, rest = flat[: rows * ROW].view(rows, ROW), flat[rows * ROW :]
+    norms = torch.linalg.vector_norm(table, norm_type, dim=1)
+    return [norms, rest] if rest.numel() else [norms]
+
+
+def clip_(
+    parameters: Iterable[StageParameter], place: Place, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale `.grad` of all parameters by min(1, max_norm / (norm + 1e-6)); returns the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_` of the whole model on one device. Collective: every rank
+    calls it, also one whose parameters have no gradient. ValueError where max_norm is negative or
+    NaN.
+    """
+    if not max_norm >= 0:
+        raise ValueError(
+            f"max_norm={max_norm}: gradients are scaled down to a norm >= 0; float('inf') "
+            f"computes the norm and clips nothing"
+        )
+    with torch.no_grad():  # under which a DTensor's local tensor costs a thirtieth
+        held = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
+        norm = norm_of(share(held, place, norm_type), place, norm_type)
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if held:
+            torch._foreach_mul_([gradient for _, gradient in held], coefficient)
+    return norm

@@ -1,0 +1,313 @@
+"""The measured step, beside the simulated one: same tracks, same names, same format.
+
+Each rank notes when its instructions begin and end, then rank 0 puts them on one clock and one
+trace, a process per rank under the name of its device group. What an event is follows the
+simulator:
+
+    F, B, I, W   from the start of the computation to its end. A message that has not come yet is
+                 waited for before, so that waiting is a gap. The first F of a step also waits for
+                 the weights that ZeRO gathers
+    send         from the moment it is posted, or the end of the one before it, until the receiver
+                 has it. A receiver that computes meanwhile takes it late: an upper bound
+    reduce       from the last backward of its stage, or the end of the one before it, until the
+                 next begins, the last until all gradients are there: what the backward has not
+                 hidden
+
+and on the compute track what the simulation prices elsewhere: "refresh", which starts ZeRO's
+gathers and casts the weights, and "deliver", which hands the gradients to the optimizer. The
+optimizer itself is the user's, and in no measured step.
+
+On the GPU, times are those of the stream: events are recorded beside the kernels and read when all
+is over, so that measuring waits for nothing. The clocks of the ranks are set by rank 0: of `ROUNDS`
+questions to a rank the one answered fastest gives its offset, exact to half of that round trip.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from costmodel.schedule import Action, Instruction
+from costmodel.simulate import Event, chrome_trace, event_of
+from executor.checkpoint_ranks import gloo_group, on_first
+from executor.pipeline import Phase
+from executor.runtime import Runtime
+
+ROUNDS = 8  # of questions for the time
+COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
+RECEIVE_OF = {
+    Action.SEND_ACTIVATION: Action.RECV_ACTIVATION,
+    Action.SEND_GRADIENT: Action.RECV_GRADIENT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step without its optimizer, measured or predicted: from the first event to the
+    last, and until the last computation; the seconds that each device group (its busiest rank)
+    computes, by the name it has in the trace."""
+
+    step_s: float
+    pipeline_s: float
+    busy_s: Mapping[str, float]
+
+    @property
+    def bubbles(self) -> dict[str, float]:
+        """Part of the pipeline's time that each device group computes nothing, in [0, 1]."""
+        return {name: max(0.0, 1 - busy / self.pipeline_s) for name, busy in self.busy_s.items()}
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The mean of `bubbles`."""
+        return sum(self.bubbles.values()) / len(self.busy_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """A step that was timed: its loss, its times, and what was predicted. `str()` is a table."""
+
+    loss: torch.Tensor
+    measured: StepTimes
+    predicted: StepTimes
+
+    def __str__(self) -> str:
+        ours, theirs = self.measured, self.predicted
+        rows = [("bubble", ours.bubble_fraction, theirs.bubble_fraction)]
+        rows += [(f"  {name}", share, theirs.bubbles[name]) for name, share in ours.bubbles.items()]
+        return "\n".join(
+            [
+                f"step without optimizer: {ours.step_s * 1e3:.3g} ms, predicted "
+                f"{theirs.step_s * 1e3:.3g} ms",
+                *(f"{name}: {mine:.1%}, predicted {other:.1%}" for name, mine, other in rows),
+            ]
+        )
+
+
+def step_times(trace: Mapping[str, Any]) -> StepTimes:
+    """The times of a step from its trace, simulated or measured."""
+    names: dict[int, str] = {}
+    busy_us: dict[int, float] = {}
+    first, last, last_compute = float("inf"), 0.0, 0.0
+    for event in trace["traceEvents"]:
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+            busy_us[event["pid"]] = 0.0
+        if event["ph"] != "X" or event["name"].startswith("optimizer"):
+            continue
+        end = event["ts"] + event["dur"]
+        first, last = min(first, event["ts"]), max(last, end)
+        if event["cat"] == "compute" and "microbatch" in event["args"]:
+            busy_us[event["pid"]] += event["dur"]
+            last_compute = max(last_compute, end)
+    busy_s: dict[str, float] = {}
+    for pid, name in names.items():
+        busy_s[name] = max(busy_s.get(name, 0.0), busy_us[pid] / 1e6)
+    return StepTimes(
+        step_s=(last - first) / 1e6, pipeline_s=(last_compute - first) / 1e6, busy_s=busy_s
+    )
+
+
+# --- on each rank ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something a rank did, in seconds of its own clock; a send has the ranks it went to."""
+
+    what: Instruction | Phase
+    start_s: float
+    end_s: float
+    targets: tuple[int, ...] = ()
+
+
+Timed = tuple[float, Sequence[Span]]  # of a rank: the offset of its clock, what it did
+
+
+class Stopwatch:
+    """Notes when what it is asked to run begins and ends. An observer of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.noted: list[tuple[Instruction | Phase, Any, Any]] = []
+        self.on_stream = device.type == "cuda"
+        if self.on_stream:
+            torch.cuda.synchronize(device)
+        self.origin, self.origin_s = self._now(), time.perf_counter()
+
+    def _now(self) -> Any:
+        if not self.on_stream:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __call__(self, what: Instruction | Phase, run: Callable[[], None]) -> None:
+        start = self._now()
+        run()
+        self.noted.append((what, start, self._now()))
+
+    def read(self) -> list[tuple[Instruction | Phase, float, float]]:
+        """What ran when, in seconds of this rank's clock; waits for the GPU."""
+        if not self.on_stream:
+            return self.noted
+        torch.cuda.synchronize()
+
+        def seconds(event: Any) -> float:
+            return self.origin_s + self.origin.elapsed_time(event) / 1e3
+
+        return [(what, seconds(start), seconds(end)) for what, start, end in self.noted]
+
+
+def timed_step(
+    runtime: Runtime, batch: Any, path: str | Path, simulated: Mapping[str, Any]
+) -> MeasuredStep:
+    """Run one training step and write its trace, of all ranks, from rank 0. Collective.
+
+    `simulated` is the trace of the simulated step. Raises OSError, on all ranks and before the
+    step, where rank 0 can't write to `path`.
+    """
+    group = None if runtime.place.mesh is None else gloo_group()
+    on_first(group, Path(path).touch)
+    if group is not None:
+        dist.barrier(group)
+    watch = Stopwatch(runtime.place.device)
+    loss = runtime.train_step(batch, observe=watch)
+    spans = [
+        Span(what=what, start_s=start, end_s=end, targets=_targets(runtime, what))
+        for what, start, end in watch.read()
+    ]
+    every = _gathered((_offset_s(group), spans), group)
+
+    def write() -> StepTimes:
+        trace = _trace(runtime, every)
+        Path(path).write_text(json.dumps(trace))
+        return step_times(trace)
+
+    measured = on_first(group, write)
+    return MeasuredStep(loss=loss, measured=measured, predicted=step_times(simulated))
+
+
+def _gathered(mine: Timed, group: dist.ProcessGroup | None) -> list[Timed]:
+    """What all ranks have timed, on rank 0."""
+    if group is None:
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size(group)
+    first = dist.get_rank(group) == 0
+    dist.gather_object(mine, every if first else None, group=group)
+    return every
+
+
+def _targets(runtime: Runtime, what: Instruction | Phase) -> tuple[int, ...]:
+    """The ranks that a send goes to."""
+    if not isinstance(what, Instruction) or what.action not in RECEIVE_OF:
+        return ()
+    assert what.peer is not None
+    channels = runtime.stages[what.stage].channels[what.action, what.peer]
+    return tuple(
+        dict.fromkeys(piece.target for channel in channels.values() for piece in channel.outgoing)
+    )
+
+
+def _offset_s(group: dist.ProcessGroup | None) -> float:
+    """What to add to this rank's clock for rank 0's. Rank 0 asks one rank after the other."""
+    if group is None:
+        return 0.0
+    buffer = torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank(group) == 0:
+        for rank in range(1, dist.get_world_size(group)):
+            trips = []
+            for _ in range(ROUNDS):
+                asked = time.perf_counter()
+                dist.send(buffer, rank, group=group)
+                dist.recv(buffer, rank, group=group)
+                answered = time.perf_counter()
+                trips.append((answered - asked, (asked + answered) / 2 - float(buffer)))
+            dist.send(torch.tensor([min(trips)[1]], dtype=torch.float64), rank, group=group)
+        return 0.0
+    for _ in range(ROUNDS):
+        dist.recv(buffer, 0, group=group)
+        dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), 0, group=group)
+    dist.recv(buffer, 0, group=group)
+    return float(buffer)
+
+
+# --- on rank 0 ------------------------------------------------------------------------------------
+
+
+def _trace(runtime: Runtime, every: Sequence[Timed]) -> dict[str, Any]:
+    """All ranks' spans as a trace that begins at zero."""
+    stages, groups = runtime.plan.stages, runtime.plan.devices
+    stages_of = [[k for k, stage in enumerate(stages) if stage.ranks == own] for own in groups]
+    group_of = {rank: g for g, ranks in enumerate(groups) for rank in ranks}
+    origin_s = min(offset + span.start_s for offset, spans in every for span in spans)
+    taken_s = {
+        (rank, span.what): offset + span.end_s - origin_s
+        for rank, (offset, spans) in enumerate(every)
+        for span in spans
+    }
+    events = [
+        (rank, event)
+        for rank, (offset, spans) in enumerate(every)
+        for event in rank_events(spans, offset - origin_s, taken_s)
+    ]
+    processes = [group_of[rank] for rank in range(len(every))]
+    return chrome_trace(stages_of, processes, sorted(events, key=lambda item: item[1].start_s))
+
+
+def rank_events(
+    spans: Sequence[Span], shift_s: float, taken_s: Mapping[tuple[int, Any], float]
+) -> list[Event]:
+    """The events of one rank, its clock shifted. `taken_s` is when a rank had done something, on
+    the common clock: it is asked for the receives of what this rank sent."""
+    events: list[Event] = []
+    free_s: dict[str, float] = {}  # by track: when what was sent before has been taken
+    for span in spans:
+        what, start_s, end_s = span.what, span.start_s + shift_s, span.end_s + shift_s
+        if isinstance(what, Phase):
+            if what is not Phase.REDUCE:
+                events.append(
+                    Event(
+                        stage=None, track="compute", name=what.value, start_s=start_s, end_s=end_s,
+                        microbatch=None,
+                    )
+                )  # fmt: skip
+        elif what.action in RECEIVE_OF:
+            received = _receive_of(what)
+            posted = event_of(what, start_s=start_s, end_s=end_s)
+            start_s = max(start_s, free_s.get(posted.track, start_s))
+            end_s = max(start_s, end_s, *(taken_s[rank, received] for rank in span.targets))
+            free_s[posted.track] = end_s
+            events.append(replace(posted, start_s=start_s, end_s=end_s))
+        elif what.action in COMPUTES:
+            events.append(event_of(what, start_s=start_s, end_s=end_s))
+    return [*events, *_reductions(spans, shift_s)]
+
+
+def _receive_of(send: Instruction) -> Instruction:
+    """What the other side does."""
+    assert send.peer is not None
+    return Instruction(
+        action=RECEIVE_OF[send.action], stage=send.peer, microbatch=send.microbatch, peer=send.stage
+    )
+
+
+def _reductions(spans: Sequence[Span], shift_s: float) -> list[Event]:
+    """The gradient reductions of a rank's stages: each ends where the next begins, the last with
+    the phase that waits for all."""
+    begun = [
+        (span.what, span.start_s + shift_s)
+        for span in spans
+        if isinstance(span.what, Instruction) and span.what.action is Action.REDUCE_GRADIENTS
+    ]
+    (over_s,) = (span.end_s + shift_s for span in spans if span.what is Phase.REDUCE)
+    ends = [*(start_s for _, start_s in begun[1:]), over_s]
+    return [
+        event_of(what, start_s=start_s, end_s=end_s)
+        for (what, start_s), end_s in zip(begun, ends, strict=True)
+    ]

@@ -1,0 +1,341 @@
+"""What a rank is doing, and the end of all ranks when one of them is lost.
+
+A process group tells a rank little of the others: under gloo a killed peer raises at once, a frozen
+one after the group's timeout, and some waits never raise. So every rank has two threads that wake
+once per `POLL_S`. The *listener* asks the store whether a rank has failed. The *clock* looks at how
+long this rank has been in the same phase of a step (an instruction of the pipeline, a reduction, a
+checkpoint); it asks nobody, so that it runs on where the store is frozen. User code between steps
+is no phase: it may take as long as it likes.
+
+A failure goes through the store in three messages:
+
+    failures   counts the ranks that fail; who finds it at zero speaks for all
+    heard/<r>  what rank r is doing: the roll call. Who does not answer was killed, or is frozen
+    cause      one line, which every other rank prints before it ends
+
+A rank that hears of a failure has `GRACE_S` to come out by itself, then its listener ends it. Where
+the store is gone, so is the rank (or the torchrun agent) that held it, and the next phase ends this
+rank. Where the interpreter's lock is never given up, no thread can run: then faulthandler's timer,
+which the clock winds up whenever it wakes, ends the process without it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+POLL_S = 1.0
+ROLL_CALL_POLL_S = 0.1  # once, after a failure
+GRACE_S = 5.0  # for the answers of ranks that are busy, and to come out of a lost step
+FIRST_STEP_FACTOR = 4  # compilation and first connections: this many times the timeout
+LINGER_S = 1.0  # this rank may hold the store: the others read the cause before it goes
+SHOWN = 8  # ranks named in a line; there may be thousands
+_STDERR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What a rank's main thread is doing since `since_s` (monotonic clock).
+
+    `phase` is None in user code; `waits` says that the phase can only end with other ranks' help,
+    so that staying in it is another rank's fault. `raised` is the phase that an exception ended, of
+    which `waits` still speaks.
+    """
+
+    steps_done: int
+    phase: str | None
+    stage: int | None
+    microbatch: int | None
+    waits: bool
+    raised: str | None
+    since_s: float
+
+    def __str__(self) -> str:
+        if self.raised is not None:
+            return self.raised
+        if self.phase is None:
+            return f"user code after step {self.steps_done}"
+        parts = [self.phase if self.stage is None else f"{self.phase} of stage {self.stage}"]
+        if self.microbatch is not None:
+            parts.append(f"micro-batch {self.microbatch}")
+        return ", ".join([*parts, f"step {self.steps_done + 1}"])
+
+
+class Progress:
+    """The parts of the ranks in the plan, and where this rank's main thread is; written by the
+    runtime.
+
+    `stages` are those of each rank, by rank.
+    """
+
+    def __init__(self) -> None:
+        self.stages: Mapping[int, Sequence[int]] = {}
+        self.predicted_peak_bytes: int | None = None
+        self.where = Where(
+            steps_done=0, phase=None, stage=None, microbatch=None, waits=False, raised=None,
+            since_s=time.monotonic(),
+        )  # fmt: skip
+
+    def enter(
+        self,
+        phase: str,
+        *,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        waits: bool = False,
+    ) -> None:
+        """The main thread starts something else; call it inside `during`."""
+        self.where = Where(
+            steps_done=self.where.steps_done, phase=phase, stage=stage, microbatch=microbatch,
+            waits=waits, raised=None, since_s=time.monotonic(),
+        )  # fmt: skip
+
+    @contextmanager
+    def during(self, phase: str, *, waits: bool = False, is_step: bool = False) -> Iterator[None]:
+        """What happens inside must not take longer than the timeout, from one `enter` to the
+        next."""
+        self.enter(phase, waits=waits)
+        try:
+            yield
+        except BaseException as error:
+            self._leave(raised=str(self.where), waits=self.where.waits)
+            self.advise(error)
+            raise
+        self._leave(steps=int(is_step))
+
+    def _leave(self, *, steps: int = 0, raised: str | None = None, waits: bool = False) -> None:
+        self.where = Where(
+            steps_done=self.where.steps_done + steps, phase=None, stage=None, microbatch=None,
+            waits=waits, raised=raised, since_s=time.monotonic(),
+        )  # fmt: skip
+
+    def advise(self, error: BaseException) -> None:
+        """Note at an error of memory what to do about it, once."""
+        if is_out_of_memory(error):
+            advice = memory_advice(self.predicted_peak_bytes)
+            if advice not in getattr(error, "__notes__", ()):
+                error.add_note(advice)
+
+    @property
+    def seconds(self) -> float:
+        """How long the main thread has been where it is."""
+        return time.monotonic() - self.where.since_s
+
+    def allowed_s(self, limit_s: float) -> float:
+        """How long a phase may take now."""
+        return limit_s if self.where.steps_done else FIRST_STEP_FACTOR * limit_s
+
+    def is_stuck(self, limit_s: float) -> bool:
+        """Whether the phase takes too long. A rank that waits has patience: who lets it wait is to
+        speak first."""
+        patience_s = GRACE_S if self.where.waits else 0.0
+        in_phase = self.where.phase is not None
+        return in_phase and self.seconds > self.allowed_s(limit_s) + patience_s
+
+    def name(self, rank: int) -> str:
+        """`rank 3 (stages 0, 7)`."""
+        stages = self.stages.get(rank, ())
+        if not stages:
+            return f"rank {rank}"
+        return f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
+
+
+progress = Progress()
+
+
+class Watch:
+    """The threads that end this rank when another one failed, or when it makes no progress itself.
+
+    `store` must be a connection of its own: a client serves one request at a time. `holder` says
+    who keeps it. `first_step` is called once, when the first step is done.
+    """
+
+    def __init__(
+        self, store: dist.Store, *, rank: int, world: int, limit_s: float, holder: str,
+        first_step: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.store, self.rank, self.world, self.limit_s = store, rank, world, limit_s
+        self.holder, self.first_step = holder, first_step
+        self.main = threading.get_ident()
+        self.over = threading.Event()  # the rank leaves in order
+        self.cause: str | None = None  # what the first rank to fail said, when it was read
+        self.failing = threading.Event()  # the rank is about to end with a reason of its own
+        self.threads = [_thread(self._clock), _thread(self._listen)]
+
+    def close(self) -> None:
+        """End the threads; the timer runs on, for what is left of the process group."""
+        self.over.set()
+        for thread in self.threads:
+            thread.join(timeout=GRACE_S)
+        self._wind_up()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception of this one, and the user of its cause."""
+        progress.advise(error)
+        reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        self._tell(reason, "".join(traceback.format_exception(error)))
+
+    # --- the threads ---
+
+    def _clock(self) -> None:
+        starting = True
+        while not self.over.wait(POLL_S) and not self.failing.is_set():
+            self._wind_up()
+            if starting and progress.where.steps_done:
+                self.first_step()
+                starting = False
+            if progress.is_stuck(self.limit_s):
+                self._tell(f"no progress for {progress.seconds:.0f} s", self._stack())
+                os._exit(1)
+
+    def _stack(self) -> str:
+        return "".join(traceback.format_stack(sys._current_frames()[self.main]))
+
+    def _wind_up(self) -> None:
+        after_s = progress.allowed_s(self.limit_s) + 4 * GRACE_S
+        faulthandler.dump_traceback_later(after_s, exit=True, file=_STDERR)
+
+    def _listen(self) -> None:
+        try:
+            while not self.over.wait(POLL_S):
+                if self.store.check(["failures"]):
+                    self._follow()
+                    return
+        except RuntimeError:  # of the store: nothing else in here raises it
+            self._follow_lost_store()
+
+    def _follow(self) -> None:
+        """Another rank failed: answer, and end this one unless it does so itself."""
+        stuck = not progress.where.waits and progress.seconds > GRACE_S
+        self._answer()
+        self.cause = self._read_cause()
+        if self.failing.wait(GRACE_S):
+            return
+        place = f"; it was in {progress.where}, at\n{self._stack()}" if stuck else ""
+        say(f"{progress.name(self.rank)} stops: {self.cause}{place}")
+        time.sleep(LINGER_S)
+        os._exit(1)
+
+    def _follow_lost_store(self) -> None:
+        """A rank that is done with its steps needs no store; one that is not can't go on."""
+        lost_s = time.monotonic()
+        while not self.over.wait(POLL_S) and not self.failing.is_set():
+            if progress.where.phase is not None and time.monotonic() - lost_s > GRACE_S:
+                say(f"{progress.name(self.rank)} stops in {progress.where}: {self._lost()}")
+                os._exit(1)
+
+    # --- messages ---
+
+    def _tell(self, reason: str, details: str) -> None:
+        """Announce the end of this rank; takes no longer than `2 · GRACE_S`, also where the store
+        does not answer."""
+        self.failing.set()
+        speaker = _thread(lambda: self._announce(reason, details))
+        speaker.join(timeout=2 * GRACE_S)
+        if speaker.is_alive():
+            say(f"{self._failed(reason)}; the store does not answer: {self.holder} is frozen")
+        time.sleep(LINGER_S)
+
+    def _announce(self, reason: str, details: str) -> None:
+        """The first rank to fail says why, with details; the others repeat it in a line."""
+        try:
+            if self.cause is None:
+                self._answer()
+                if self.store.add("failures", 1) > 1:
+                    self.cause = self._read_cause()
+            if self.cause is not None:
+                say(f"{progress.name(self.rank)} stops: {self.cause}")
+                return
+            cause = self._failed(reason) + self._roll_call()
+            self.store.set("cause", cause)
+            say(f"{cause}\n{details}")
+        except RuntimeError:
+            say(f"{self._failed(reason)}; {self._lost()}")
+
+    def _failed(self, reason: str) -> str:
+        return f"{progress.name(self.rank)} failed in {progress.where}: {reason}"
+
+    def _lost(self) -> str:
+        return f"the store is gone: {self.holder} was killed, or has left"
+
+    def _answer(self) -> None:
+        where = progress.where
+        answer = [progress.name(self.rank), str(where), progress.seconds, where.waits]
+        self.store.set(f"heard/{self.rank}", json.dumps(answer))
+
+    def _read_cause(self) -> str:
+        deadline_s = time.monotonic() + 1.5 * GRACE_S
+        while not self.store.check(["cause"]):
+            if time.monotonic() > deadline_s:
+                return "another rank failed, and ended before it could say why"
+            time.sleep(ROLL_CALL_POLL_S)
+        return self.store.get("cause").decode()
+
+    def _roll_call(self) -> str:
+        """Who does not answer, and who is at work for long while this rank waits."""
+        others = [r for r in range(self.world) if r != self.rank]
+        deadline_s = time.monotonic() + GRACE_S
+        while not self.store.check([f"heard/{r}" for r in others]):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(ROLL_CALL_POLL_S)
+        silent = [r for r in others if not self.store.check([f"heard/{r}"])]
+        found = ""
+        if silent:
+            more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
+            listed = ", ".join(map(progress.name, silent[:SHOWN]))
+            found = f"; no word from {listed}{more}: killed, or frozen"
+        if not progress.where.waits:
+            return found
+        answers = [json.loads(self.store.get(f"heard/{r}")) for r in others if r not in silent]
+        busy = [a for a in answers if not a[3] and a[2] > GRACE_S]
+        for name, where, seconds, _ in sorted(busy, key=lambda a: -a[2])[:SHOWN]:
+            found += f"; {name} has been in {where} for {seconds:.0f} s"
+        return found
+
+
+def _thread(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name="meshwright-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def say(text: str) -> None:
+    """On stderr, if it is still there: nothing may keep a lost rank from ending."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text.rstrip("\n") + "\n")
+        sys.stderr.flush()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A device's allocator raises torch.OutOfMemoryError, the CPU's a bare RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("out of memory", "can't allocate memory", "not enough memory")
+    )
+
+
+def memory_advice(predicted_peak_bytes: int | None) -> str:
+    """What the plan expected of this rank's memory, and how to need less."""
+    expected = (
+        f"the plan expects a peak of {predicted_peak_bytes / 2**30:.2f} GiB here; "
+        if predicted_peak_bytes is not None
+        else ""
+    )
+    return (
+        f"out of memory: {expected}way out: plan with more micro-batches, recompute='full' or a "
+        "higher ZeRO stage (Overrides), or on more devices"
+    )
