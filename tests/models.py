@@ -7,24 +7,23 @@ pooling): a value that rounding moves across one changes a gradient by 1e-3.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
+from branching_models import MoE, UNet, moe_loss, t5
+from plan_building import build_plan
 from torch import nn
 from torch.nn import functional as F
 
 from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Block, Graph
+from costmodel.graph import Graph
 from executor.runtime import Runtime
 from planner.blocks import cut_blocks
-from planner.check import check_plan, fingerprint
-from planner.plan import Plan, PlanError, StagePlan
-from planner.shardings import resolve_shardings
+from planner.check import check_plan
+from planner.plan import Plan
 from planner.trace import trace
 
 transformers.logging.set_verbosity_error()
@@ -38,9 +37,9 @@ Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 # --- models ---------------------------------------------------------------------------------------
 
 
-def gpt2(*, tied: bool, dropout: float = 0.0) -> nn.Module:
+def gpt2(*, tied: bool, dropout: float = 0.0, layers: int = 3) -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQUENCE, bos_token_id=0,
+        n_layer=layers, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQUENCE, bos_token_id=0,
         eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         tie_word_embeddings=tied,
     )  # fmt: skip
@@ -117,6 +116,25 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
+
+
+class Recurrent(nn.Module):
+    """One layer applied again and again, a bias that the loss does not depend on, and one that is
+    not trained."""
+
+    def __init__(self, width: int = 32, times: int = 6) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.again = nn.Linear(width, width)
+        self.times = times
+        self.detached = nn.Parameter(torch.ones(width))
+        self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.detached.detach() * self.frozen
+        for _ in range(self.times):
+            x = x + torch.tanh(self.again(x))
+        return self.last(x)
 
 
 class PlainBlock(nn.Module):
@@ -199,6 +217,23 @@ def plain_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
     return ids, uneven(ids.roll(-1, 1))
 
 
+def pair_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
+    """Source and target sequences of different lengths."""
+    ids = _ids(rows, step)
+    return {"input_ids": ids[:, :12], "labels": uneven(ids.flip(1))}
+
+
+def even_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    """Every label counts: for losses that are no mean over labels alone."""
+    ids = _ids(rows, step)
+    return ids, ids.roll(-1, 1)
+
+
+def image_pair_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    noise = torch.randn(2, rows, 3, 8, 8, generator=_generator(step))
+    return noise[0], noise[1]
+
+
 def image_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
     generator = _generator(step)
     return (
@@ -277,6 +312,24 @@ _LLAMA_SHARDINGS = {
     "model.embed_tokens": "vocab",
 }
 
+_T5_SHARDINGS = {
+    f"{tower}.block.*.layer.*.{kind}": "colwise"
+    for tower, kinds in {
+        "encoder": ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v"),
+        "decoder": ("*Attention.q", "*Attention.k", "*Attention.v"),
+    }.items()
+    for kind in (*kinds, "DenseReluDense.wi_*")
+}
+_MOE_SHARDINGS = {
+    "layers.*.experts.gate": "S(0)",
+    "layers.*.experts.up": "S(0)",
+    "layers.*.experts.down": "S(0)",
+    "layers.*.q": "colwise",
+    "layers.*.k": "colwise",
+    "layers.*.v": "colwise",
+    "out": "colwise",
+}
+
 CASES: Mapping[str, Case] = {
     "gpt2_tied": Case(
         build=lambda: gpt2(tied=True),
@@ -309,12 +362,43 @@ CASES: Mapping[str, Case] = {
         loss_fn=F.mse_loss,
         shardings={"net.0": "colwise", "net.3": "colwise", "net.6": "colwise"},
     ),
+    "recurrent": Case(
+        build=Recurrent,
+        batch=vector_batch,
+        optimizer=adamw,
+        loss_fn=F.mse_loss,
+        shardings={"again": "colwise"},
+    ),
     "plain_gpt": Case(
         build=PlainGPT,
         batch=plain_batch,
         optimizer=sgd,
         loss_fn=token_loss,
         shardings={"layers.*.up": "colwise", "out": "colwise", "tokens": "vocab"},
+    ),
+    "gpt2_deep": Case(
+        build=lambda: gpt2(tied=True, layers=6),
+        batch=causal_batch,
+        optimizer=sgd,
+        shardings=_GPT2_SHARDINGS,
+    ),
+    "t5": Case(
+        build=lambda: t5(vocab=VOCAB), batch=pair_batch, optimizer=adamw, shardings=_T5_SHARDINGS
+    ),
+    "moe": Case(
+        build=lambda: MoE(vocab=VOCAB),
+        batch=even_batch,
+        optimizer=sgd,
+        loss_fn=moe_loss,
+        shardings=_MOE_SHARDINGS,
+        batch_statistics=True,
+    ),
+    "unet": Case(
+        build=UNet,
+        batch=image_pair_batch,
+        optimizer=sgd,
+        loss_fn=F.mse_loss,
+        shardings={"down.*.c1": "o", "up.*.c1": "o"},
     ),
     "gpt2_dropout": Case(
         build=lambda: gpt2(tied=True, dropout=0.1),
@@ -347,58 +431,19 @@ def traced(case: Case, rows: int, precision: str = "fp32") -> Traced:
 def make_plan(
     graph: Graph, *, pp: int, dp: int, tp: int, num_microbatches: int, shardings: Mapping[str, str],
     schedule: str = "1f1b", recompute: str = "none", zero: int = 0, precision: str = "fp32",
-    heavy: str = "last",
 ) -> Plan:  # fmt: skip
-    """A plan of `pp` equal meshes over uneven stages: the first or the last takes all blocks but
-    one per other stage. Patterns go to the stages where they match; one that matches nowhere
-    raises."""
-    stages = []
-    cuts = _cuts([bool(block.parameters) for block in graph.blocks], pp, heavy)
-    for k, (start, stop) in enumerate(itertools.pairwise(cuts)):
-        blocks = graph.blocks[start:stop]
-        stages.append(
-            StagePlan(
-                blocks=tuple(block.name for block in blocks),
-                ranks=tuple(range(k * dp * tp, (k + 1) * dp * tp)),
-                dp=dp,
-                tp=tp,
-                zero=zero,
-                recompute=recompute,
-                shardings=_matching(graph, blocks, shardings),
-            )
-        )
-    if tp > 1:
-        resolve_shardings(graph, graph.blocks, shardings)
-    return Plan(
-        model=fingerprint(graph), global_batch_size=GLOBAL_BATCH, precision=precision,
-        num_microbatches=num_microbatches, schedule=schedule, stages=tuple(
-            stage if tp > 1 else dataclasses.replace(stage, shardings={}) for stage in stages
-        ),
+    """A plan of `pp` equal meshes over uneven stages: the last takes all blocks but one per other
+    stage."""
+    return build_plan(
+        graph, meshes=((dp, tp),) * pp, rows=GLOBAL_BATCH, num_microbatches=num_microbatches,
+        schedule=schedule, cut="back", zero=zero, recompute=recompute, precision=precision,
+        shardings=shardings,
     )  # fmt: skip
 
 
-def _cuts(trained: Sequence[bool], pp: int, heavy: str) -> list[int]:
-    """Every stage needs a block with parameters; a bare loss at the end goes with the last one."""
-    blocks = len(trained)
-    if heavy == "last":
-        return [*range(pp), blocks]
-    last = max(k for k, has in enumerate(trained) if has)
-    return [0, *range(last - pp + 2, last + 1), blocks]
-
-
-def _matching(
-    graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str]
-) -> dict[str, str]:
-    found = {}
-    for pattern, decision in shardings.items():
-        try:
-            resolve_shardings(graph, blocks, {pattern: decision})
-        except PlanError:
-            continue
-        found[pattern] = decision
-    return found
-
-
-def parallelize(model: nn.Module, plan: Plan, of: Traced) -> Runtime:
+def parallelize(
+    model: nn.Module, plan: Plan, of: Traced, *, compile: bool | str = False
+) -> Runtime:
     """The one place where tests turn a plan into something that trains."""
-    return Runtime(plan, of.graph, of.table, check_plan(plan, of.graph, of.table), model)
+    assignments = check_plan(plan, of.graph, of.table)
+    return Runtime(plan, of.graph, of.table, assignments, model, compile=compile)

@@ -25,7 +25,7 @@ from executor.build import parameter_states
 from executor.emitter import State
 from executor.lower import Lowered, Lowering, buffer_state
 from executor.reshard import Axis, local_part
-from executor.stage import StageProgram
+from executor.stage import BlockModule, StageProgram
 from planner.check import check_plan
 from planner.data_axis import data_layout
 from planner.layouts import Assignment, BlockLayouts
@@ -162,12 +162,17 @@ def counted(
     layout = data_layout(graph, table, data.size)
     lowering = Lowering(
         graph=graph, table=table, data=layout, data_axis=data, tensor_axis=tensor,
-        device=torch.device("cpu"), microbatches=of.microbatches,
+        device=torch.device("cpu"), microbatches=of.microbatches, repeated_whole=of.recompute,
     )  # fmt: skip
     stored = parameter_states(graph, of.blocks, of.layouts, of.assignments, layout)
     lowered = [
         lowering.block(
-            block, of.layouts[block.name], of.assignments[block.name], of.inputs(block), stored
+            block,
+            of.layouts[block.name],
+            of.assignments[block.name],
+            of.inputs(block),
+            stored,
+            _buffer_states(of, block),
         )
         for block in of.blocks
     ]
@@ -191,14 +196,18 @@ def _stored(of: Setup, lowering: Lowering, states: Mapping[str, State]) -> dict[
         weight = torch.randn(lowering.local_shape(name, state), dtype=meta.dtype)
         held[name] = weight.requires_grad_(meta.requires_grad)
     for block in of.blocks:
-        for name in block.buffers:
-            state = buffer_state(of.layouts[block.name], name, of.assignments[block.name])
+        for name, state in _buffer_states(of, block).items():
             shape = lowering.local_shape(name, (lowering.data.states[name], state))
             held[name] = torch.ones(shape, dtype=graph.values[name].dtype)
     for name in graph.buffers:
         if name not in held:
             held[name] = torch.ones(graph.values[name].shape, dtype=graph.values[name].dtype)
     return held
+
+
+def _buffer_states(of: Setup, block: Block) -> dict[str, Placement]:
+    layouts, assignment = of.layouts[block.name], of.assignments[block.name]
+    return {name: buffer_state(layouts, name, assignment) for name in block.buffers}
 
 
 def _forward(
@@ -208,9 +217,11 @@ def _forward(
     graph = of.of.graph
     wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
     program = StageProgram(
-        prologue=lowering.prologue(graph.derived, wanted), blocks=tuple(lowered), tensors=held,
-        sends=(), loss=graph.loss, loss_scale=1.0, updates={}, recompute=of.recompute,
+        prologue=lowering.prologue(graph.derived, wanted),
+        blocks=[BlockModule(block, {}) for block in lowered], tensors=held, shared={}, sends=(),
+        loss=graph.loss, updates={},
         differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
+        device=torch.device("cpu"),
     )  # fmt: skip
     apart = [*held.values(), *raw.values()]
     if not derived:
@@ -220,6 +231,6 @@ def _forward(
             block.module.register_forward_pre_hook(lambda _, args: apart.append(args[-1]))
     counts = {name: torch.tensor(7) for block in lowered for name in block.losses}
     with ledger() as kept:
-        done = program.forward(raw, {}, counts, (0, 0))
+        done = program.run(raw, {}, counts, (0, 0))
     assert done.produced[graph.loss].requires_grad
     return kept.nbytes([*apart, *counts.values()])

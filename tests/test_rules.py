@@ -136,7 +136,9 @@ def test_vocabulary_loss_is_as_precise_as_the_plain_one(ranks: Ranks, dtype: tor
     got = ranks.run((1, 2), work)
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
     for loss, _ in got.values():
-        torch.testing.assert_close(loss, exact.detach().to(dtype), **tolerance)
+        # in single precision at least: a sum over many rows is out of fp16's range
+        wide = torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(loss, exact.detach().to(wide), **tolerance)
     both = torch.cat([part for _, part in got.values()], 1)
     torch.testing.assert_close(both, gradient.to(dtype), **tolerance)
 

@@ -26,14 +26,14 @@ def stages(draw: st.DrawFn) -> tuple[StageMesh, StageMesh]:
     order = draw(st.permutations(range(count)))
     cut = sizes[0][0] * sizes[0][1]
     source, target = (
-        StageMesh(ranks=tuple(ranks), dp=dp, tp=tp)
+        StageMesh(ranks=tuple(ranks), dp=dp, tp=tp, shards=dp)
         for ranks, (dp, tp) in zip((order[:cut], order[cut:]), sizes, strict=True)
     )
     return source, target
 
 
 def mesh(first: int, dp: int, tp: int) -> StageMesh:
-    return StageMesh(ranks=tuple(range(first, first + dp * tp)), dp=dp, tp=tp)
+    return StageMesh(ranks=tuple(range(first, first + dp * tp)), dp=dp, tp=tp, shards=dp)
 
 
 def boxes(of: StageMesh, placement: Placement) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -1,0 +1,165 @@
+"""What the cells of the parity matrix are compared with, made on one device and kept in files.
+
+fp32 cells have an ordinary training loop over the user's model. Half precision rounds every
+operator's result, so that a loop of other operators (autocast's) differs by more than any plan
+does: bf16 and fp16 cells have the lowered model on one device, in the same micro-batches.
+
+Graphs are kept with the references: tracing costs a rank more than training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import CASES, Case, Traced, parallelize
+from parity_cells import Cell, graph_of, plan_of
+
+from planner.plan import Plan
+
+STEPS = 3
+FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Losses and gradients of each step, and the state after the last."""
+
+    losses: list[float]
+    gradients: list[Tensors]
+    state: Tensors
+
+
+def plain_loop(case: Case, rows: int, *, parts: int = 1) -> Reference:
+    """Ordinary PyTorch on one device, a batch of `rows` in `parts` micro-batches of equal
+    weight."""
+    model = case.model()
+    optimizer = case.optimizer(model.parameters())
+    losses, gradients = [], []
+    part = rows // parts
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        batch = case.batch(rows, step)
+        for k in range(parts):
+            loss = case.loss(model, _rows(batch, k * part, (k + 1) * part)) / parts
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+    state = {n: x.detach().clone() for n, x in model.state_dict().items()}
+    return Reference(losses=losses, gradients=gradients, state=state)
+
+
+def runtime_loop(case: Case, plan: Plan, of: Traced, *, compile: bool | str = False) -> Reference:
+    """The same under a plan: collective over its ranks."""
+    runtime = parallelize(case.model(), plan, of, compile=compile)
+    optimizer = case.optimize(runtime)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(float(runtime.train_step(case.batch(plan.global_batch_size, step))))
+        gradients.append(runtime.full_gradients())
+        optimizer.step()
+    return Reference(losses=losses, gradients=gradients, state=runtime.full_state_dict())
+
+
+def _rows(batch: Any, start: int, stop: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: x[start:stop] for name, x in batch.items()}
+    return tuple(x[start:stop] for x in batch)
+
+
+# --- kept in files, for the ranks of a launch -----------------------------------------------------
+
+
+def store(folder: Path, cells: Iterable[Cell]) -> None:
+    """Make the graphs and references that the cells need and the folder lacks."""
+    for cell in cells:
+        graph, reference = _graph_file(folder, cell), _reference_file(folder, cell)
+        if not graph.exists():
+            graph.write_bytes(pickle.dumps(_traced(cell)))
+        if not reference.exists():
+            torch.save(dataclasses.asdict(_made(cell)), reference)
+
+
+def load_graph(folder: Path, cell: Cell) -> Traced:
+    return pickle.loads(_graph_file(folder, cell).read_bytes())
+
+
+def load_reference(folder: Path, cell: Cell) -> Reference:
+    return Reference(**torch.load(_reference_file(folder, cell)))
+
+
+def _traced(cell: Cell) -> Traced:
+    return graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
+
+
+def _made(cell: Cell) -> Reference:
+    case = CASES[cell.case]
+    if cell.precision == "fp32":
+        return plain_loop(case, cell.rows, parts=_parts(cell))
+    return runtime_loop(case, *plan_of(cell.alone))
+
+
+def _parts(cell: Cell) -> int:
+    """The micro-batches of a reference, where its result depends on them."""
+    depends = cell.precision != "fp32" or CASES[cell.case].batch_statistics
+    return cell.microbatches if depends else 1
+
+
+def _graph_file(folder: Path, cell: Cell) -> Path:
+    return folder / f"{cell.case}-{cell.rows // cell.microbatches}-{cell.precision}.graph"
+
+
+def _reference_file(folder: Path, cell: Cell) -> Path:
+    return folder / f"{cell.case}-{cell.rows}-m{_parts(cell)}-{cell.precision}.pt"
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def difference(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], norm: float = math.inf
+) -> tuple[float, str]:
+    """Largest relative difference over all tensors, and whose it is: of `g` against the reference
+    `r`, ‖g - r‖ / max(‖r‖, FLOOR · the largest of all references), where the floor is for gradients
+    that are zero in exact arithmetic."""
+    sizes = {n: _norm(x, norm) for n, x in wanted.items()}
+    floor = FLOOR * max(sizes[n] for n, x in wanted.items() if x.is_floating_point())
+    worst = (0.0, "")
+    for name, x in wanted.items():
+        if name not in found or found[name].shape != x.shape:
+            return math.inf, f"{name} missing or misshapen"
+        error = _norm(found[name] - x, norm) / max(sizes[name], floor)
+        worst = max(worst, (math.inf if math.isnan(error) else error, name))
+    return worst
+
+
+def _norm(x: torch.Tensor, norm: float) -> float:
+    return float(torch.linalg.vector_norm(x.double(), norm))
+
+
+def compare(found: Reference, wanted: Reference, norm: float = math.inf) -> dict[str, Any]:
+    """Largest relative differences of losses, gradients (and where) and state (and where), and the
+    names that only one of the two states has."""
+    pairs = zip(found.gradients, wanted.gradients, strict=True)
+    losses = zip(found.losses, wanted.losses, strict=True)
+    errors = [abs(a - b) / abs(b) for a, b in losses]
+    return {
+        "loss": math.inf if any(map(math.isnan, errors)) else max(errors),
+        "gradient": max(difference(a, b, norm) for a, b in pairs),
+        "state": difference(found.state, wanted.state, norm),
+        "names": sorted(set(found.state) ^ set(wanted.state)),
+    }

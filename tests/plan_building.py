@@ -1,0 +1,101 @@
+"""Plans written by tests: meshes, cuts and knobs in, a `Plan` out, nothing searched.
+
+A pipeline of `p` device groups runs `v` stages on each, `p·v` in all, of whose blocks a few are
+left over once every stage has one with parameters. Where they go is the `cut`: to the first stage
+("front"), the last ("back"), or evenly to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from costmodel.graph import Block, Graph
+from costmodel.schedule import stages_of_devices
+from planner.check import fingerprint
+from planner.plan import Plan, PlanError, StagePlan, recompute_of
+from planner.shardings import resolve_shardings
+
+CUTS = ("front", "back", "even")
+MIXED = ("full", "none", "selective")  # policies of a stage's blocks in turn
+
+
+def build_plan(
+    graph: Graph, *, meshes: Sequence[tuple[int, int]], rows: int, num_microbatches: int,
+    schedule: str = "1f1b", virtual: int = 1, placement: str = "tp,dp,pp",
+    cut: str | Sequence[int] = "even", zero: int = 0, dp_shard: int | None = None,
+    recompute: str = "none", precision: str = "fp32", shardings: Mapping[str, str] | None = None,
+) -> Plan:  # fmt: skip
+    """A plan of one (dp, tp) mesh per device group, each running `virtual` stages.
+
+    `cut` may list the first blocks of the stages after the first. Shardings go to the stages with
+    tp > 1 where they match; one that matches nowhere in the model raises `PlanError`. ZeRO goes to
+    the stages with dp > 1. `recompute` may be "mixed".
+    """
+    count = len(meshes) * virtual
+    placed = stages_of_devices(schedule, num_stages=count, num_devices=len(meshes))
+    group_of = {stage: group for group, stages in enumerate(placed) for stage in stages}
+    ranks = ranks_of(meshes, placement)
+    starts = cut_points(graph.blocks, count, cut) if isinstance(cut, str) else tuple(cut)
+    bounds = (0, *starts, len(graph.blocks))
+    if any(tp > 1 for _, tp in meshes):
+        resolve_shardings(graph, graph.blocks, shardings or {})
+    stages = []
+    for k in range(count):
+        dp, tp = meshes[group_of[k]]
+        blocks = graph.blocks[bounds[k] : bounds[k + 1]]
+        names = tuple(block.name for block in blocks)
+        mixed = [MIXED[(bounds[k] + i) % len(MIXED)] for i in range(len(names))]
+        stages.append(
+            StagePlan(
+                blocks=names, ranks=ranks[group_of[k]], dp=dp, tp=tp,
+                zero=zero if dp > 1 else 0, dp_shard=dp_shard if zero and dp > 1 else None,
+                recompute=recompute_of(names, mixed) if recompute == "mixed" else recompute,
+                shardings=matching(graph, blocks, shardings or {}) if tp > 1 else {},
+            )
+        )  # fmt: skip
+    return Plan(
+        model=fingerprint(graph), global_batch_size=rows, precision=precision, schedule=schedule,
+        num_microbatches=num_microbatches, stages=tuple(stages),
+    )  # fmt: skip
+
+
+def ranks_of(meshes: Sequence[tuple[int, int]], placement: str) -> list[tuple[int, ...]]:
+    """Ranks of each device group, as `planner.ranks` defines the placements; "tp,pp,dp" needs equal
+    meshes."""
+    if placement == "tp,pp,dp":
+        (dp, tp), p = meshes[0], len(meshes)
+        return [tuple((d * p + g) * tp + t for d in range(dp) for t in range(tp)) for g in range(p)]
+    found: list[tuple[int, ...]] = []
+    first = 0
+    for dp, tp in meshes:
+        found.append(tuple(range(first, first + dp * tp)))
+        first += dp * tp
+    return found
+
+
+def cut_points(blocks: Sequence[Block], count: int, cut: str) -> tuple[int, ...]:
+    """Indices of the blocks that start stages 1 to `count` - 1; each stage has a block with
+    parameters."""
+    trained = [k for k, block in enumerate(blocks) if block.parameters]
+    if count > len(trained):
+        raise PlanError(
+            f"{count} stages of a model with {len(trained)} blocks that have parameters: every "
+            f"stage needs one; legal: at most {len(trained)} stages"
+        )
+    if cut == "back":
+        return tuple(trained[k] for k in range(1, count))
+    if cut == "front":
+        return tuple(trained[len(trained) - count + k] for k in range(1, count))
+    return tuple(trained[len(trained) * k // count] for k in range(1, count))
+
+
+def matching(graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str]) -> dict[str, str]:
+    """The shardings that match something in these blocks."""
+    found = {}
+    for pattern, decision in shardings.items():
+        try:
+            resolve_shardings(graph, blocks, {pattern: decision})
+        except PlanError:
+            continue
+        found[pattern] = decision
+    return found
