@@ -96,8 +96,9 @@ def test_alternatives_are_what_a_search_within_the_family_finds(name: str) -> No
 
 
 def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
-    here = {a.family: a.draft for n in ON for a in searched(n)[2]}.get(RUNS_HERE)
-    assert here is not None and runs_here(here.plan)
+    for n in ON:
+        here = {a.family: a.draft for a in searched(n)[2]}.get(RUNS_HERE)
+        assert here is None or runs_here(here.plan)
     search = searching(ON["two nodes"], executable=True)
     result = search.run()
     assert runs_here(result.best.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from functools import cache
 from pathlib import Path
@@ -107,16 +108,55 @@ def test_replanning_replaces_the_overrides() -> None:
         first.replan(Overrides(tp=3))
 
 
+def test_tf32_is_a_flag_of_fp32() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        with pytest.raises(ValueError, match="tf32=True is about fp32 products"):
+            planned(net(), 1, tf32=True, precision="bf16")
+        result = planned(net(), 1, tf32=True, precision="fp32")
+        assert torch.get_float32_matmul_precision() == before  # a plan alone changes nothing
+        assert result.runtime.loaded
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_weights_are_handed_over_and_the_model_may_go() -> None:
+    model = net()
+    result = planned(model, 1)
+    assert result.runtime.model is model
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="handed over, and was freed"):
+        _ = result.runtime.model
+    with pytest.raises(ValueError, match=r"replan: .*handed to the last plan"):
+        _ = result.replan().runtime
+
+
+def test_frozen_after_planning_is_refused() -> None:
+    result = planned(net(), 1)
+    next(iter(result.parameters())).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad of .* before auto_parallelize"):
+        result.train_step(batch(8))
+
+
+def test_evaluating_changes_nothing() -> None:
+    result = planned(net(), 1)
+    loss = result.eval_step(batch(8))
+    assert all(p.grad is None for p in result.parameters())
+    with torch.no_grad(), pytest.raises(ValueError, match="use eval_step"):
+        result.train_step(batch(8))
+    assert float(result.train_step(batch(8))) == pytest.approx(float(loss), rel=1e-6)
+
+
 def test_plans_for_this_machine_are_plans_that_run() -> None:
-    stages = four_ranks().plan.stages
-    assert all(stage.zero in RUNS["zero"] for stage in stages)
+    assert all(stage.cp in RUNS["cp"] for stage in four_ranks().plan.stages)
     with pytest.raises(OverrideError, match="can be planned, but not run yet"):
-        planned(net(), 4, overrides=Overrides(zero=3))
-    assert planned(net(), 4, overrides=Overrides(zero=3), executable=False).plan.stages[0].zero == 3
+        planned(net(), 4, overrides=Overrides(cp=2))
     far = dataclasses.replace(host(4), backend="nccl")
-    assert planned(net(), cluster=far, overrides=Overrides(zero=3)).plan.stages[0].zero == 3
     with pytest.raises(OverrideError, match="can be planned, but not run yet"):
-        planned(net(), cluster=far, overrides=Overrides(zero=3), executable=True)
+        planned(net(), cluster=far, overrides=Overrides(cp=2), executable=True)
+    assert planned(net(), 4, overrides=Overrides(zero=3)).plan.stages[0].zero == 3
 
 
 def test_a_tied_weight_may_live_on_two_stages() -> None:

@@ -238,10 +238,12 @@ def test_degrees_must_fit_the_devices() -> None:
         ({"forbid": ["tp", "dp", "pp"]}, r"tp=1 \(forbid='tp'\), dp=1 .*is not the cluster's 8"),
         ({"num_microbatches": 5}, "num_microbatches=5: 5 does not divide global_batch_size=16"),
         ({"dp": 8, "microbatch_size": 4}, "dp=8, microbatch_size=4: the product 32 does not"),
-        ({"pp": 3, "stages": [["a"]] * 6}, "pp=3 contradicts stages= with 6 stages"),
+        (
+            {"pp": 3, "virtual_stages": 1, "stages": [["a"]] * 6},
+            "pp=3 contradicts stages= with 6 stages",
+        ),
         ({"stages": [["a"]] * 6}, "pp=6: the model has 5 blocks"),
         ({"tp": {"a": 16}}, r"tp=\{'a': 16\}: more than the cluster's 8 devices"),
-        ({"zero": 3}, "zero=3 can be planned, but not run yet; the executor runs 0, 1"),
         ({"cp": 2}, "cp=2 can be planned, but not run yet; the executor runs 1"),
         (
             {"dp": 2, "microbatch_size": 2, "num_microbatches": 2},

@@ -21,7 +21,7 @@ from planner.alternatives import Alternative
 from planner.answers import Answers
 from planner.evaluate import Evaluation
 from planner.explain import alternative_row
-from planner.plan import StagePlan
+from planner.plan import RUNS, StagePlan
 from planner.report import (
     Components,
     counted,
@@ -240,11 +240,12 @@ def test_a_time_limit_is_told() -> None:
     assert summary["bound_s"] <= searched().report.summary["step_time_s"] * (1 + 1e-9)
 
 
-def test_what_cannot_be_run_is_told_with_what_can() -> None:
-    result = searched().replan(Overrides(forbid=["tp"], zero=3), executable=False)
+def test_what_cannot_be_run_is_told_with_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RUNS, "recompute", ("none",))
+    result = searched().replan(Overrides(forbid=["tp"], recompute="full"), executable=False)
     (note,) = [n for n in result.report.notes if "can be priced, but not run yet" in n]
-    assert "zero=3" in note and "executable=True asks" in note
-    with pytest.raises(RuntimeError, match=r"zero=3.*plan again with executable=True"):
+    assert "recompute='full'" in note and "executable=True asks" in note
+    with pytest.raises(RuntimeError, match=r"recompute='full'.*plan again with executable=True"):
         result.train_step(batch(8))
 
 

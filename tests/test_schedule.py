@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pipelines import Shape, chain, counts, edges_of, shapes
 
 from costmodel.schedule import (
-    EXECUTABLE,
     SCHEDULES,
     Action,
     Instruction,
@@ -356,7 +355,3 @@ def test_in_flight_rejects_unknown_names_and_stages() -> None:
         in_flight("1f1b", stage=2, num_stages=2, num_microbatches=2)
 
 
-def test_what_is_executed_is_known_and_places_one_whole_stage_on_each_device() -> None:
-    for name in EXECUTABLE:
-        assert SCHEDULES[name].stages_per_device == 1
-        assert not SCHEDULES[name].splits_backward

@@ -1,0 +1,204 @@
+"""The figures of the executor's benchmark: what a row says follows from what the ranks measured,
+and a comparison of two different works is refused."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodel.schedule import SCHEDULES, stages_of_devices
+from planner.overrides import check_overrides
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import bench_baselines as by_hand
+import bench_executor as bench
+from bench_ranks import SIDES, WARM_UP, Step, resident_bytes, status_bytes
+
+POSITIVE = st.floats(min_value=0.01, max_value=100)
+TINY = by_hand.Setting(layers=4, hidden=16, heads=2, vocabulary=32, length=8, rows=4)
+
+
+def steps(walls: Sequence[float], loss: float | None = 2.0) -> list[Step]:
+    """Steps of one side on one rank, after warm-up steps that must not count."""
+    warm = [Step(wall_s=1e6, cpu_s=1e6, loss=loss)] * WARM_UP
+    return [*warm, *(Step(wall_s=wall, cpu_s=2 * wall, loss=loss) for wall in walls)]
+
+
+# --- ratios --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=30))
+def test_ratio_is_taken_pair_by_pair(pairs: list[tuple[float, float]]) -> None:
+    ours, theirs = zip(*pairs, strict=True)
+    ratio = bench.ratio_of(ours, theirs)
+    ratios = sorted(a / b for a, b in pairs)
+    assert ratio.median == pytest.approx(statistics.median(ratios))
+    assert ratios[0] <= ratio.low <= ratio.median <= ratio.high <= ratios[-1]
+    assert sum(r < ratio.low for r in ratios) <= math.ceil(len(ratios) / 4)
+    assert sum(r > ratio.high for r in ratios) <= math.ceil(len(ratios) / 4)
+
+
+@given(
+    st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=20),
+    st.lists(POSITIVE, min_size=20, max_size=20),
+)
+def test_what_slows_both_steps_of_a_pair_changes_nothing(
+    pairs: list[tuple[float, float]], slower: list[float]
+) -> None:
+    ours, theirs = zip(*pairs, strict=True)
+    alone = bench.ratio_of(ours, theirs)
+    disturbed = bench.ratio_of(
+        *([x * f for x, f in zip(side, slower, strict=False)] for side in (ours, theirs))
+    )
+    assert (disturbed.low, disturbed.median, disturbed.high) == pytest.approx(
+        (alone.low, alone.median, alone.high)
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "median", "target", "said"),
+    [
+        (0.7, 0.8, 0.85, "met"),
+        (0.9, 1.0, 1.0, "met"),
+        (0.99, 1.01, 1.0, "within noise"),
+        (1.01, 1.02, 1.0, "MISSED"),
+    ],
+)
+def test_verdict(low: float, median: float, target: float, said: str) -> None:
+    assert bench.verdict(bench.Ratio(low=low, median=median, high=2.0), target) == said
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_what_the_slowest_rank_takes_and_all_ranks_compute() -> None:
+    ranks = [
+        {"ours": steps([1.0, 2.0, 3.0]), "theirs": steps([4.0, 4.0, 4.0])},
+        {"ours": steps([2.0, 1.0, 1.0]), "theirs": steps([2.0, 2.0, 8.0])},
+    ]
+    row = bench.row_of("pp2", 0.85, ranks)
+    assert row.wall_s == {"ours": 2.0, "theirs": 4.0}
+    assert row.wall.median == 0.5  # of 2/4, 2/4, 3/8
+    assert row.cpu.median == pytest.approx(0.5)  # of 6/12, 6/12, 8/24
+    assert row.target == 0.85
+    assert row.memory_ratio is None
+
+
+def test_losses_of_different_work_are_refused() -> None:
+    ranks = [{"ours": steps([1.0], loss=2.0), "theirs": steps([1.0], loss=2.01)}]
+    with pytest.raises(ValueError, match=r"one: the losses .* differ by 5\.0e-03"):
+        bench.row_of("one", 1.0, ranks)
+
+
+def test_losses_that_are_no_numbers_are_refused() -> None:
+    ranks = [{side: steps([1.0], loss=math.nan) for side in SIDES}]
+    with pytest.raises(ValueError, match="differ by nan"):
+        bench.row_of("one", 1.0, ranks)
+
+
+def test_the_loss_is_the_mean_over_the_ranks_that_see_one() -> None:
+    """By hand each data-parallel rank knows the mean of its own rows, and of a pipeline only the
+    last stage; our step returns the whole mean on every rank."""
+    ranks = [
+        {"ours": steps([1.0], loss=3.0), "theirs": steps([1.0], loss=loss)}
+        for loss in (None, 2.0, None, 4.0)
+    ]
+    assert bench.row_of("dp2-tp2-pp2", 1.0, ranks).loss_difference == 0.0
+
+
+def test_table_has_what_was_measured() -> None:
+    ranks = [{"ours": steps([0.9, 0.9]), "theirs": steps([1.0, 1.0])}]
+    row = bench.row_of("tp2", 0.95, ranks)
+    sized = bench.replace(row, peak_bytes={"ours": 3 * 2**20, "theirs": 4 * 2**20})
+    for shown, memory in ((row, []), (sized, ["3", "4", "0.750"])):
+        line = bench.table([shown]).splitlines()[-1].split()
+        assert line[0] == "tp2"
+        assert line[2:4] == ["900", "ms"]
+        assert "met" in line
+        assert line[len(line) - len(memory) :] == memory
+
+
+# --- both sides do the same ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", bench.CASES)
+def test_our_plans_can_hold_on_the_ranks_of_the_case(name: str) -> None:
+    case = bench.CASES[name]
+    setting = bench.setting_of(case, bench.NEAR)
+    check_overrides(
+        case.overrides(setting.layers), num_devices=case.ranks, global_batch_size=setting.rows,
+        num_blocks=setting.layers + 2,
+    )  # fmt: skip
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_stages_hold_every_layer_once_in_order(each: int, stages: int) -> None:
+    layers = each * stages
+    held = [k for i in range(stages) for k in by_hand.layers_of(layers, i, stages)]
+    assert held == list(range(layers))
+
+
+def test_layers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layers=6 .* 4 equal stages; legal: a multiple of 4"):
+        by_hand.layers_of(6, 0, 4)
+
+
+@pytest.mark.parametrize("name", [n for n, case in bench.CASES.items() if case.schedule])
+def test_stages_lie_on_the_same_ranks(name: str) -> None:
+    case = bench.CASES[name]
+    ours = stages_of_devices(
+        case.schedule or "", num_stages=case.pp * case.stages_per_group, num_devices=case.pp
+    )
+    v_shaped = SCHEDULES[case.schedule or ""].v_shaped
+    for rank in range(case.pp):
+        theirs = by_hand.stages_of_rank(rank, case.pp, case.stages_per_group, v_shaped=v_shaped)
+        assert sorted(theirs) == sorted(ours[rank])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_stages_one_after_the_other_are_the_model(stages: int) -> None:
+    tokens, _ = TINY.batch()
+    whole = TINY.model()(tokens)
+    x, held = tokens, 0
+    for index in range(stages):
+        stage = by_hand.stage_of(TINY.model(), index, stages)
+        held += sum(p.numel() for p in stage.parameters())
+        x = stage(x)
+    assert held == sum(p.numel() for p in TINY.model().parameters())
+    torch.testing.assert_close(x, whole)
+
+
+def test_micro_batches_take_the_same_step() -> None:
+    """The loop by hand, against one pass over the batch."""
+    one, four = (by_hand.eager(bench.replace(TINY, microbatches=count)) for count in (1, TINY.rows))
+    for _ in range(3):
+        first, second = one.step(TINY.batch()), four.step(TINY.batch())
+        assert first is not None
+        assert second is not None
+        torch.testing.assert_close(first, second)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_status_is_read_in_bytes() -> None:
+    status = "Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n"
+    assert status_bytes(status, "VmHWM") == 2 * 2**20
+    assert status_bytes(status, "VmRSS") == 2**20
+    with pytest.raises(ValueError, match="VmPeak"):
+        status_bytes(status, "VmPeak")
+
+
+def test_resident_bytes_see_an_allocation() -> None:
+    before = resident_bytes("VmRSS")
+    block = torch.ones(2**24)  # 64 MiB, touched
+    assert resident_bytes("VmRSS") - before > 0.9 * block.nbytes
+    assert resident_bytes("VmRSS") <= resident_bytes("VmHWM")

@@ -1,0 +1,418 @@
+"""Checkpoints: saved under any plan, loaded under any other, complete or not there at all.
+
+Three launches of `checkpoint_worker.py` give results that the tests read: four ranks, which save
+and load; then two and eight, which load what the four saved, the two until one is killed in a
+save. What one device can show is tested in this process; the oracle of training is a plain PyTorch
+loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_worker import (
+    AFTER,
+    BEFORE,
+    FOUR,
+    PAIRS,
+    Run,
+    differing,
+    optimize,
+    plan_of,
+    resume,
+    start,
+)
+from launching import Launch, launch
+from models import CASES, GLOBAL_BATCH, MLP, parallelize, traced
+from plan_building import build_plan
+from tiny import ROWS, batch, net, planned
+from torch import nn
+
+from executor import checkpoint, checkpoint_folder
+from planner.plan import Plan
+
+TOLERANCE = 1e-5
+TIMEOUT_S = 900
+GRACE_S = 60.0
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+GPT2 = "gpt2_tied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """Results of the launches, and the folder that they wrote to."""
+
+    folder: Path
+    results: dict[str, Any]
+    runs: dict[int, Launch]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.results:
+            told = "\n".join(run.tail() for run in self.runs.values())
+            pytest.fail(f"{name}: its launch ended before its result\n{told}")
+        return self.results[name]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    results: dict[str, Any] = {}
+    runs = {}
+    for ranks in (4, 2, 8):
+        runs[ranks] = launch(WORKER, str(folder), ranks=ranks, timeout_s=TIMEOUT_S, grace_s=GRACE_S)
+        written = folder / f"results{ranks}.json"
+        results |= json.loads(written.read_text()) if written.exists() else {}
+    return Launched(folder=folder, results=results, runs=runs)
+
+
+def expected(launched: Launched, name: str) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """The state at a save, the losses after it, and the state after those."""
+    return torch.load(launched.folder / f"{name}.expected")
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def test_every_launch_ends_in_order(launched: Launched) -> None:
+    for ranks in (4, 8):
+        assert launched.runs[ranks].ok, launched.runs[ranks].tail()
+    for run in launched.runs.values():
+        assert not any(rank.killed or rank.children_left for rank in run.ranks)
+
+
+@pytest.mark.parametrize(("case", "source", "target"), PAIRS)
+def test_training_goes_on_under_any_plan(
+    launched: Launched, case: str, source: str, target: str
+) -> None:
+    result = launched[f"{case}-{source}-{target}"]
+    assert result["loaded"] == [], "not loaded bit for bit"
+    assert len(result["losses"]) == AFTER
+    if source == target:
+        assert result["losses"] == result["expected"]
+        assert result["changed"] == []
+    assert result["losses"] == pytest.approx(result["expected"], rel=TOLERANCE)
+    assert result["distance"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("target", ["dp2", "pp2", "pp2dp2tp2"])
+def test_training_goes_on_with_another_number_of_ranks(launched: Launched, target: str) -> None:
+    result = launched[f"{GPT2}-dp2tp2-{target}"]
+    assert result["loaded"] == []
+    assert result["losses"] == pytest.approx(result["expected"], rel=TOLERANCE)
+    assert result["distance"] <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "source"), [*((GPT2, plan) for plan in FOUR), ("resnet", "dp2tp2")]
+)
+def test_one_device_goes_on(launched: Launched, case: str, source: str) -> None:
+    at_save, losses, after = expected(launched, f"{case}-{source}")
+    run = resume(case, "alone", launched.folder / f"{case}-{source}")
+    assert differing(run.state(), at_save) == []
+    assert run.steps(BEFORE, AFTER) == pytest.approx(losses, rel=TOLERANCE)
+    assert set(run.state()) == set(after)
+
+
+def test_it_is_the_training_of_a_plain_loop(launched: Launched) -> None:
+    """Both halves, saved and loaded under different plans, make the run that PyTorch makes."""
+    case = CASES[GPT2]
+    model = case.model()
+    optimizer, scheduler = optimize(GPT2, dict(model.named_parameters()))
+    losses = []
+    for step in range(BEFORE + AFTER):
+        optimizer.zero_grad()
+        loss = case.loss(model, case.batch(GLOBAL_BATCH, step))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        scheduler.step()
+    for pair in (("dp2tp2", "pp4"), ("zero3", "virtual")):
+        result = launched[f"{GPT2}-{'-'.join(pair)}"]
+        assert result["losses"] == pytest.approx(losses[BEFORE:], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("source", FOUR)
+def test_weights_are_read_without_meshwright(launched: Launched, source: str) -> None:
+    """DCP alone, under the model's own names, a tied parameter under its first."""
+    at_save, _, _ = expected(launched, f"{GPT2}-{source}")
+    model = CASES[GPT2].model(seed=5)
+    state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
+    dcp.load(state, checkpoint_id=launched.folder / f"{GPT2}-{source}", no_dist=True)
+    assert differing(dict(model.named_parameters()), {n: at_save[n] for n in state["model"]}) == []
+
+
+def test_a_part_is_stored_once(launched: Launched) -> None:
+    """Neither replicas nor tied copies are written twice: the boxes of each tensor have as many
+    elements as it has."""
+    for source in FOUR:
+        metadata = dcp.FileSystemReader(launched.folder / f"{GPT2}-{source}").read_metadata()
+        names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
+        assert not {"model.lm_head.weight", "model.transformer.wte.weight"} <= set(names)
+        for name, stored in metadata.state_dict_metadata.items():
+            volume = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
+            assert volume == stored.size.numel(), name
+
+
+def test_the_plan_is_beside_it(launched: Launched) -> None:
+    plan, _ = plan_of(GPT2, "dp2tp2")
+    assert Plan.load(launched.folder / f"{GPT2}-dp2tp2" / "plan.json") == plan
+
+
+def test_an_asynchronous_save_holds_the_state_at_its_call(launched: Launched) -> None:
+    result = launched["asynchronously"]
+    assert result["first"] == []
+    assert result["second"] == []
+    assert result["losses"] == result["expected"]
+
+
+def test_a_save_that_nobody_waits_for_is_finished(launched: Launched) -> None:
+    resume(GPT2, "alone", launched.folder / "unfinished")
+
+
+def test_a_mistake_is_told_alike_on_all_ranks(launched: Launched) -> None:
+    result = launched["errors"]
+    says = {
+        "missing": r"FileNotFoundError: checkpoint '.*nowhere': there is none",
+        "no checkpoint": r"ValueError: .*has no 'training.pt'",
+        "not replaced": r"ValueError: .*is no checkpoint .*so it is not replaced",
+        "other model": r"ValueError: .*is of another model \(fingerprint \w+, this one \w+\)",
+        "other optimizer": r"ValueError: .*are those of AdamW, which SGD can't take",
+        "no such extra": r"ValueError: .*holds no state of \['sampler'\]; saved .*\['scheduler'\]",
+        "foreign state on rank 2": r"ValueError: .*of shape \(5,\) that is none of the model's",
+        "full disk on rank 1": r"RuntimeError: .*not saved.*rank 1: .*No space left",
+        "full disk on rank 1, later": r"RuntimeError: .*not saved.*rank 1: .*No space left",
+    }
+    assert set(result["said"]) == set(says)
+    for name, heard in result["said"].items():
+        assert len(set(heard)) == 1, name
+        assert re.search(says[name], heard[0], re.DOTALL), (name, heard[0])
+    assert not result["exists"], "a save that failed was published"
+
+
+def test_a_killed_save_leaves_the_last_one(launched: Launched, tmp_path: Path) -> None:
+    ranks = launched.runs[2].ranks
+    assert ranks[1].returncode == -9
+    assert ranks[0].returncode not in (0, None) and not ranks[0].killed
+    path = launched.folder / "precious"
+    assert [*launched.folder.glob(".precious.*.saving")], "it was killed before it wrote"
+    wanted = torch.load(launched.folder / "precious.expected")
+    run = resume(GPT2, "alone", path)
+    assert differing(run.state(), wanted) == []
+    run.save(path)
+    assert not [*launched.folder.glob(".precious*")]
+    assert differing(resume(GPT2, "alone", path).state(), run.state()) == []
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "ASGD": torch.optim.ASGD,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,  # states of other shapes than the parameters'
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
+    def run(other: bool) -> Run:
+        made = start("mlp", "alone", other=other)
+        optimizer = OPTIMIZERS[name]([*made.runtime.parameters()])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return Run(case="mlp", runtime=made.runtime, optimizer=optimizer, scheduler=scheduler)
+
+    straight = run(False)
+    straight.steps(0, 2)
+    straight.save(tmp_path / "at2")
+    again = run(True)
+    before = {fqn: p.clone() for fqn, p in again.runtime.named_parameters()}
+    assert differing(before, dict(straight.runtime.named_parameters())) != []
+    again.load(tmp_path / "at2")
+    assert differing(again.state(), straight.state()) == []
+    assert again.steps(2, 2) == straight.steps(2, 2)
+    assert differing(again.state(), straight.state()) == []
+
+
+def test_dropout_goes_on_with_the_same_masks(tmp_path: Path) -> None:
+    straight = start("gpt2_dropout", "alone")
+    straight.steps(0, 1)
+    straight.save(tmp_path / "at1")
+    again = resume("gpt2_dropout", "alone", tmp_path / "at1")
+    assert again.runtime.steps == 1
+    assert again.steps(1, 2) == straight.steps(1, 2)
+    other = resume("gpt2_dropout", "alone", tmp_path / "at1")
+    other.runtime.seed += 1
+    assert other.steps(1, 1) != straight.steps(1, 1), "the seed has no effect"
+
+
+def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
+    of = traced(CASES["mlp"], GLOBAL_BATCH, "fp16")
+    plan = build_plan(
+        of.graph, meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1, precision="fp16"
+    )
+    run, again = (parallelize(CASES["mlp"].model(), plan, of) for _ in range(2))
+    for finite in (False, True):
+        run.loss_scale.update(finite)
+    checkpoint.save(run, tmp_path / "at0")
+    assert again.loss_scale != run.loss_scale
+    checkpoint.load(again, tmp_path / "at0")
+    assert again.loss_scale == run.loss_scale
+
+
+def test_a_model_without_weights_gets_them(tmp_path: Path) -> None:
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at0")
+    runtime = parallelize(CASES["mlp"].model().to("meta"), *plan_of("mlp", "alone"))
+    with pytest.raises(ValueError, match=r"meta device: .* call init_weights, load_weights, load_"):
+        checkpoint.save(runtime, tmp_path / "none")
+    checkpoint.load(runtime, tmp_path / "at0")
+    assert differing(runtime.full_state_dict(), run.runtime.full_state_dict()) == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_buffers_that_are_not_saved_are_initialised(tmp_path: Path) -> None:
+    """Llama's frequencies are no part of a state dict; on meta they have no value to keep."""
+    case = CASES["llama"]
+    run = start("llama", "alone")
+    run.save(tmp_path / "at0")
+    with torch.device("meta"):
+        model = case.build()
+    runtime = parallelize(model, *plan_of("llama", "alone"))
+    optimizer, _ = optimize("llama", dict(runtime.named_parameters()))
+    checkpoint.load(runtime, tmp_path / "at0", optimizer)
+    assert differing(runtime.full_state_dict(), run.runtime.full_state_dict()) == []
+    batch = case.batch(GLOBAL_BATCH, 0)
+    assert float(runtime.train_step(batch)) == float(run.runtime.train_step(batch))
+
+
+class Hollow(MLP):
+    """Reads a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.none = nn.Parameter(torch.empty(0, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + nn.functional.linear(x, self.none).sum(-1, keepdim=True)
+
+
+def test_a_parameter_without_elements_is_kept(tmp_path: Path) -> None:
+    of = traced(replace(CASES["mlp"], build=Hollow), GLOBAL_BATCH)
+    plan = build_plan(of.graph, meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1)
+    runs = [parallelize(Hollow(), plan, of) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(run.parameters()) for run in runs]
+    runs[0].train_step(CASES["mlp"].batch(GLOBAL_BATCH, 0))
+    optimizers[0].step()
+    checkpoint.save(runs[0], tmp_path / "at1", optimizers[0])
+    checkpoint.load(runs[1], tmp_path / "at1", optimizers[1])
+    assert differing(runs[1].full_state_dict(), runs[0].full_state_dict()) == []
+    states = [
+        {fqn: optimizer.state[p]["exp_avg"] for fqn, p in run.named_parameters()}
+        for run, optimizer in zip(runs, optimizers, strict=True)
+    ]
+    assert "none" in states[0]
+    assert differing(states[1], states[0]) == []
+
+
+def test_what_does_not_fit_is_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", "alone")
+    run.steps(0, 1)
+    run.save(tmp_path / "at1")
+    other = start("mlp", "alone", other=True)
+    before = other.state()
+
+    def disagreeing(_: Any, options: list[Any]) -> list[Any]:
+        return [options, options[:1]]  # a rank with one group
+
+    monkeypatch.setattr(checkpoint, "told_by_all", disagreeing)
+    with pytest.raises(ValueError, match=r"has \[2, 1\] groups on the ranks; make the same"):
+        other.load(tmp_path / "at1")
+    assert differing(other.state(), before) == []
+
+
+def test_options_go_by_name_and_must_agree_within_a_group(tmp_path: Path) -> None:
+    run = start(GPT2, "alone")
+    run.save(tmp_path / "at0")
+    one = torch.optim.AdamW([{"params": [*run.runtime.parameters()]}])
+    with pytest.raises(ValueError, match=r"in group 0 .*saved with different options"):
+        checkpoint.load(run.runtime, tmp_path / "at0", one)
+    part = torch.optim.AdamW([next(iter(run.runtime.parameters()))], foreach=True, lr=1.0)
+    checkpoint.load(run.runtime, tmp_path / "at0", part)
+    assert part.param_groups[0]["lr"] == 1e-3
+    assert part.param_groups[0]["foreach"] is True, "how it runs is the run's own choice"
+
+
+def test_parameters_that_were_not_trained_have_no_states(tmp_path: Path) -> None:
+    run = start("mlp", "alone")
+    some = [*run.runtime.parameters()][1:]
+    checkpoint.save(run.runtime, tmp_path / "at0", torch.optim.SGD(some, lr=0.1))
+    every = torch.optim.SGD([*run.runtime.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match=r"lacks 1 parameters that this one trains"):
+        checkpoint.load(run.runtime, tmp_path / "at0", every)
+    checkpoint.save(run.runtime, tmp_path / "at0")
+    with pytest.raises(ValueError, match=r"saved without an optimizer; load it without one"):
+        checkpoint.load(run.runtime, tmp_path / "at0", every)
+
+
+def test_only_what_loads_without_running_code_is_saved(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": Path("somewhere")}
+
+    run = start("mlp", "alone")
+    with pytest.raises(ValueError, match=r"state of 'odd' holds more than tensors, numbers"):
+        checkpoint.save(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
+
+
+def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at0")
+    (data,) = (tmp_path / "at0").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(RuntimeError, match=r"at0': damaged, and read in part; load an earlier"):
+        run.load(tmp_path / "at0")
+    (tmp_path / "at0" / "training.pt").write_bytes(b"PK")
+    with pytest.raises(RuntimeError, match=r"'training.pt' is damaged"):
+        run.load(tmp_path / "at0")
+
+
+def test_an_error_in_the_background_is_raised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = planned(net())
+    optimizer = torch.optim.AdamW(result.parameters())
+    result.train_step(batch(ROWS))
+    optimizer.step()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "publish", full)
+        saving = result.save_checkpoint(tmp_path / "at1", optimizer, asynchronous=True)
+        with pytest.raises(RuntimeError, match=r"at1': not saved.*No space left"):
+            saving.wait()
+        saving.wait()
+        result.save_checkpoint(tmp_path / "at1", optimizer, asynchronous=True)
+        with pytest.raises(RuntimeError, match=r"No space left"):
+            result.save_checkpoint(tmp_path / "at1", optimizer)
+    result.save_checkpoint(tmp_path / "at1", optimizer)
+    result.load_checkpoint(tmp_path / "at1", optimizer)

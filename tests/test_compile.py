@@ -1,0 +1,189 @@
+"""Compiled blocks compute what the single device does, under every kind of plan; what can't be
+compiled is said before training, or with the name of the block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_worker import BACKEND, CELLS, WORLD
+from launching import Launch, launch
+from models import CASES, parallelize
+from parity_cells import Cell, plan_of
+from parity_reference import difference, store
+from torch import nn
+from torch._dynamo.backends.registry import register_backend
+
+from executor import compile as compiling
+from executor.compile import CompiledBlock, backend_of
+from executor.regions import repeat_whole
+from executor.runtime import Runtime
+from meshwright import Cluster, Overrides, auto_parallelize
+
+TOLERANCE = 1e-5
+TIMEOUT_S = 400
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("compiled")
+    store(folder, CELLS)
+    worker = Path(__file__).with_name("compile_worker.py")
+    run = launch(worker, str(folder), ranks=WORLD, timeout_s=TIMEOUT_S)
+    written = folder / "results-compiled.json"
+    return run, json.loads(written.read_text()) if written.exists() else {}
+
+
+def test_every_rank_ends_in_order(launched: tuple[Launch, dict[str, Any]]) -> None:
+    run, _ = launched
+    assert run.ok, run.tail()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_compiled_plan_equals_single_device(
+    launched: tuple[Launch, dict[str, Any]], cell: Cell
+) -> None:
+    run, results = launched
+    found = results.get(cell.name, {"failed": run.tail()})
+    assert "failed" not in found, found["failed"]
+    assert found["loss"] <= TOLERANCE
+    error, where = found["gradient"]
+    assert error <= TOLERANCE, f"gradient of {where}: {error:.1e}"
+    error, where = found["state"]
+    assert error <= TOLERANCE, f"{where}: {error:.1e}"
+
+
+def test_compiled_transitions_equal_eager_ones(launched: tuple[Launch, dict[str, Any]]) -> None:
+    run, results = launched
+    found = results.get("transitions", {"failed": run.tail()})
+    assert found and all(found.values()), [name for name, same in found.items() if not same]
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+
+def built(line: str, compile: bool | str) -> Runtime:
+    cell = Cell.parse(line)
+    plan, of = plan_of(cell)
+    case = CASES[cell.case]
+    model = case.model()
+    torch.manual_seed(3)  # of the dropout masks
+    return parallelize(model, plan, of, compile=compile)
+
+
+def losses_and_gradients(runtime: Runtime, case: str) -> tuple[list[float], dict[str, Any]]:
+    batches = (CASES[case].batch(runtime.plan.global_batch_size, step) for step in range(STEPS))
+    return [float(runtime.train_step(batch)) for batch in batches], runtime.full_gradients()
+
+
+def has_compiler() -> bool:
+    try:
+        backend_of(True, "cpu")
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_default_backend_draws_the_same_dropout_masks() -> None:
+    """And is what `compile=True` of the API runs, after a replan, too."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+    batch = torch.randn(8, 8), torch.randn(8, 2)
+    found = []
+    for mode in (False, True):
+        torch.manual_seed(3)  # of the dropout masks
+        result = auto_parallelize(
+            model, Cluster.local(1), example_inputs=batch, global_batch_size=8, precision="fp32",
+            loss_fn=nn.functional.mse_loss, compile=mode, profile=False,
+        ).replan(Overrides(num_microbatches=2))  # fmt: skip
+        loss = float(result.train_step(batch))
+        found.append((loss, result.runtime.full_gradients(), result.runtime))
+    (eager, gradients, _), (compiled, ours, runtime) = found
+    assert {type(b.lowered.module) for b in runtime.stages[0].program.blocks} == {CompiledBlock}
+    assert compiled == pytest.approx(eager, rel=TOLERANCE)
+    error, where = difference(ours, gradients)
+    assert error <= TOLERANCE, where
+
+
+def test_equal_layers_are_compiled_once() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    runtime = built("gpt2_deep 1 m2", BACKEND)
+    losses_and_gradients(runtime, "gpt2_deep")
+    (stage,) = runtime.stages.values()
+    graphs = {id(block.lowered.module) for block in stage.program.blocks}
+    assert len(graphs) < len(stage.program.blocks)
+    # of layers that are alike, the first reads what needs no gradient: at most two each
+    assert len(graphs) <= counters["stats"]["unique_graphs"] <= 2 * len(graphs)
+
+
+@pytest.mark.parametrize("wrapped", [lambda graph: graph, repeat_whole])
+def test_graphs_of_equal_code_and_arguments_are_told_apart(wrapped: Callable[..., Any]) -> None:
+    """Only their submodules differ, which no call checks."""
+    x = torch.linspace(-1, 1, 6)
+    functions = (nn.Tanh(), nn.Sigmoid(), nn.Softplus())
+    blocks = []
+    for function in functions:
+        graph = torch.fx.Graph()
+        graph.output((graph.call_module("m0", (graph.placeholder("a0"),)),))
+        made = torch.fx.GraphModule({"m0": function}, graph)
+        blocks.append(CompiledBlock(wrapped(made), name="block", backend=BACKEND))
+    for _ in range(2):
+        for function, block in zip(functions, blocks, strict=True):
+            assert torch.equal(block(x)[0], function(x))
+
+
+def test_compiled_backwards_are_priced_whole() -> None:
+    """W has nothing to do, and I takes what both did: what runs, as `executor.compile` says."""
+    cell = Cell.parse("mlp pp2 zb_h1 m4")
+    plan, case = plan_of(cell)[0], CASES[cell.case]
+    found = {}
+    for mode, target in ((False, None), (True, None), (True, "eager")):
+        result = auto_parallelize(
+            case.model(), Cluster.local(2), example_inputs=case.batch(4, 0), plan=plan,
+            global_batch_size=cell.rows, loss_fn=case.loss_fn, precision="fp32", profile=False,
+            compile=mode, target=target,
+        )  # fmt: skip
+        events = [e for e in result.report.timeline["traceEvents"] if e["ph"] == "X"]
+        found[mode, target] = {
+            kind: sum(e["dur"] for e in events if e["name"].startswith(kind)) for kind in "IW"
+        }
+    assert found[False, None]["W"] > 0
+    assert found[True, None]["W"] == 0
+    assert found[True, None]["I"] > found[False, None]["I"]
+    assert found[True, "eager"] == found[False, None]
+
+
+# --- what can't be compiled -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["inductr", "", 1, None])
+def test_unknown_backend_names_the_legal_ones(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"legal: True, False, or .*inductor"):
+        backend_of(given)
+
+
+def test_missing_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(RuntimeError, match=r"C\+\+ compiler.*compile=False"):
+        backend_of(True, "cpu")
+    monkeypatch.setattr(compiling, "has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match=r"Triton on cuda.*compile=False"):
+        backend_of(True, "cuda")
+
+
+def test_failed_compilation_names_the_block() -> None:
+    @register_backend(name="refusing")
+    def refuse(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        raise NotImplementedError("this graph")
+
+    graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    block = CompiledBlock(graph, name="layers.3", backend="refusing")
+    with pytest.raises(RuntimeError, match=r"(?s)'layers.3'.*compile=False.*this graph"):
+        block(torch.ones(2, 2))

@@ -1,0 +1,326 @@
+"""Files of weights: recognised, named, read in boxes; errors that say what to do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES, MLP, parallelize, traced
+from parity_cells import graph_of
+from plan_building import build_plan
+from single_device import initialised
+from tiny import Net, net, planned
+from torch import nn
+
+from executor import checkpoint
+from executor.checkpoint_parts import Piece
+from executor.runtime import Runtime
+from executor.weight_files import open_source
+from executor.weight_names import Matched, Wanted, match_names
+from executor.weights import init_weights, load_weights
+
+ROWS = 4
+STATE = {
+    "a.weight": torch.arange(24.0).view(4, 6),
+    "a.bias": torch.arange(6.0).to(torch.bfloat16),
+    "count": torch.tensor(7),
+}
+
+
+def write(folder: Path, kind: str) -> Path:
+    """`STATE` in one format."""
+    if kind == "torch":
+        torch.save(STATE, folder / "state.pt")
+        return folder / "state.pt"
+    if kind == "safetensors":
+        safetensors.torch.save_file(STATE, folder / "state.safetensors")
+        return folder / "state.safetensors"
+    if kind == "dcp":
+        dcp.save(STATE, checkpoint_id=folder / "dcp", no_dist=True)
+        return folder / "dcp"
+    ending = kind.removeprefix("indexed")
+    files = {name: f"part{k}{ending}" for k, name in enumerate(STATE)}
+    for name, file in files.items():
+        save = safetensors.torch.save_file if ending == ".safetensors" else torch.save
+        save({name: STATE[name]}, folder / file)
+    (folder / f"model{ending}.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+KINDS = ("torch", "safetensors", "dcp", "indexed.safetensors", "indexed.bin")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_names_shapes_and_boxes(tmp_path: Path, kind: str) -> None:
+    source = open_source(write(tmp_path, kind))
+    assert source.shapes == {name: tuple(x.shape) for name, x in STATE.items()}
+    rows, whole = torch.zeros(2, 5), torch.zeros(6)
+    count = torch.zeros((), dtype=torch.int64)
+    corner = torch.zeros(1, 1, dtype=torch.float64)
+    source.fill(
+        [
+            Piece(name="a.weight", ranges=((1, 3), (0, 5)), into=rows),
+            Piece(name="a.weight", ranges=((3, 4), (5, 6)), into=corner),
+            Piece(name="a.bias", ranges=((0, 6),), into=whole),
+            Piece(name="count", ranges=(), into=count),
+        ]
+    )
+    assert torch.equal(rows, STATE["a.weight"][1:3, :5])
+    assert corner.item() == 23
+    assert torch.equal(whole, torch.arange(6.0))
+    assert count.item() == 7
+
+
+def test_what_is_no_weight_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere' does not exist; give a file of torch.save"):
+        open_source(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"holds none; give a file of torch.save"):
+        open_source(tmp_path)
+    for name in ("a", "b"):
+        safetensors.torch.save_file(STATE, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match=r"several, \['a.safetensors', 'b.safetensors'\]; name"):
+        open_source(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "c.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lists \['c.safetensors'\], which are not there"):
+        open_source(tmp_path)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match=r"list.pt' holds a list, no state dict"):
+        open_source(tmp_path / "list.pt")
+
+
+def test_without_safetensors_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"state.safetensors' needs .* pip install safetensors"):
+        open_source(path)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def want(*names: str, required: bool = True) -> Wanted:
+    return Wanted(names=names, shape=(2,), required=required)
+
+
+def match(wanted: dict[str, Wanted], *stored: str) -> Matched:
+    return match_names(wanted, {name: (2,) for name in stored}, "file")
+
+
+NAMES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=3).map(".".join)
+
+
+@settings(deadline=None)
+@given(st.sets(NAMES, min_size=1, max_size=6), st.sampled_from(["", "x.", "x.y."]), st.booleans())
+def test_a_prefix_more_or_less_changes_nothing(
+    names: set[str], prefix: str, stored_has_it: bool
+) -> None:
+    model = names if stored_has_it else {prefix + n for n in names}
+    stored = {prefix + n for n in names} if stored_has_it else names
+    if len(names) > 1 or not prefix:  # one name could be had by other prefixes as well
+        try:
+            matched = match({n: want(n) for n in model}, *stored)
+        except ValueError as error:
+            assert "or with" in str(error) or "or without" in str(error)
+            return
+        expected = {n: prefix + n if stored_has_it else n.removeprefix(prefix) for n in model}
+        assert dict(matched.stored) == expected
+        assert matched.unexpected == ()
+
+
+def test_any_name_of_a_tied_parameter_will_do() -> None:
+    tied = {"emb.w": want("emb.w", "head.w"), "norm": want("norm")}
+    assert match(tied, "head.w", "norm") == Matched(
+        stored={"emb.w": "head.w", "norm": "norm"}, unexpected=()
+    )
+    both = match(tied, "emb.w", "head.w", "norm")
+    assert both.stored["emb.w"] == "emb.w" and both.unexpected == ()
+    wrapped = match(tied, "model.head.w", "model.norm", "model.emb.w", "optimizer.norm.exp_avg")
+    assert wrapped.stored == {"emb.w": "model.emb.w", "norm": "model.norm"}
+    assert wrapped.unexpected == ()
+
+
+def test_exact_names_come_before_renamed_ones() -> None:
+    model = {"body.a.w": want("body.a.w"), "body.b.w": want("body.b.w"), "head.w": want("head.w")}
+    matched = match(model, "a.w", "b.w", "head.w", "other")
+    assert matched.stored == {"body.a.w": "a.w", "body.b.w": "b.w", "head.w": "head.w"}
+    assert matched.unexpected == ("other",)
+
+
+def test_all_that_is_missing_or_misshapen_is_one_error() -> None:
+    model = {"a": want("a"), "b": want("b"), "c": want("c"), "d": want("d", required=False)}
+    with pytest.raises(ValueError) as caught:
+        match_names(model, {"c": (3,), "z": (2,)}, "file.pt")
+    text = str(caught.value)
+    assert "'file.pt' doesn't fit the model: 2 missing: a, b; 1 misshapen: c is (3,)" in text
+    assert "(2,) in the model; it holds 2 tensors, e.g. c, z; rename or convert" in text
+
+
+def test_two_models_in_one_file_are_ambiguous() -> None:
+    with pytest.raises(ValueError, match=r"without 'ema\.' or without 'model\.', 2 each; save one"):
+        match({"a": want("a"), "b": want("b")}, "ema.a", "ema.b", "model.a", "model.b")
+
+
+# --- into a runtime -------------------------------------------------------------------------------
+
+
+def alone(case: str) -> tuple[Runtime, nn.Module]:
+    of = graph_of(case, ROWS)
+    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    with torch.device("meta"):
+        model = CASES[case].build()
+    return parallelize(model, plan, of), model
+
+
+def test_what_nobody_asked_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state: dict[str, Any] = initialised(CASES["mlp"].build(), 0)
+    torch.save(state | {"stray": torch.zeros(1)}, tmp_path / "state.pt")
+    runtime, _ = alone("mlp")
+    with caplog.at_level(logging.WARNING, logger="executor.weights"):
+        load_weights(runtime, tmp_path / "state.pt")
+    assert "1 unexpected, e.g. stray" in caplog.text
+
+
+def test_a_file_of_half_the_model_changes_nothing(tmp_path: Path) -> None:
+    state: dict[str, Any] = initialised(CASES["mlp"].build(), 0)
+    torch.save({n: x for n, x in state.items() if not n.startswith("net.0")}, tmp_path / "half.pt")
+    runtime, _ = alone("mlp")
+    with pytest.raises(ValueError, match=r"half.pt' .*2 missing: net.0.weight, net.0.bias"):
+        load_weights(runtime, tmp_path / "half.pt")
+    with pytest.raises(ValueError, match="meta"):
+        runtime.train_step(CASES["mlp"].batch(ROWS, 0))
+
+
+def test_a_real_model_keeps_its_own_tensors(tmp_path: Path) -> None:
+    """Loading fills the runtime's memory, never the user's."""
+    torch.save(initialised(CASES["resnet"].build(), 1), tmp_path / "state.pt")
+    of = graph_of("resnet", ROWS)
+    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    model = CASES["resnet"].model()
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    runtime = parallelize(model, plan, of)
+    load_weights(runtime, tmp_path / "state.pt")
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    wanted = initialised(CASES["resnet"].build(), 1)
+    assert all(torch.equal(x, wanted[n]) for n, x in runtime.full_state_dict().items())
+
+
+class Spare(MLP):
+    """Has a layer that the forward doesn't use, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.spare = nn.Linear(3, 3)
+        self.empty = nn.Linear(0, 3, bias=False)
+
+
+def spare(*, real: bool = False) -> tuple[Runtime, nn.Module]:
+    case = replace(CASES["mlp"], build=Spare)
+    of = traced(case, ROWS)
+    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    with torch.device("cpu" if real else "meta"):
+        model = Spare()
+    return parallelize(model, plan, of), model
+
+
+def test_what_the_graph_does_not_read_gets_its_value_too(tmp_path: Path) -> None:
+    runtime, model = spare()
+    init_weights(runtime, 1)
+    wanted = initialised(Spare(), 1)
+    assert all(torch.equal(x, wanted[n]) for n, x in runtime.full_state_dict().items())
+    torch.save(wanted, tmp_path / "state.pt")
+    part = {n: x for n, x in wanted.items() if "spare" not in n}
+    torch.save(part, tmp_path / "part.pt")
+    other, model = spare()
+    with pytest.raises(ValueError, match=r"2 missing: spare.weight, spare.bias"):
+        load_weights(other, tmp_path / "part.pt")
+    load_weights(other, tmp_path / "state.pt")
+    assert all(torch.equal(x, wanted[n]) for n, x in other.full_state_dict().items())
+    assert model.spare.weight.is_meta
+
+
+def test_a_state_dict_gives_it_one_as_well() -> None:
+    wanted = initialised(Spare(), 1)
+    for real in (False, True):
+        runtime, model = spare(real=real)
+        before = {n: x.clone() for n, x in model.state_dict().items()}
+        assert runtime.loaded == real
+        runtime.load_state_dict({n: nn.Parameter(x) for n, x in wanted.items()})
+        found = runtime.full_state_dict()
+        assert set(found) == set(wanted)
+        assert all(torch.equal(x, wanted[n]) for n, x in found.items())
+        assert not any(x.requires_grad for x in runtime.unused.values())
+        if real:
+            assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+
+
+def test_a_state_dict_without_it_or_with_another_shape() -> None:
+    wanted = initialised(Spare(), 1)
+    part = {n: x for n, x in wanted.items() if "spare" not in n}
+    runtime, _ = spare()
+    with pytest.raises(ValueError, match=r"missing 'spare.weight'"):
+        runtime.load_state_dict(part)
+    with pytest.raises(ValueError, match=r"'spare.bias' has shape \(4,\), the model \(3,\)"):
+        runtime.load_state_dict(wanted | {"spare.bias": torch.zeros(4)})
+    assert not runtime.loaded
+    real, model = spare(real=True)
+    real.load_state_dict(part)
+    assert torch.equal(real.full_state_dict()["spare.bias"], model.spare.bias)
+
+
+def test_a_checkpoint_holds_it_and_leaves_the_users_own_alone(tmp_path: Path) -> None:
+    runtime, _ = spare()
+    wanted = initialised(Spare(), 1)
+    runtime.load_state_dict(wanted)
+    optimizer = torch.optim.AdamW(runtime.parameters())
+    checkpoint.save(runtime, tmp_path / "at", optimizer)
+    for real in (False, True):
+        other, model = spare(real=real)
+        before = {n: x.clone() for n, x in model.state_dict().items()}
+        checkpoint.load(other, tmp_path / "at", torch.optim.AdamW(other.parameters()))
+        found = other.full_state_dict()
+        assert set(found) == set(wanted)
+        assert all(torch.equal(x, wanted[n]) for n, x in found.items())
+        if real:
+            assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+
+
+def test_a_model_that_is_not_on_meta_is_not_initialised() -> None:
+    runtime, model = spare(real=True)
+    with pytest.raises(ValueError, match=r"nothing of the model is on the meta device.*build it"):
+        init_weights(runtime, 1)
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match=r"was freed: nothing of it is on the meta device.*build"):
+        init_weights(runtime, 1)
+
+
+def test_a_model_that_nobody_keeps_is_loaded(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "state.pt")
+    made = planned(Net())
+    gc.collect()
+    made.load_weights(tmp_path / "state.pt")
+    found = made.full_state_dict()
+    assert all(torch.equal(x, found[n]) for n, x in net().state_dict().items())
+
+
+def test_buffers_outside_the_state_are_asked_for_with_the_way_out() -> None:
+    runtime, _ = alone("llama")
+    says = r"buffers \['model.rotary_emb.inv_freq.*call init_weights first.*file by load_weights"
+    with pytest.raises(ValueError, match=says):
+        runtime.load_state_dict(CASES["llama"].build().state_dict())
+    init_weights(runtime)
+    runtime.load_state_dict(CASES["llama"].build().state_dict())
