@@ -69,7 +69,7 @@ def _agrees(module: Reshard) -> bool:
         seed = torch.linspace(-1, 1, y.numel()).view_as(y) * (launch.rank() + 1)
         results.append((y.detach(), *torch.autograd.grad(y, x, seed)))
     # a sum over ranks may be made in another order
-    mine = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(*results, strict=True))
+    mine = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
     every: list[Any] = [None] * WORLD
     dist.all_gather_object(every, mine)
     return all(every)
