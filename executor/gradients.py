@@ -198,7 +198,8 @@ class Reducer:
         added = bucket.add(slot, leaf.grad)
         leaf.grad = None
         if self.last:
-            slot.parameter.norm = torch.linalg.vector_norm(added)
+            if not bucket.each:  # else earlier backwards' gradients are not in it
+                slot.parameter.norm = torch.linalg.vector_norm(added)
             bucket.waiting.discard(k)
             while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
                 self._start()
@@ -381,7 +382,7 @@ def lay_out(parameters: Iterable[StageParameter], place: Place) -> None:
             p.gradient = local_part(p.gradient, p.zero, shard.size, shard.rank).contiguous()
 
 
-def deliver(parameters: Iterable[StageParameter], place: Place) -> None:
+def deliver(parameters: Iterable[StageParameter]) -> None:
     """Add the step's gradients to `.grad` of the API parameters."""
     for p in parameters:
         local, p.gradient = p.gradient, None

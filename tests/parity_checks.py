@@ -56,6 +56,7 @@ ACCUMULATED = tuple(
         "llama dp2xtp2 m2 zero3", "gpt2_tied pp2xdp2 m2 front",
     )
 )  # fmt: skip
+STRANGE = {zero: Cell.parse(f"mlp dp4 m2 zero{zero}") for zero in (0, 1, 2, 3)}
 SHARES = {zero: Cell.parse(f"gpt2_untied dp4 m2 zero{zero}") for zero in (0, 1, 2, 3)}
 DROPOUT = {
     "dp4": Cell.parse("gpt2_dropout dp4 m2"),
@@ -75,6 +76,7 @@ CELLS = (
     HALF,
     *(cell for pair in ROUND_TRIPS.values() for cell in pair),
     *SHARES.values(),
+    *STRANGE.values(),
     *DROPOUT.values(),
     *REPEATED,
     *ACCUMULATED,
@@ -229,6 +231,25 @@ def accumulated(folder: Path) -> dict[str, Any]:
     return found
 
 
+def strange(folder: Path) -> dict[str, Any]:
+    """Steps skipped, and gradients delivered, where one row of the first micro-batch, on one rank,
+    is not a number; and where all are."""
+    found: dict[str, Any] = {}
+    for zero, cell in STRANGE.items():
+        runtime = build(folder, cell)
+        x, y = CASES[cell.case].batch(cell.rows, 0)
+        runtime.train_step((x.index_fill(0, torch.tensor([0]), math.nan), y))
+        skipped = runtime.guard.skipped_steps
+        delivered = sum(p.grad is not None for p in runtime.parameters())
+        runtime.train_step((x, y))
+        found[str(zero)] = {
+            "skipped": (skipped, runtime.guard.skipped_steps),
+            "delivered": delivered,
+            "afterwards": all(p.grad is not None for p in runtime.parameters()),
+        }
+    return found
+
+
 def transfers(folder: Path) -> dict[str, Any]:
     """Bytes that ranks send to each other in one step between stages of unequal meshes: those that
     go out, and those that the channels name, by edge of the stage graph, way and rank."""
@@ -280,7 +301,7 @@ Check = Callable[[Path], dict[str, Any]]
 CHECKS: Mapping[int, tuple[Check, ...]] = {
     4: (
         saved_plan, dropout, half_precision, state_round_trip, zero_shares, repeated_layer,
-        accumulated, transfers,
+        accumulated, strange, transfers,
     ),
     8: (transfers,),
 }  # fmt: skip  # by world size

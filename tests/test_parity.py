@@ -27,6 +27,7 @@ from parity_checks import (
     REPEATED,
     ROUND_TRIPS,
     SHARES,
+    STRANGE,
     UNEQUAL,
     train,
 )
@@ -197,6 +198,14 @@ def test_state_moves_between_plans_and_the_model(parity: Of, case: str) -> None:
     for target in ("other_plan", "meta"):
         assert result[target]["same"]
         assert result[target]["loss"] == pytest.approx(result["loss"], rel=TOLERANCE["fp32"])
+
+
+@pytest.mark.parametrize("zero", STRANGE)
+def test_a_step_is_skipped_for_a_number_that_is_none_in_any_micro_batch(
+    parity: Of, zero: int
+) -> None:
+    found = parity(4)["strange"][str(zero)]
+    assert found == {"skipped": [1, 1], "delivered": 0, "afterwards": True}
 
 
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "moments"])
