@@ -32,8 +32,8 @@ class StageParameter:
     holders (R: not) and `level` which stage of ZeRO does; `sharded` is `fully_shard`'s tensor where
     it is gathered. `reached`: it is trained and the loss depends on it; `norm` is that of this
     rank's gradient as the last backward left it. `shared_stages` are all stages of the plan that
-    hold it. `experts` says that dim
-    0 counts experts, which its holders' `part` divides before anything else does.
+    hold it. `experts` says that dim 0 counts experts, which its holders' `part` divides before
+    anything else does.
     """
 
     value: str

@@ -84,7 +84,14 @@ class Runtime:
             )
             for k, stage in self.stages.items()
         }  # fmt: skip
+        for k, stage in self.stages.items():
+            stage.program.ready = self.refreshes[k].wait
+        self.reads = {k: stage.reads for k, stage in self.stages.items()}
         self.stream = self._stream()
+        # the micro-batch of each stage's last backward
+        self.last = {
+            i.stage: i.microbatch for i in self.stream if i.action is Action.REDUCE_GRADIENTS
+        }
         self.loaded = not any(p.is_meta for p in model.parameters())
         self.saved = frozenset(model.state_dict())  # holds no buffer registered persistent=False
         self.unset = frozenset(fqn for fqn, b in model.named_buffers() if b.is_meta)
@@ -209,17 +216,11 @@ class Runtime:
 
     def _run_stage(self, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
         stage = self.stages[k]
-        rows = self.batches.rows(inputs, stage.data, stage.reads)
-        (last,) = (
-            i.microbatch
-            for i in self.stream
-            if i.action is Action.REDUCE_GRADIENTS and i.stage == k
-        )
-        stage.program.ready = self.refreshes[k].wait
+        rows = self.batches.rows(inputs, stage.data, self.reads[k])
         return RunStage(
             program=stage.program, channels=stage.channels, beside=stage.beside,
             reducer=self.reducers[k], inputs=rows.__getitem__, counts=self._count(stage, rows),
-            last=last,
+            last=self.last[k],
         )  # fmt: skip
 
     def _refresh(self) -> None:
@@ -230,7 +231,7 @@ class Runtime:
     def _deliver(self) -> None:
         """Gradients to the optimizer, if they are numbers."""
         if self.guard.admit(self.held):
-            deliver(self.held, self.place)
+            deliver(self.held)
 
     def _reduce(self) -> None:
         """Gradients whole on every axis and over all stages."""

@@ -30,10 +30,10 @@ class BlockModule(nn.Module):
     def __init__(self, lowered: Lowered, own: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self.lowered = lowered
-        self.names = tuple(n for n in lowered.arguments if n in own)
         self.given = tuple(n for n in lowered.arguments if n not in own)
-        for name in self.names:
-            self.register_parameter(_attribute(name), own[name])
+        for name in lowered.arguments:
+            if name in own:
+                self.register_parameter(_attribute(name), own[name])
         at = {n: k for k, n in enumerate(self.given)}
         # per argument of the graph: a place among the given, or an attribute
         self.sources = tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)

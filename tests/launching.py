@@ -7,6 +7,7 @@ themselves, because noticing is what some tests are about.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,6 +62,26 @@ class Launch:
             f"{self.ranks[k].stderr[-characters:]}"
             for k in shown
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What a launch found, by check."""
+
+    found: dict[str, Any]
+    run: Launch
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.found:
+            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
+        return self.found[name]
+
+
+def results_of(script: Path, folder: Path, *, ranks: int, timeout_s: float) -> Results:
+    """Run `script`, which writes `results.json` into the folder that is its argument."""
+    run = launch(script, str(folder), ranks=ranks, timeout_s=timeout_s)
+    written = folder / "results.json"
+    return Results(found=json.loads(written.read_text()) if written.exists() else {}, run=run)
 
 
 def free_port() -> int:

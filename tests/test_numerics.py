@@ -5,42 +5,24 @@ One launch (`numerics_worker.py`) makes all results; each test reads its own.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launching import Launch, launch
+from launching import Results, results_of
 from numerics_worker import LAYOUTS, NORM_LAYOUTS, NORM_TYPES, OPTIMIZER_LAYOUTS, OPTIMIZERS
 
 TOLERANCE = 1e-5
 TIMEOUT_S = 300
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numerics:
-    """Results of the launch by check and layout."""
-
-    results: dict[str, Any]
-    run: Launch
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.results:
-            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
-        return self.results[name]
-
-
 @pytest.fixture(scope="module")
-def numerics(tmp_path_factory: pytest.TempPathFactory) -> Numerics:
+def numerics(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("numerics")
     worker = Path(__file__).with_name("numerics_worker.py")
-    run = launch(worker, str(folder), ranks=4, timeout_s=TIMEOUT_S)
-    written = folder / "results.json"
-    return Numerics(results=json.loads(written.read_text()) if written.exists() else {}, run=run)
+    return results_of(worker, folder, ranks=4, timeout_s=TIMEOUT_S)
 
 
-def test_every_rank_ends_in_order(numerics: Numerics) -> None:
+def test_every_rank_ends_in_order(numerics: Results) -> None:
     assert numerics.run.ok, numerics.run.tail()
     assert not any(rank.killed or rank.children_left for rank in numerics.run.ranks)
 
@@ -48,7 +30,7 @@ def test_every_rank_ends_in_order(numerics: Numerics) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("layout", OPTIMIZER_LAYOUTS)
 def test_an_optimizer_gives_the_weights_of_one_device(
-    numerics: Numerics, layout: str, name: str
+    numerics: Results, layout: str, name: str
 ) -> None:
     """Three steps with clipping, two parameter groups and a learning-rate schedule."""
     found = numerics[f"optimizers {layout}"][name]
@@ -59,7 +41,7 @@ def test_an_optimizer_gives_the_weights_of_one_device(
 
 
 @pytest.mark.parametrize("layout", NORM_LAYOUTS)
-def test_a_norm_counts_every_element_once(numerics: Numerics, layout: str) -> None:
+def test_a_norm_counts_every_element_once(numerics: Results, layout: str) -> None:
     found = numerics[f"norms {layout}"]
     assert set(found["norms"]) == {str(norm_type) for norm_type in NORM_TYPES}
     for norm_type, norm in found["norms"].items():
@@ -71,7 +53,7 @@ def test_a_norm_counts_every_element_once(numerics: Numerics, layout: str) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_rank_with_nan_or_inf_makes_all_skip_the_step(numerics: Numerics, layout: str) -> None:
+def test_one_rank_with_nan_or_inf_makes_all_skip_the_step(numerics: Results, layout: str) -> None:
     found = numerics[f"guard {layout}"]
     assert found["admitted"] == [[True, False, False, False, False]] * 4
     assert found["scales"] == [[1024.0, 1024.0, 512.0, 256.0, 128.0]] * 4
@@ -80,13 +62,13 @@ def test_one_rank_with_nan_or_inf_makes_all_skip_the_step(numerics: Numerics, la
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loss_scale_changes_no_bit_of_a_finite_step(numerics: Numerics, layout: str) -> None:
+def test_the_loss_scale_changes_no_bit_of_a_finite_step(numerics: Results, layout: str) -> None:
     assert numerics[f"guard {layout}"]["unscaled"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inside_reduced_a_rank_reads_the_norm_of_the_whole_tensor(
-    numerics: Numerics, layout: str
+    numerics: Results, layout: str
 ) -> None:
     found = numerics[f"reduced {layout}"]
     assert found["divided"] > 0

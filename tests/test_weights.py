@@ -6,39 +6,22 @@ results.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Launch, launch
+from launching import Results, results_of
 from weights_worker import CASE_NAMES, LAYOUTS, LOAD_CASES, LOADED
 
 TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2  # of the loss: sums in another order; bf16
 TIMEOUT_S = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """Results of the launch by check."""
-
-    found: dict[str, Any]
-    run: Launch
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.found:
-            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
-        return self.found[name]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("weights")
     worker = Path(__file__).with_name("weights_worker.py")
-    run = launch(worker, str(folder), ranks=4, timeout_s=TIMEOUT_S)
-    written = folder / "results.json"
-    return Results(found=json.loads(written.read_text()) if written.exists() else {}, run=run)
+    return results_of(worker, folder, ranks=4, timeout_s=TIMEOUT_S)
 
 
 def check(result: dict[str, Any], tolerance: float = TOLERANCE) -> None:
