@@ -1,6 +1,7 @@
 """Seconds of one kernel on one device.
 
     matrix product   max(2mnk·batch / (peak · efficiency(2mnk) · filling(m, n)), bytes / bandwidth)
+                     + bytes of partial sums / bandwidth
     fused attention  max(flops / (peak · efficiency(sequence)), bytes / bandwidth)
     everything else  bytes / bandwidth: its arithmetic hides under the memory traffic
 
@@ -10,7 +11,9 @@ each plus the device's fixed seconds per kernel; bandwidth = memory_bandwidth ·
 ones only (NVIDIA, "Matrix Multiplication Background User's Guide"), and the tiles run in waves of
 as many as the device has compute units, the last one partly empty. Of a device's tile sizes the one
 that gives the best time is taken; a smaller tile moves more bytes per FLOP, so that it loses by
-the square root of the ratio of their intensities mn/(m + n).
+the square root of the ratio of their intensities mn/(m + n). An output of few tiles from long sums
+(the gradient of a low-rank adapter) is made in 2, 4, 8 ... parts along k instead, each with tiles
+of its own, where writing and adding up what they make costs less than it saves.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ def stream_seconds(device: Device, nbytes: float) -> float:
     return nbytes / (device.memory_bandwidth * device.memory_efficiency(nbytes))
 
 
+LEAST_DEPTH = 256  # of a part along k: a tile's loop over less is not worth its start
+SUM_BYTES = 4  # partial sums are kept in fp32
+
+
 @lru_cache(maxsize=65536)
 def matmul_seconds(
     device: Device, dtype: str, m: float, n: float, k: float, batch: float, nbytes: float
@@ -37,10 +44,19 @@ def matmul_seconds(
     `dtype` is "fp32", "bf16" or "fp16"; one the device has no rate for (bf16 on a V100) is priced
     at the fp32 rate, because that is how such a device computes it. Raises ValueError for another.
     """
-    flops = 2 * m * n * k
-    rate = device.flops(dtype) * device.matmul_efficiency(flops * batch)
-    busy_s = flops * batch / (rate * filling(device, m, n, batch)) if flops else 0.0
-    return max(busy_s, stream_seconds(device, nbytes))
+    flops = 2 * m * n * k * batch
+    if not flops:
+        return stream_seconds(device, nbytes)
+    rate = device.flops(dtype) * device.matmul_efficiency(flops)
+    best_s, parts = math.inf, 1
+    while parts == 1 or k >= parts * LEAST_DEPTH:
+        busy_s = flops / (rate * filling(device, m, n, batch * parts))
+        sums_s = stream_seconds(device, 2 * SUM_BYTES * parts * m * n * batch) if parts > 1 else 0.0
+        seconds = max(busy_s, stream_seconds(device, nbytes)) + sums_s
+        if seconds >= best_s:
+            break
+        best_s, parts = seconds, 2 * parts
+    return best_s
 
 
 def attention_seconds(

@@ -167,3 +167,31 @@ def test_a_wave_more_is_a_step_on_an_a100() -> None:
     exact = matmul_seconds(device, "fp16", rows * 9, columns * 12, 8192, 1, 0.0)
     one_more = matmul_seconds(device, "fp16", rows * 9, columns * 12 + 1, 8192, 1, 0.0)
     assert 1.1 * exact < one_more < 2 * exact
+
+
+# --- long sums of few outputs ---------------------------------------------------------------------
+
+
+def _bytes(m: int, n: int, k: int) -> float:
+    return 2.0 * (m * k + k * n + m * n)
+
+
+def test_a_low_rank_gradient_fills_a_gpu() -> None:
+    """Rank 8, hidden 4096, 32,768 tokens: bound by reading the activations, not by one tile."""
+    device = Cluster.from_catalog("h100-sxm").device
+    m, n, k = 8, 4096, 32768
+    nbytes = _bytes(m, n, k)
+    assert matmul_seconds(device, "bf16", m, n, k, 1, nbytes) < 2 * stream_seconds(device, nbytes)
+
+
+@pytest.mark.parametrize("k", [512, 4096, 65536])
+def test_a_sum_is_cut_only_where_its_parts_pay_for_adding_them(k: int) -> None:
+    device = Cluster.from_catalog("a100-80gb").device
+    for m, n in ((64, 64), (256, 512), (1024, 1024), (8192, 8192)):
+        flops, nbytes = 2.0 * m * n * k, _bytes(m, n, k)
+        rate = device.flops("bf16") * device.matmul_efficiency(flops)
+        whole = max(flops / (rate * filling(device, m, n, 1)), stream_seconds(device, nbytes))
+        halves = max(flops / (rate * filling(device, m, n, 2)), stream_seconds(device, nbytes))
+        added = halves + stream_seconds(device, 16.0 * m * n)
+        found = matmul_seconds(device, "bf16", m, n, k, 1, nbytes)
+        assert found == whole if added >= whole else found <= added
