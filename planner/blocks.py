@@ -19,7 +19,9 @@ from collections.abc import Mapping, Sequence
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op, map_refs
+from costmodel.moe_rules import inside_experts
 
+ROWS = 8  # at which work is compared, so that the cuts are the same for any batch
 MAX_BLOCKS = 16  # that a model without repeats is cut into
 MAX_PERIOD = 256  # narrow cuts in one repeat
 NARROW = 1.5  # a cut is narrow where no more than this times the least nearby bytes cross
@@ -28,16 +30,23 @@ HEAVY = 1.5  # a part outside containers with more than this times an instance's
 FLOAT = r"(?<![\w.])-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)(?![\w.])"
 
 
-def cut_blocks(graph: Graph, table: FactorTable) -> Graph:
-    """The same graph with `blocks` filled in."""
-    work = [op_flops(table, op) for op in graph.ops]
+def cut_blocks(graph: Graph, table: FactorTable, like: Graph | None = None) -> Graph:
+    """The same graph with `blocks` filled in; cut as `like`, if that is it at another batch."""
+    if like is not None and [op.target for op in like.ops] == [op.target for op in graph.ops]:
+        sizes = itertools.accumulate((len(b.ops) for b in like.blocks), initial=0)
+        starts = dict(zip(sizes, (b.name for b in like.blocks), strict=False))
+        return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
+    work = [_work(graph, table, op) for op in graph.ops]
     starts = _container_starts(graph, work) or _structural_starts(graph, work)
+    inside = inside_experts(graph.ops)  # copies of tokens come home before a block ends
+    starts = {at: name for at, name in starts.items() if at not in inside}
     return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """FLOPs of a step: forward once, backward twice; recompute is no work (MFU convention)."""
+    """FLOPs of a step: forward once, backward twice, less what frozen parameters spare; recompute
+    is no work (MFU convention)."""
 
     per_row: float
     fixed: float
@@ -51,14 +60,34 @@ def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
     """What a model's products cost, by row of the batch and once."""
     per_row = fixed = 0.0
     for op in graph.ops:
-        made = table.ops[op.name]
-        if made.flops:
-            atoms = table.letters[op.name]
-            if any(table.batch in atoms.get(f, ()) for f in made.flop_factors):
-                per_row += 3 * op_flops(table, op) / graph.batch_size
+        if table.ops[op.name].flops:
+            work = (1 + _backward_share(graph, op)) * op_flops(table, op)
+            if _per_row(table, op):
+                per_row += work / graph.batch_size
             else:
-                fixed += 3 * op_flops(table, op)
+                fixed += work
     return ModelFlops(per_row=per_row, fixed=fixed)
+
+
+def _backward_share(graph: Graph, op: Op) -> int:
+    """Backward FLOPs of a product by forward ones: one for the activation, by convention the batch
+    itself too, and one for the weight, where there are gradients."""
+    if not any(graph.values[v].requires_grad for v in op.results):
+        return 0
+    weights = [graph.values[v] for v in op.operands if v in graph.parameters]
+    frozen = any(len(w.shape) > 1 and not w.requires_grad for w in weights)
+    return 1 if frozen else 2
+
+
+def _work(graph: Graph, table: FactorTable, op: Op) -> float:
+    work = op_flops(table, op)
+    return work / graph.batch_size * ROWS if _per_row(table, op) else work
+
+
+def _per_row(table: FactorTable, op: Op) -> bool:
+    """Whether an operator's FLOPs grow with the batch."""
+    atoms = table.letters[op.name]
+    return any(table.batch in atoms.get(f, ()) for f in table.ops[op.name].flop_factors)
 
 
 def op_flops(table: FactorTable, op: Op) -> float:
@@ -72,7 +101,7 @@ def op_flops(table: FactorTable, op: Op) -> float:
 
 def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | None:
     """Starts of blocks by `prefix.<int>` modules, with their names; None without such modules."""
-    labels = _labels(graph.ops, work)
+    labels = _labels(graph, work)
     labelled = sum(w for w, label in zip(work, labels, strict=True) if label)
     if labelled < 0.5 * sum(work) or len(set(labels) - {""}) < 2:
         return None
@@ -141,24 +170,52 @@ def _open_heavy(
     return opened
 
 
-def _labels(ops: Sequence[Op], work: Sequence[float]) -> list[str]:
-    """Per operator its container instance: the outermost one that is not itself most of the
-    model."""
-    total = sum(work) or 1.0
+def _labels(graph: Graph, work: Sequence[float]) -> list[str]:
+    """Per operator its container instance: the outermost one that is not itself most of the model,
+    nor mostly a row of equal ones."""
+    ops, total = graph.ops, sum(work) or 1.0
+    bytes_at = crossing_bytes(graph)
     depth = [1] * len(ops)
     while True:
         labels = [_instance(op.module, d) for op, d in zip(ops, depth, strict=True)]
-        share: dict[str, float] = {}
-        for label, w in zip(labels, work, strict=True):
-            share[label] = share.get(label, 0.0) + w / total
-        opened = False
-        for i, (op, label) in enumerate(zip(ops, labels, strict=True)):
-            deeper = _instance(op.module, depth[i] + 1)
-            if label and share[label] > DOMINANT and deeper != label:
-                depth[i] += 1
-                opened = True
-        if not opened:
+        inner = [_instance(op.module, d + 1) for op, d in zip(ops, depth, strict=True)]
+        members: dict[str, list[int]] = {}
+        for i, label in enumerate(labels):
+            members.setdefault(label, []).append(i)
+        opened = {
+            label
+            for label, own in members.items()
+            if label
+            and (
+                sum(work[i] for i in own) > DOMINANT * total
+                or _is_row(graph, work, bytes_at, own, inner)
+            )
+        }
+        deeper = [i for i, label in enumerate(labels) if label in opened and inner[i] != label]
+        if not deeper:
             return labels
+        for i in deeper:
+            depth[i] += 1
+
+
+def _is_row(
+    graph: Graph, work: Sequence[float], bytes_at: Sequence[int], own: Sequence[int],
+    inner: Sequence[str],
+) -> bool:  # fmt: skip
+    """Whether most of an instance's work is in three or more equal ones inside it, one after the
+    other: hardly more crosses between them than crosses before it or after it."""
+    runs = [list(group) for _, group in itertools.groupby(own, key=inner.__getitem__)]
+    if len(runs) < 3 or len(own) != own[-1] - own[0] + 1:
+        return False
+    around = max(bytes_at[own[0]], *bytes_at[own[-1] + 1 : own[-1] + 2])
+    alike: dict[str, list[list[int]]] = {}
+    for run in runs:
+        key = _shape_hash(graph, graph.ops[run[0] : run[-1] + 1])
+        if bytes_at[run[0]] <= NARROW * around:
+            alike.setdefault(key, []).append(run)
+    equal = max(alike.values(), key=lambda rs: sum(work[i] for r in rs for i in r), default=[])
+    share = sum(work[i] for run in equal for i in run)
+    return len(equal) >= 3 and share > DOMINANT * sum(work[i] for i in own)
 
 
 def _instance(module: str, depth: int) -> str:

@@ -196,7 +196,11 @@ class Elimination:
         number = {name: k for k, name in enumerate(self._names)}
         sizes = tuple(map(len, problem.unary.values()))
         factors = problem.factors()
-        scopes = tuple(tuple(number[name] for name in scope) for scope in factors)
+        # a node of one state is no axis of a pair: arrays have few dims, and its row's sum is known
+        scopes = tuple(
+            tuple(number[name] for name in scope if len(scope) == 1 or len(problem.unary[name]) > 1)
+            for scope in factors
+        )
         self._keep = tuple(number[name] for name in keep)
         self._shape = tuple(sizes[n] for n in self._keep)
         self._changing = {scope: k for k, scope in enumerate(factors) if scope in changing}
@@ -230,7 +234,8 @@ class Elimination:
         )  # fmt: skip
 
     def _lined_up(self, scope: Scope, costs: np.ndarray) -> np.ndarray:
-        return costs.T if scope in self._turned else costs
+        lined = costs.T if scope in self._turned else costs
+        return lined.squeeze() if len(scope) > 1 else lined
 
     def _sum(self, known: Mapping[int, np.ndarray]) -> np.ndarray:
         """What is left, over the kept nodes."""

@@ -356,6 +356,13 @@ class Search:
                 "one device group has no virtual stages, no second placement and no use for a "
                 "backward in two parts"
             )
+        blocks, values = self.graph.blocks, self.graph.values
+        trained = sum(any(values[v].requires_grad for v in b.parameters) for b in blocks)
+        if over.pp is not None and over.pp * (over.virtual_stages or 1) > trained:
+            return (
+                f"only {trained} of the model's {len(blocks)} blocks hold a trained parameter, and "
+                f"every stage needs one; legal: at most {trained} stages"
+            )
         return (
             f"the degrees must multiply to {devices} devices, dp must divide a micro-batch, and "
             "stages of different meshes run under schedules without virtual stages"

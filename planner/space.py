@@ -30,6 +30,7 @@ from planner.divisors import divisors
 from planner.experts import fewest_experts
 from planner.overrides import OverrideError
 from planner.restrictions import Restrictions
+from planner.written_buffers import inseparable
 from profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
@@ -278,11 +279,14 @@ class Space:
 
     def legal_stages(self) -> np.ndarray:
         """(K+1, K+1): stages that hold a trained parameter, so that their ranks' optimizers have
-        something to do, and that end where the user cut."""
+        something to do, that do not part who reads a buffer from who writes it, and that end where
+        the user cut."""
         blocks, values = self.graph.blocks, self.graph.values
         trained = [any(values[v].requires_grad for v in b.parameters) for b in blocks]
         before = np.concatenate([[0], np.cumsum(trained)])
         legal = np.triu(before[None, :] > before[:, None], 1)
+        for first, last in inseparable(self.graph):
+            legal[first + 1 : last + 1] = legal[:, first + 1 : last + 1] = False
         cuts = self.restrictions.cuts
         if cuts is not None:
             only = np.zeros_like(legal)

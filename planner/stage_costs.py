@@ -19,7 +19,7 @@ from costmodel.factors import FactorTable
 from costmodel.fusion import Fusion, fuse
 from costmodel.graph import Block, Graph
 from costmodel.pricing import Pricer
-from costmodel.strategies import Placement, R, Strategy
+from costmodel.strategies import Placement, R, Strategy, divides
 from costmodel.target import EAGER, Target
 from planner.block_price import (
     PassPrice,
@@ -186,9 +186,10 @@ class StageCoster:
     # --- boundary states ---
 
     def cut_states(self, k: int, tp: int) -> list[Placement]:
-        """States that the one value crossing cut k may have; replicated where several cross."""
+        """States that the one value crossing cut k may have; replicated where several cross, or the
+        value other cuts too (a skip connection): what leaves a stage is whole, wherever it ends."""
         values = self._crossing[k]
-        if len(values) != 1 or tp == 1:
+        if tp == 1 or len(values) != 1 or sum(values[0] in cut for cut in self._crossing) > 1:
             return [R]
         return self.value_states(values[0], tp)
 
@@ -199,7 +200,7 @@ class StageCoster:
             for atoms in self.table.dims[value]:
                 for atom in atoms:
                     at = self.table.find(value, atom)
-                    if atom != self.table.batch and self.table.sizes[atom] % tp == 0 and at:
+                    if atom != self.table.batch and divides(self.table, atom, tp) and at:
                         found.append(Placement("S", *at))
             self._states[key] = found
         return self._states[key]
@@ -297,7 +298,9 @@ class StageCoster:
         block = self.graph.blocks[k]
         # statistics of a batch that the data axis splits are summed over it
         summed = setting.dp if any(op.short == "batch_norm" for op in block.ops) else 1
-        where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
+        # with tp = 1 nothing is re-sharded, and the program is the same for all ep > 1
+        ep = min(setting.ep, 2) if setting.tp == 1 else setting.ep
+        where = (setting.tp, setting.cp, ep, setting.rows, summed)
         key = (self._key(k, setting.tp), *where)
         if key not in self._programs:
             layouts = BlockLayouts(self.graph, self.table, block, setting.tp)
@@ -310,7 +313,10 @@ class StageCoster:
                 pricer,
                 layouts,
                 inputs=dict.fromkeys(block.inputs, cuts[k]),
-                outputs=dict.fromkeys(block.outputs, cuts[k + 1]),
+                # new values of buffers go nowhere: they are whole
+                outputs={
+                    v: cuts[k + 1] if v in self._crossing[k + 1] else [R] for v in block.outputs
+                },
                 allowed=allowed,
             )
         return self._programs[key]

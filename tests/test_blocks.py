@@ -128,6 +128,35 @@ class HeavyHead(nn.Module):
         return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
 
 
+class Group(nn.Module):
+    """Linears that run one after the other, or beside each other on what comes in."""
+
+    def __init__(self, count: int, parallel: bool) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.members = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parallel:
+            return x + torch.stack([torch.relu(member(x)) for member in self.members]).mean(0)
+        for member in self.members:
+            x = torch.relu(member(x))
+        return x
+
+
+class Groups(nn.Module):
+    """Containers in containers, none of which is most of the model."""
+
+    def __init__(self, count: int, parallel: bool) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(Group(count, parallel) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for group in self.groups:
+            x = group(x)
+        return x
+
+
 def stack(layers: int) -> nn.Sequential:
     pairs = ((nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(layers))
     return nn.Sequential(*(module for pair in pairs for module in pair))
@@ -146,6 +175,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], Any]]
     "sequential": (lambda: nn.Sequential(stack(3), nn.Linear(WIDTH, WIDTH)), VECTORS, F.mse_loss),
     "root sequential": (lambda: stack(6), VECTORS, F.mse_loss),
     "heavy head": (HeavyHead, VECTORS, F.mse_loss),
+    "groups": (lambda: Groups(4, parallel=False), VECTORS, F.mse_loss),
+    "pairs": (lambda: Groups(2, parallel=False), VECTORS, F.mse_loss),
+    "branches": (lambda: Groups(4, parallel=True), VECTORS, F.mse_loss),
     "one layer": (lambda: nn.Linear(WIDTH, WIDTH), VECTORS, F.mse_loss),
 }
 TRANSFORMERS = ("gpt2", "llama", "bert", "t5")
@@ -296,6 +328,20 @@ def test_sequential_layers() -> None:
     graph = cut("root sequential")
     assert len(graph.blocks) == 7
     assert classes(graph.blocks[1:6]) == 1
+
+
+def test_a_row_of_equal_layers_in_a_container_is_opened() -> None:
+    graph = cut("groups")
+    assert names(graph) == [
+        *(f"groups.{i}.members.{j}" for i in range(3) for j in range(4)),
+        "head",
+    ]
+    assert classes(graph.blocks[1:-1]) == 1  # the first one's input asks for no gradient
+
+
+@pytest.mark.parametrize("name", ["pairs", "branches"])
+def test_few_layers_and_parallel_ones_stay_together(name: str) -> None:
+    assert names(cut(name)) == ["groups.0", "groups.1", "groups.2", "head"]
 
 
 def test_sums_of_the_parent_belong_to_the_layer_before() -> None:

@@ -230,3 +230,17 @@ def test_a_problem_without_nodes_costs_nothing() -> None:
     found = Elimination(PairwiseProblem(), []).solve()
     assert found is not None
     assert (float(found.costs), dict(found[()])) == (0.0, {})
+
+
+def test_nodes_of_one_state_are_no_dims() -> None:
+    """A hub with more neighbours than numpy's arrays have dims."""
+    problem = PairwiseProblem()
+    problem.node("hub", range(2), [5.0, 3.0])
+    for k in range(100):
+        problem.node(f"n{k}", range(1), [1.0])
+        costs = np.array([[0.0], [1.0 / 32]])
+        problem.edge("hub", f"n{k}", costs) if k % 2 else problem.edge(f"n{k}", "hub", costs.T)
+    for keep, wanted in (((), 105.0), (("hub",), [105.0, 106.125])):
+        found = Elimination(problem, keep).solve()
+        assert found is not None
+        np.testing.assert_array_equal(found.costs, wanted)

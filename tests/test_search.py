@@ -15,6 +15,8 @@ import torch
 import transformers
 from enumeration import Enumeration, instance, limited
 from planning import Traced, case, cluster, cut, linears, token_batch
+from torch import nn
+from torch.nn import functional as F
 
 from planner.candidates import Candidate, make_candidate
 from planner.overrides import OverrideError, Overrides
@@ -55,6 +57,52 @@ def searching(
         of.graph, of.table, on, batch, "bf16", "adamw", Overrides(**given),
         time_limit_s=time_limit_s, coster=coster,
     )  # fmt: skip
+
+
+class Skipping(nn.Module):
+    """The first layer's output goes to the second, and to the head over all stages between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = y = torch.relu(self.layers[0](x))
+        for layer in self.layers[1:]:
+            y = torch.relu(layer(y))
+        return y + first
+
+
+def test_what_leaves_a_stage_is_whole_though_the_next_block_reads_it_first() -> None:
+    """The plan as written gives the solved layouts back; the search itself checks that."""
+    rows = torch.empty(BATCH, 64, device="meta")
+    of = cut(Skipping(64), (rows, rows), F.mse_loss)
+    slow = cluster(4, flops=1e9, bandwidth=1e7, node_bandwidth=1e7)
+    plan = search(slow, of, tp=2, pp=2).best.plan
+    assert any(stage.shardings for stage in plan.stages)
+
+
+class Moving(nn.Module):
+    """A buffer of fewer dims than what it is updated beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(), alpha=0.1)
+        return self.outer(torch.relu(y))
+
+
+def test_a_buffers_new_value_is_whole_whatever_crosses_beside_it() -> None:
+    rows = torch.empty(BATCH, 8, 64, device="meta")
+    of = cut(Moving().to("meta"), (rows, rows), F.mse_loss)
+    assert any(len(block.outputs) > 1 for block in of.graph.blocks)
+    plan = search(CLUSTERS["fast wires"], of, tp=4).best.plan
+    assert any(stage.shardings for stage in plan.stages)
 
 
 # --- memory --------------------------------------------------------------------------------------
