@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from costmodel.graph import Op, Ref, TensorMeta
-from costmodel.rules import Dims, Kind, OpFactors, Rule, argument, bind
+from costmodel.graph import Op, Ref, TensorMeta, argument
+from costmodel.index_rules import INDEXING
+from costmodel.rule_language import Dims, Kind, OpFactors, Rule, bind, place_of
 from costmodel.shuffle_rules import SHUFFLES
 
 Metas = Sequence[TensorMeta]
@@ -26,6 +27,8 @@ POINTWISE = frozenset({
     "lift_fresh_copy", "hardswish", "relu6", "silu", "mish", "selu", "celu", "softplus",
     "log_sigmoid", "detach_", "rsub", "masked_fill", "where", "clamp", "feature_dropout",
     "native_dropout", "rand_like", "float", "half", "bfloat16",
+    "floor_divide", "empty_like", "copy", "fill", "randn_like", "randint_like", "bernoulli",
+    "uniform", "normal_functional", "real", "imag", "conj", "resolve_conj", "resolve_neg",
 })  # fmt: skip
 # f(a + b) = f(a) + f(b) in the first operand, alone or together with the second
 LINEAR_TOGETHER = frozenset({"add", "sub"})
@@ -35,21 +38,28 @@ LINEAR_FIRST = frozenset({
 # operator -> position of the argument that holds the result's sizes
 VIEWS: Mapping[str, int | None] = MappingProxyType({
     "view": 1, "reshape": 1, "_unsafe_view": 1, "flatten": None, "unflatten": 2, "unsqueeze": None,
-    "squeeze": None, "view_as": None, "reshape_as": None,
+    "squeeze": None, "view_as": None, "reshape_as": None, "ravel": None,
 })  # fmt: skip
-FACTORIES: Mapping[str, int] = MappingProxyType({
-    "zeros": 0, "ones": 0, "full": 0, "empty": 0, "new_zeros": 1, "new_ones": 1, "new_full": 1,
+FACTORIES = frozenset({
+    "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "rand",
+    "randn", "randint",
 })  # fmt: skip
 REDUCTIONS: Mapping[str, Kind] = MappingProxyType({
     "sum": "sum", "mean": "mean", "amax": "whole", "amin": "whole", "var": "whole", "any": "whole",
     "argmax": "whole", "logsumexp": "whole", "std": "whole", "all": "whole", "argmin": "whole",
     "prod": "whole", "max": "whole", "min": "whole", "linalg_vector_norm": "whole",
+    "var_mean": "whole", "std_mean": "whole", "median": "whole", "mode": "whole",
+    "kthvalue": "whole", "norm": "whole", "nansum": "sum", "count_nonzero": "sum",
 })  # fmt: skip
+LAST = frozenset({"mode", "kthvalue"})  # take the last dim where none is named
+
 
 def automatic(op: Op) -> Rule | None:
     """The rule of the class an operator belongs to, or None."""
+    if not op.target.startswith("aten."):
+        return pointwise_rule if is_pointwise(op) else None  # others' names say nothing
     name = op.short
-    special = SHUFFLES.get(name)
+    special = SHUFFLES.get(name) or INDEXING.get(name)
     if special:
         return special
     if name in VIEWS:
@@ -65,7 +75,8 @@ def automatic(op: Op) -> Rule | None:
 
 def is_pointwise(op: Op) -> bool:
     """Whether every element of the result depends on the operands' elements at its place alone."""
-    return op.short in POINTWISE or _tagged_pointwise(op.target)
+    named = op.target.startswith("aten.") and op.short in POINTWISE
+    return named or _tagged_pointwise(op.target)
 
 
 def _tagged_pointwise(target: str) -> bool:
@@ -173,15 +184,23 @@ def view_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
 
 
 def factory_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """Every element equal: any dim may be made at its local size."""
+    """Every element equal: any dim may be made at its local size. Of an operand (`new_zeros`) only
+    the type counts: dims that it shares with the result stay as they are split."""
     sizes: dict[str, int] = {}
     outs = bind("*d", results, sizes)
+    made = results[0].shape
     return OpFactors(
-        operands=tuple(tuple(() for _ in meta.shape) for meta in operands),
+        operands=tuple(
+            tuple(
+                outs[0][d] if d < len(made) and size == made[d] else ()
+                for d, size in enumerate(meta.shape)
+            )
+            for meta in operands
+        ),
         results=outs,
         sizes=sizes,
         kinds=dict.fromkeys(sizes, "map"),
-        shape_arg=FACTORIES[op.short],
+        shape_arg=place_of(op, "size")[0],
     )
 
 
@@ -195,7 +214,8 @@ def _dims_argument(value: Any, rank: int) -> set[int]:
 
 def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     rank = len(operands[0].shape)
-    given = argument(op, 2 if op.short == "linalg_vector_norm" else 1, "dim", None)
+    second = op.short in ("linalg_vector_norm", "norm", "kthvalue")
+    given = argument(op, 2 if second else 1, "dim", -1 if op.short in LAST else None)
     given = None if isinstance(given, bool) else given  # `unbiased` stands first where no dim does
     reduced = _dims_argument(given, rank)
     keep = len(results[0].shape) == rank  # keepdim stands at different places
@@ -211,5 +231,5 @@ def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         results=(outs,) * len(results),
         sizes=sizes,
         kinds={name: how if name.startswith("r") else "map" for name in sizes},
-        linear=(frozenset({0}),) if how in ("sum", "mean") else (),
+        linear=(frozenset({0}),) if op.short in ("sum", "mean") else (),
     )

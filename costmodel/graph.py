@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+OWN_NAMESPACES = ("aten", "meshwright")  # whose operators are recognised by name
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -46,7 +48,7 @@ class Op:
     `args` and `kwargs` are the call's arguments with every tensor replaced by a `Ref`. `results`
     has one name per output tensor. `key` is the stable name used by plans: the module's FQN, the
     operator, and its occurrence there (`transformer.h.0.mlp.c_fc:addmm`). `operands` are the names
-    of the tensor arguments in call order, repeats included; `short` is `add` of `aten.add.Tensor`.
+    of the tensor arguments in call order, repeats included; `short` is `short_name(target)`.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Op:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operands", (*refs(self.args), *refs(self.kwargs)))
-        object.__setattr__(self, "short", self.target.split(".")[1])
+        object.__setattr__(self, "short", short_name(self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,12 @@ class Graph:
 
     def num_parameters(self) -> int:
         return sum(self.values[name].numel for name in self.parameters)
+
+
+def short_name(target: str) -> str:
+    """`add` of `aten.add.Tensor`; `mylib.add` of `mylib.add.default`, whose name says nothing."""
+    namespace, name = target.split(".")[:2]
+    return name if namespace in OWN_NAMESPACES else f"{namespace}.{name}"
 
 
 def refs(tree: Any) -> Iterator[str]:

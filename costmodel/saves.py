@@ -21,10 +21,11 @@ NOTHING = (
     "detach detach_ zeros_like ones_like full_like rand_like eq ne lt gt le ge round floor ceil "
     "sign stack cat cumsum diff flip roll tril triu repeat repeat_interleave pad constant_pad_nd "
     "slice_scatter select_scatter upsample_nearest2d upsample_bilinear2d argmax argmin any all "
-    "arange scalar_tensor zeros ones full empty new_zeros new_ones new_full "
+    "arange scalar_tensor zeros ones full empty new_zeros new_ones new_full new_empty histc "
     "view reshape _unsafe_view flatten unflatten unsqueeze squeeze view_as reshape_as transpose "
     "permute t mT numpy_T swapaxes swapdims movedim moveaxis expand expand_as slice split "
     "split_with_sizes chunk select unbind lift_fresh_copy logical_not logical_and logical_or "
+    "rand randn randint randint_like randn_like bernoulli uniform normal_functional "
     "__and__ __or__ __xor__ bitwise_and bitwise_or bitwise_not isinf isnan"
 )
 FIRST = (
@@ -38,7 +39,7 @@ RESULT = (
     "_safe_softmax"
 )
 BOTH = "amax amin std logsumexp prod linalg_vector_norm cumprod norm"
-PRODUCTS = "mul linear mm bmm matmul einsum"
+PRODUCTS = "mul linear mm mv bmm matmul einsum"
 WRITTEN: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(NOTHING.split(), ""),
     **dict.fromkeys(FIRST.split(), "0"),
@@ -91,6 +92,8 @@ def _written(op: Op, count: int) -> str:
         return "0 1" if count == 2 else "y1" if len(op.results) == 2 else "0 y0"
     if name == "index":
         return " ".join(map(str, range(1, count)))
+    if name == "index_put":
+        return " ".join(map(str, range(1, count - 1)))
     if name == "lerp" and count == 2:
         return ""
     if name == "dropout":

@@ -7,13 +7,11 @@ the part as a factor of its own, so that a fused projection can be split inside 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-import torch
-
-from costmodel.graph import Op, Ref, TensorMeta
-from costmodel.rules import Dims, Kind, OpFactors, Rule, argument, bind, ein
+from costmodel.graph import Op, Ref, TensorMeta, argument
+from costmodel.rule_language import Dims, Kind, OpFactors, Rule, bind, ein
 
 Metas = Sequence[TensorMeta]
 
@@ -97,7 +95,8 @@ ALONG_DIM: Mapping[str, tuple[int, int | tuple[()]]] = MappingProxyType({
     "cat": (1, 0), "stack": (1, 0), "split": (2, 0), "split_with_sizes": (2, 0), "chunk": (2, 0),
     "slice": (1, 0), "select": (1, 0), "unbind": (1, 0), "cumsum": (1, 0), "cumprod": (1, 0),
     "gather": (1, 0), "diff": (2, -1), "roll": (2, ()), "flip": (1, 0), "topk": (2, -1),
-    "sort": (1, -1), "argsort": (1, -1),
+    "sort": (1, -1), "argsort": (1, -1), "cummax": (1, -1), "cummin": (1, -1),
+    "logcumsumexp": (1, -1),
 })  # fmt: skip
 LINEAR = frozenset({
     "cat", "stack", "slice", "select", "unbind", "cumsum", "flip", "roll", "diff", "split",
@@ -214,14 +213,15 @@ def glu_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Two halves of a dim, one the gate of the other: split inside each half."""
     dim = int(argument(op, 1, "dim", -1)) % len(operands[0].shape)
     halves = _equal_parts(op, operands, (results[0], results[0]), dim)
-    return dataclasses.replace(
-        halves, results=halves.results[:1], linear=(), view=False
-    )
+    return dataclasses.replace(halves, results=halves.results[:1], linear=(), view=False)
 
 
 def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    """Copies of a dim: (copy, element) in `repeat`, (element, copy) in `repeat_interleave`."""
-    if op.short == "repeat_interleave" and argument(op, 2, "dim", None) is None:
+    """Copies of a dim: (copy, element) in `repeat`, (element, copy) in `repeat_interleave`, which
+    may be told how many there will be."""
+    interleaved = op.short == "repeat_interleave"
+    dim = argument(op, 2, "dim", None) if interleaved else None
+    if interleaved and (dim is None or isinstance(op.args[1], Ref)):
         return None
     before, after = operands[0].shape, results[0].shape
     offset = len(after) - len(before)
@@ -231,6 +231,7 @@ def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     for d, (name, count) in enumerate(zip(named, copies, strict=True)):
         copy = (f"c{d}",) if count != 1 else ()
         made.append((*copy, *name) if op.short == "repeat" else (*name, *copy))
+    told = op.kwargs.get("output_size")
     sizes = {f"d{d}": n for d, n in enumerate(before) if n != 1}
     kinds: dict[str, Kind] = dict.fromkeys(sizes, "map")
     for d, count in enumerate(copies):
@@ -242,6 +243,7 @@ def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         sizes=sizes,
         kinds=kinds,
         linear=(frozenset({0}),) if operands[0].dtype.is_floating_point else (),
+        counts={} if told is None else {"output_size": f"d{int(dim) % len(before)}"},
     )
 
 
@@ -251,11 +253,12 @@ def pad_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     return _whole_dims(op, operands, results, {len(operands[0].shape) - 1 - k for k in padded})
 
 
-def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    left, right = len(operands[0].shape), len(operands[1].shape)
-    if left < 2 or right < 2:
-        return None
-    spec = "*b m i, *b i o -> *b m o"
+def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Products of batches of matrices, or vectors on either side."""
+    left = "i" if len(operands[0].shape) == 1 else "*b m i"
+    right = "i" if len(operands[1].shape) == 1 else "*b i o"
+    kept = [word for word in f"{left} {right}".split() if word != "i"]
+    spec = f"{left}, {right} -> {' '.join(dict.fromkeys(kept))}"
     return ein(spec, linear=[[0], [1]], flops=2.0)(op, operands, results)
 
 
@@ -273,28 +276,40 @@ def triangle_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     return ein("*b m n -> *b m n", whole="m n")(op, operands, results)
 
 
-def index_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    """`x[i]` with one tensor of indices for dim 0: a lookup."""
-    indices = list(op.args[1])
-    lookup = isinstance(indices[0], Ref) and not any(isinstance(i, Ref) for i in indices[1:])
-    if not lookup or operands[1].dtype == torch.bool:
-        return None
-    entries = " ".join(f"e{k}" for k in range(len(operands[0].shape) - 1))
-    return _lookup(f"v {entries}", "*i", f"*i {entries}")(op, operands, results)
+def unfold_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Windows along a dim, each a new last dim: by windows where they lie side by side."""
+    dim, size, step = (int(n) for n in op.args[1:4])
+    shape = operands[0].shape
+    dim %= len(shape)
+    names = [f"d{d}" for d in range(len(shape))]
+    tiled = step == size and shape[dim] % size == 0
+    before, after = [*names], [*names]
+    before[dim], after[dim] = ("(n w)" if tiled else "whole"), "n"
+    return ein(
+        f"{' '.join(before)} -> {' '.join(after)} w", whole="w whole" if tiled else "w whole n",
+        sizes={"w": size}, linear=[[0]],
+    )(op, operands, results)  # fmt: skip
 
 
-def index_select_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def complex_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Pairs of reals as complex numbers, and back: the pair is whole."""
+    spec = "*d pair -> *d" if op.short == "view_as_complex" else "*d -> *d pair"
+    return dataclasses.replace(ein(spec, whole="pair")(op, operands, results), view=True)
+
+
+def fourier_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """A transform over one dim, the last two, or all; every frequency sees every place."""
     rank = len(operands[0].shape)
-    dim = int(argument(op, 1, "dim", 0)) % rank
-    before = " ".join(f"e{k}" for k in range(dim))
-    after = " ".join(f"e{k}" for k in range(dim + 1, rank))
-    return _lookup(f"{before} v {after}", "i", f"{before} i {after}")(op, operands, results)
+    default = -1 if op.short[-1] not in "2n" else (-2, -1) if op.short[-1] == "2" else None
+    given = argument(op, 2, "dim", default)
+    if given is None:
+        given = range(-len(op.args[1]), 0) if len(op.args) > 1 and op.args[1] else range(rank)
+    dims = {int(d) % rank for d in (given if isinstance(given, Iterable) else [given])}
+    sides = [" ".join(f"{p}{d}" if d in dims else f"d{d}" for d in range(rank)) for p in "wv"]
+    return ein(" -> ".join(sides), whole="w. v.")(op, operands, results)
 
 
-def _lookup(table: str, indices: str, result: str) -> Rule:
-    return ein(f"{table}, {indices} -> {result}", whole="v")
-
-
+FOURIER = [f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")]
 SHUFFLES: Mapping[str, Rule] = MappingProxyType({
     **dict.fromkeys(("transpose", "permute", "t", "mT", "numpy_T"), transpose_rule),
     **dict.fromkeys(("swapaxes", "swapdims", "movedim", "moveaxis"), transpose_rule),
@@ -302,11 +317,13 @@ SHUFFLES: Mapping[str, Rule] = MappingProxyType({
     **dict.fromkeys(ALONG_DIM, along_dim_rule),
     **dict.fromkeys(("slice_scatter", "select_scatter"), scatter_rule),
     **dict.fromkeys(("pad", "constant_pad_nd"), pad_rule),
-    **dict.fromkeys(("arange", "scalar_tensor"), arange_rule),
+    **dict.fromkeys(("arange", "scalar_tensor", "linspace", "eye"), arange_rule),
+    **dict.fromkeys(("tril_indices", "triu_indices"), arange_rule),
     **dict.fromkeys(("tril", "triu"), triangle_rule),
+    **dict.fromkeys(FOURIER, fourier_rule),
     **dict.fromkeys(("repeat", "repeat_interleave"), repeat_rule),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), complex_rule),
     "glu": glu_rule,
     "matmul": matmul_rule,
-    "index": index_rule,
-    "index_select": index_select_rule,
+    "unfold": unfold_rule,
 })  # fmt: skip

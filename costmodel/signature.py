@@ -1,6 +1,6 @@
 """Which operator call a rank really makes: shapes cut by strategy and rows, sizes localised.
 
-    local size of a dim = size, divided by tp where its placement splits it,
+    local size of a dim = size, the largest of tp parts of it where its placement splits it,
                           times rows / traced rows where the batch atom is one of its factors
 
 Views cost nothing and have no signature, nor have calls that the executor replaces by another
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from costmodel.draws import draws
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph, Op, map_refs
-from costmodel.rules import argument
-from costmodel.strategies import Placement, Strategy
+from costmodel.leaf_rules import LEAVES
+from costmodel.rule_language import divided
+from costmodel.strategies import Placement, Strategy, largest_part
 from profiles.op_signature import Operand, OperandIndex, OpSignature
 
 COPIES = frozenset({"cat", "stack"})  # views by their rules, copies by what they do
@@ -35,7 +37,7 @@ def signature(
     made = table.ops[op.name]
     if (made.view and not made.matmul and op.short not in COPIES) or op.short in STRIDE_BOUND:
         return None
-    if strategy.implementation in REPLACED or _draws(op):
+    if strategy.implementation in REPLACED or draws(op) or op.short in LEAVES:
         return None
     operands: list[Operand] = []
     for value, placement in zip(op.operands, strategy.operands, strict=True):
@@ -47,7 +49,10 @@ def signature(
         operands.append((str(meta.dtype).removeprefix("torch."), shape, grad))
     count = iter(range(len(operands)))
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: OperandIndex(next(count)))
-    args = _localized(graph, table, op, strategy, list(args), rows=rows, tp=tp)
+    if (factor := strategy.split_factor) in made.sizes:
+        local = {factor: largest_part(made.sizes[factor], tp)}
+        args, kwargs = divided(op, made, args, kwargs, local)
+    args = _localized(graph, table, op, strategy, args, rows=rows, tp=tp)
     return None if args is None else OpSignature.of_call(op.target, operands, args, kwargs)
 
 
@@ -62,7 +67,8 @@ def local_shape(
             if scaled != int(scaled) or scaled < 1:
                 return None
             size = int(scaled)
-        shape.append(size // tp if placement.sharded and placement.dim == d else size)
+        split = placement.sharded and placement.dim == d
+        shape.append(largest_part(size, tp) if split else size)
     return tuple(shape)
 
 
@@ -78,10 +84,3 @@ def _localized(
     if shape is None:
         return None
     return [*args[:index], list(shape), *args[index + 1 :]]
-
-
-def _draws(op: Op) -> bool:
-    """Whether the call draws random numbers: the executor's own dropout runs in its place."""
-    if op.short == "dropout":
-        return bool(argument(op, 2, "train", True)) and argument(op, 1, "p", 0.0) != 0.0
-    return op.short == "scaled_dot_product_attention" and bool(argument(op, 4, "dropout_p", 0.0))

@@ -25,6 +25,7 @@ POINTWISE = [
         "div rounded", "R S(0) S(1)",
         lambda a, b: torch.div(a, b, rounding_mode="floor"), x(4, 6), positive(4, 6),
     ),
+    case("mul multiply", "R S(0) S(1) P", torch.multiply, x(4, 6), w(6)),
     case("rsub", "R S(0) S(1)", lambda a: torch.rsub(a, 1.0), x(4, 6)),
     case("pow", "R S(0) S(1)", lambda a: a**3, x(4, 6)),
     case("rsqrt", "R S(0) S(1)", torch.rsqrt, positive(4, 6)),
@@ -40,6 +41,7 @@ POINTWISE = [
     case("zeros_like", "R S(0) S(1)", lambda a: torch.zeros_like(a) + a, x(4, 6)),
     case("dropout", "R S(0) S(1) P", lambda a: F.dropout(a, 0.4), x(4, 6)),
     case("addcmul", "R S(0) S(1)", torch.addcmul, x(4, 6), x(4, 6), w(6)),
+    case("floor_divide", "R S(0) S(1)", lambda a: a // 3, ids(9, 4, 6)),
     case("lerp", "R S(0) S(1)", lambda a, b: torch.lerp(a, b, 0.3), x(4, 6), x(4, 6)),
 ]  # fmt: skip
 
@@ -48,6 +50,14 @@ VIEWS = [
     case("view merge", "R S(0) S(0/4) S(1) P", lambda a: a.view(24, 8), x(4, 6, 8)),
     case("view regroup", "R S(0) S(1) S(1/6) S(2) P", lambda a: a.view(4, 12, 4), x(4, 6, 8)),
     case("view crossing", "R S(0) P", lambda a: a.view(4, 9, 4), x(4, 6, 6)),
+    case(
+        "view_as_complex", "R S(0) S(1)",
+        lambda a: torch.view_as_real(torch.view_as_complex(a)), x(4, 6, 2),
+    ),
+    case(
+        "view_as_real", "R S(0) S(1)",
+        lambda a: torch.view_as_real(torch.view_as_complex(a) * 1j), x(4, 6, 2),
+    ),
     case("view_as", "R S(0) S(1) S(2) P", lambda a, b: a.view_as(b), x(4, 12), x(4, 2, 6)),
     case(
         "view bits", "R",
@@ -83,6 +93,7 @@ VIEWS = [
 ]  # fmt: skip
 
 ARRANGED = [
+    case("cat concat", "R S(0) S(2) P", lambda *a: torch.concat(a, 1), x(4, 6, 8), x(4, 2, 8)),
     case("cat", "R S(0) S(2) P", lambda a, b: torch.cat([a, b], 1), x(4, 6, 8), x(4, 2, 8)),
     case("stack", "R S(0) S(2) P", lambda a, b: torch.stack([a, b], 1), x(4, 6), x(4, 6)),
     case("stack last", "R S(0) S(1) P", lambda a, b: torch.stack([a, b], -1), x(4, 6), x(4, 6)),
@@ -103,17 +114,84 @@ ARRANGED = [
         "index_select", "R S(0) S(1) S(2)",
         lambda a, i: a.index_select(1, i), x(4, 6, 8), ids(6, 6),
     ),
-    case("index", "R S(0) S(1) S(2)", lambda i, t: t[i], ids(12, 4, 6), w(12, 8)),
-    case("index vector", "R S(0) S(1)", lambda i, t: t[i], ids(12, 4, 6), w(12)),
-    case("index second", "R", lambda a, i: a[:, i], x(4, 12), ids(12, 6), known=False),
-    case("index pairs", "R", lambda a, i: a[i, i], x(4, 4), ids(4, 4), known=False),
     case("repeat", "R S(0) S(1/3) P", lambda a: a.repeat(1, 3), x(4, 6)),
     case("repeat more dims", "R S(1) S(2) P", lambda a: a.repeat(2, 1, 1), x(4, 6)),
     case("repeat_interleave", "R S(0) S(1) P", lambda a: a.repeat_interleave(3, 1), x(4, 6)),
+    case(
+        "repeat_interleave counted", "R S(0) S(1) P",
+        lambda a: a.repeat_interleave(3, 1, output_size=18), x(4, 6),
+    ),
     case("repeat_interleave flat", "R", lambda a: a.repeat_interleave(3), x(4, 6), known=False),
+    case("fft_rfft", "R S(0) S(1)", lambda a: torch.fft.rfft(a).abs(), x(4, 6, 8)),
+    case("fft_fft", "R S(0) S(2)", lambda a: torch.fft.fft(a, dim=1).abs(), x(4, 6, 8)),
+    case("fft_fftn", "R S(0)", lambda a: torch.fft.fftn(a, dim=(1, 2)).abs(), x(4, 6, 8)),
+    case("unfold", "R S(0) P", lambda a: a.unfold(1, 3, 1), x(4, 6)),
+    case("unfold tiled", "R S(0) S(1) P", lambda a: a.unfold(1, 3, 3), x(4, 12)),
     case("glu", "R S(0) S(1) S(2)", F.glu, x(4, 6, 8)),
     case("topk", "R S(0) S(1)", lambda a: a.topk(2), x(4, 6, 8)),
     case("sort", "R S(0) S(2)", lambda a: a.sort(1), x(4, 6, 8)),
+    case("sort stable", "R S(0) S(1)", lambda a: a.sort(stable=True), x(4, 6, 8)),
+    case("cummax", "R S(0) S(2)", lambda a: a.cummax(1), x(4, 6, 8)),
+    case("logcumsumexp", "R S(0) S(2)", lambda a: a.logcumsumexp(1), x(4, 6, 8)),
+]  # fmt: skip
+
+INDEXED = [
+    case("index", "R S(0) S(1) S(2)", lambda i, t: t[i], ids(12, 4, 6), w(12, 8)),
+    case("index vector", "R S(0) S(1)", lambda i, t: t[i], ids(12, 4, 6), w(12)),
+    case("index second", "R S(0) S(1)", lambda a, i: a[:, i], x(4, 12), ids(12, 6)),
+    case("index pairs", "R S(0)", lambda a, i: a[i, i], x(4, 4), ids(4, 4)),
+    case(
+        "index apart", "R S(0) S(1)",
+        lambda a, i: a[i, :, i], x(4, 6, 5), ids(4, 4),
+    ),
+    case("index together", "R S(0) S(1) S(2)", lambda a, i: a[:, i, i], x(4, 5, 5, 6), ids(5, 6)),
+    case(
+        "index_put", "R S(0) S(2)",
+        lambda a, i, b: aten.index_put(a, [None, i], b), x(4, 6, 8), ids(6, 5), x(4, 5, 8),
+    ),
+    case(
+        "index_put adding", "R S(0) S(2) P",
+        lambda a, i, b: aten.index_put(a, [None, i], b, True), x(4, 6, 8), ids(6, 4), x(4, 4, 8),
+    ),
+    case(
+        "index_put flags", "R S(0) S(1)",
+        lambda a, m, b: aten.index_put(a, [m], b[0]), x(4, 6), flags(4, 6), w(1),
+    ),
+    case(
+        "index_add", "R S(0) S(2) P",
+        lambda a, i, b: a.index_add(1, i, b), x(4, 6, 8), ids(6, 4), x(4, 4, 8),
+    ),
+    case(
+        "index_copy", "R S(0) S(2)",
+        lambda a, i, b: a.index_copy(1, i % 2 + torch.arange(0, 4, 2), b),
+        x(4, 6, 8), ids(6, 2), x(4, 2, 8),
+    ),
+    case(
+        "index_fill", "R S(0) S(2)", lambda a, i: a.index_fill(1, i, 2.0), x(4, 6, 8), ids(6, 4),
+    ),
+    case(
+        "scatter", "R S(0) S(2)",
+        lambda a, i: a.scatter(1, i, 3.0), x(4, 6, 8), ids(6, 4, 2, 8),
+    ),
+    case(
+        "scatter values", "R S(0)",
+        lambda a, b: a.scatter(1, torch.tensor([[1, 3]] * 4), b), x(4, 6), x(4, 2),
+    ),
+    case(
+        "scatter_add", "R S(0) S(2) P",
+        lambda a, i, b: a.scatter_add(1, i, b), x(4, 6, 8), ids(6, 4, 2, 8), x(4, 2, 8),
+    ),
+    case(
+        "scatter_add corner", "R S(0) P",
+        lambda a, i, b: a.scatter_add(1, i, b), x(4, 6, 8), ids(6, 4, 2, 4), x(4, 2, 4),
+    ),
+    case(
+        "scatter_reduce", "R S(0) S(2)",
+        lambda a, i, b: a.scatter_reduce(1, i, b, "amax"), x(4, 6, 8), ids(6, 4, 2, 8), x(4, 2, 8),
+    ),
+    case("bucketize", "R S(0) S(1)", lambda a, v: torch.bucketize(a, v.sort()[0]), x(4, 6), w(5)),
+    case("isin", "R S(0) S(1)", torch.isin, ids(9, 4, 6), ids(9, 3)),
+    case("one_hot", "R S(0) S(1)", lambda i: F.one_hot(i, 5), ids(5, 4, 6)),
 ]  # fmt: skip
 
 REDUCTIONS = [
@@ -142,7 +220,29 @@ REDUCTIONS = [
     case("max", "R", lambda a: a.max(), x(4, 6)),
     case("max dim", "R S(0) S(1)", lambda a: a.max(-1), x(4, 6, 8)),
     case("max of two", "R S(0) S(1)", lambda a, b: aten.max.other(a, b), x(4, 6), x(4, 6)),
+    case("median", "R S(0) S(1)", lambda a: a.median(-1), x(4, 6, 7)),
+    case("mode", "R S(0) S(1)", lambda a: a.mode(), ids(3, 4, 6, 8)),
+    case("kthvalue", "R S(0) S(1)", lambda a: a.kthvalue(2, 1), x(4, 6, 8)),
+    case("var_mean", "R S(0) S(1)", lambda a: torch.var_mean(a, -1), x(4, 6, 8)),
+    case("count_nonzero", "R S(0) S(1) P", lambda a: a.count_nonzero(-1), ids(3, 4, 6, 8)),
     case("linalg_vector_norm", "R S(0) S(2)", lambda a: a.norm(dim=1, keepdim=True), x(4, 6, 8)),
+]  # fmt: skip
+
+DRAWS = [
+    case("feature_dropout", "R S(0) S(1) S(2) S(3)", lambda a: F.dropout2d(a, 0.4), x(4, 8, 6, 3)),
+    case("rand", "R S(0) S(2)", lambda a: torch.rand(4, 1, 6, device=a.device) * a, x(4, 8, 6)),
+    case("rand_like", "R S(0) S(1)", lambda a: torch.rand_like(a) * a, x(4, 6)),
+    case("randn", "R S(0) S(1)", lambda a: torch.randn(4, 6, device=a.device) * a, x(4, 6)),
+    case("randn_like", "R S(0) S(1)", lambda a: torch.randn_like(a) + a, x(4, 6)),
+    case("normal_functional", "R S(0) S(1)", lambda a: torch.empty_like(a).normal_() + a, x(4, 6)),
+    case("uniform", "R S(0) S(1)", lambda a: torch.empty_like(a).uniform_(-1, 1) * a, x(4, 6)),
+    case("randint", "R S(0) S(1)", lambda a: torch.randint(9, (4, 6)) + a, x(4, 6)),
+    case("randint_like", "R S(0) S(1)", lambda a: torch.randint_like(a, 3, 9) + a, x(4, 6)),
+    case("bernoulli", "R S(0) S(1)", lambda a: torch.bernoulli(a.sigmoid()) + a, x(4, 6)),
+    case(
+        "bernoulli drop path", "R S(0)",
+        lambda a: a.new_empty(4, 1).bernoulli_(0.7).div_(0.7) * a, x(4, 6),
+    ),
 ]  # fmt: skip
 
 FACTORIES = [
@@ -156,9 +256,9 @@ FACTORIES = [
 
 UNRULED = [
     case("linalg_inv", "R", torch.linalg.inv, x(4, 6, 6), known=False),
-    case("histc", "R", lambda a: torch.histc(a, 4), x(4, 6), known=False),
+    case("histc of any range", "R", lambda a: torch.histc(a, 4), x(4, 6), known=False),
 ]
 
 AUTOMATIC = [
-    *POINTWISE, *VIEWS, *ARRANGED, *REDUCTIONS, *FACTORIES, *UNRULED,
+    *POINTWISE, *VIEWS, *ARRANGED, *INDEXED, *REDUCTIONS, *FACTORIES, *DRAWS, *UNRULED,
 ]  # fmt: skip

@@ -26,11 +26,12 @@ from threaded_ranks import Mesh, Rank, Ranks, alone
 from torch import nn
 from torch.testing import assert_close
 
+from costmodel.draws import draws
 from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph, Op, Ref, map_refs
-from costmodel.rules import argument
+from costmodel.graph import Graph, Op, Ref, argument, map_refs
 from costmodel.strategies import REPLICATE, RP, P, Placement, R, Strategy, strategies
-from executor.emitter import Emitter, State, draws, local_view
+from costmodel.verify_rule import called
+from executor.emitter import Emitter, State, local_view
 from executor.lower import Lowering
 from executor.reshard import Axis, join_parts, local_part
 from planner.data_axis import DataLayout
@@ -72,6 +73,8 @@ def shards(x: torch.Tensor, state: State, mesh: Mesh) -> dict[Rank, torch.Tensor
 
 def joined(parts: Sequence[torch.Tensor], placement: Placement, what: str) -> torch.Tensor:
     """The inverse of `cut`; replicas must agree."""
+    if placement.sharded and placement.split == 1:
+        return torch.cat(list(parts), placement.dim)  # the last may be smaller
     if placement.sharded:
         return join_parts(torch.stack(list(parts)), placement)
     if placement.kind == "P":
@@ -189,15 +192,6 @@ def evaluate(graph: Graph, leaves: Mapping[str, torch.Tensor]) -> dict[str, torc
     return values
 
 
-def called(op: Op, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The ATen operator itself."""
-    given = iter(operands)
-    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))
-    namespace, name, overload = op.target.split(".")
-    made = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
-    return [made] if isinstance(made, torch.Tensor) else list(made)
-
-
 @contextmanager
 def double_by_default() -> Iterator[None]:
     """Factories without a dtype make doubles."""
@@ -259,7 +253,8 @@ class OperatorCheck:
         self.operands = [sample.values[name] for name in op.operands]
         self.needs = [sample.graph.values[name].requires_grad for name in op.operands]
         self.cotangents = [
-            torch.randn(sample.graph.values[name].shape, dtype=PRECISION) for name in op.results
+            torch.randn(meta.shape, dtype=torch.promote_types(meta.dtype, PRECISION))
+            for meta in (sample.graph.values[name] for name in op.results)
         ]
         self.replicated = Strategy(
             name=REPLICATE, operands=(R,) * len(names), results=(R,) * len(op.results)

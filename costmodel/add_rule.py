@@ -1,0 +1,264 @@
+"""`meshwright.rule`: a sharding rule for an operator, added in one line and verified before use."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from costmodel import rules, user_rules
+from costmodel.graph import Graph, Op, TensorMeta, map_refs
+from costmodel.rule_language import Dims, OpFactors, divided, place_of, words
+from costmodel.user_rules import RuleError, UserRule
+from costmodel.verify_rule import Fault, Trial, faults, meta_of, random_operands, splits
+
+logger = logging.getLogger(__name__)
+
+_TRIED: dict[str, str] = {}  # rules on calls: why they were not verified, empty where they hold
+
+SMALL = 6  # elements of a factor in a trial: two odd parts, three even ones; none broadcasts
+DEGREES = (2, 3, 5, 7)  # parts tried, where they divide a factor
+LARGEST_TRIAL = 2**22  # elements of all operands together
+DISCOVER = "scripts/discover_rule proposes a rule"
+
+
+def rule(
+    operator: Any,
+    spec: str,
+    *,
+    whole: str = "",
+    mean: str = "",
+    pinned: Sequence[int] = (),
+    linear: Sequence[Sequence[int]] = (),
+    flops: float = 0.0,
+    uncounted: str = "",
+    counts: Mapping[str, str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    override: bool = False,
+    verify: bool = True,
+) -> None:
+    """Say how an operator can be split: `rule("mylib::op", "b s h, h o -> b s o", flops=2.0)`.
+
+    `operator` is a name, with or without the overload, or the operator. `spec` names the dims of
+    every tensor taken and made (the language is that of `rule_language.py`): a factor splits in all
+    tensors that have it; one that no result has is summed, or averaged if `mean` lists it; those
+    listed in `whole` are never split. `pinned` operands are added once to a sum (biases), those of
+    a set in `linear` may be partial together. Forward FLOPs are `flops` times the product of all
+    factors but the `uncounted`. `counts` maps integer arguments to the factor that they count.
+
+    The rule is verified on small random tensors in two and in three parts, forward and backward,
+    where a model that has the operator is planned, unless `verify` is False; factors are only split
+    into equal parts. A rule that is shipped is replaced only with
+    `override`. Raises RuleError.
+    """
+    target = target_of(operator)
+    given = UserRule(
+        target=target,
+        spec=spec,
+        options={
+            "whole": whole, "mean": mean, "pinned": tuple(pinned),
+            "linear": tuple(map(tuple, linear)), "flops": flops, "uncounted": uncounted,
+            "counts": dict(counts or {}), "sizes": dict(sizes or {}),
+        },
+        verify=verify,
+    )  # fmt: skip
+    _check_spec(given)
+    if not override and _shipped(target):
+        raise RuleError(
+            f"rule of {target}: there is one already; pass override=True to use yours in its place"
+        )
+    user_rules.GIVEN[target] = given
+
+
+def target_of(operator: Any) -> str:
+    """`mylib.op` or `mylib.op.overload`."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return str(operator)
+    name = getattr(operator, "_qualname", None) or getattr(operator, "_qualified_op_name", operator)
+    if not isinstance(name, str):
+        raise RuleError(f"rule: {operator!r:.60} is no operator; legal: 'namespace::name' or it")
+    parts = name.replace("::", ".").removeprefix("torch.ops.").split(".")
+    packet = getattr(getattr(torch.ops, parts[0]), parts[1], None) if len(parts) in (2, 3) else None
+    if packet is None or (len(parts) == 3 and parts[2] not in packet.overloads()):
+        known = ", ".join(packet.overloads()) if packet is not None else "registered operators"
+        raise RuleError(
+            f"rule: no operator {name!r}; legal: {known}, as 'namespace::name'. Register it with "
+            "torch.library.custom_op before its rule is given"
+        )
+    return ".".join(parts)
+
+
+def overload_of(target: str) -> str:
+    """`mylib.op` -> `mylib.op.default`, or the first overload there is."""
+    parts = target.split(".")
+    if len(parts) == 3:
+        return target
+    names = getattr(getattr(torch.ops, parts[0]), parts[1]).overloads()
+    return f"{target}.{'default' if 'default' in names else names[0]}"
+
+
+def _shipped(target: str) -> bool:
+    op = Op(name="", target=overload_of(target), args=(), kwargs={}, results=())
+    return rules.shipped_rule_for(op) is not None
+
+
+def _check_spec(given: UserRule) -> None:
+    """What can be said before a call is seen."""
+    place = f"rule of {given.target}, {given.spec!r}"
+    if given.spec.count("->") != 1:
+        raise RuleError(f"{place}: legal: 'operand, operand -> result', with one '->'")
+    left, right = (side.split(",") for side in given.spec.split("->"))
+    named: set[str] = set()
+    for term in (*left, *right):
+        found = [name for word in words(term) for name in word.strip("()").split()]
+        if re.sub(r"[\w\s*()]", "", term) or not all(re.fullmatch(r"\*?[a-zA-Z]\w*", n)
+                                                     for n in found):  # fmt: skip
+            raise RuleError(f"{place}: {term.strip()!r} is not made of names, *names and (a b)")
+        if len(set(found)) != len(found):
+            raise RuleError(f"{place}: {term.strip()!r} names a dim twice; legal: once per tensor")
+        named |= set(found)
+    stars = {name[1:] for name in named if name.startswith("*")}
+    for option in ("whole", "mean", "uncounted"):
+        for pattern in given.options[option].split():
+            _check_pattern(pattern, f"{place}: {option}={pattern!r}")
+            hits = any(re.fullmatch(pattern, name) for name in named)
+            if not hits and not any(pattern.startswith(star) for star in stars):
+                raise RuleError(f"{place}: {option}={pattern!r} is no factor; legal: "
+                                f"{', '.join(sorted(named))}")  # fmt: skip
+    most = _most_operands(given.target)
+    if most is not None and len(left) > most:
+        raise RuleError(f"{place}: {len(left)} operands, but the operator takes {most} at most")
+    indices = {*given.options["pinned"], *(i for g in given.options["linear"] for i in g)}
+    if wrong := [i for i in indices if not 0 <= i < len(left)]:
+        raise RuleError(
+            f"{place}: operand {wrong[0]} of pinned or linear; legal: below {len(left)}"
+        )
+    op = Op(name="", target=overload_of(given.target), args=(), kwargs={}, results=())
+    for name, factor in given.options["counts"].items():
+        try:
+            place_of(op, name)
+        except ValueError as error:
+            raise RuleError(f"{place}: counts: {error}") from None
+        if factor not in named:
+            raise RuleError(f"{place}: counts: {factor!r} is no factor; legal: "
+                            f"{', '.join(sorted(named))}")  # fmt: skip
+
+
+def _check_pattern(pattern: str, place: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise RuleError(f"{place} is no regular expression: {error}") from None
+
+
+def _most_operands(target: str) -> int | None:
+    """How many tensors an operator takes at most; None where it takes lists of them."""
+    namespace, name, *overload = target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    most = 0
+    for each in overload or packet.overloads():
+        types = [str(a.type) for a in getattr(packet, each)._schema.arguments]
+        if any("List[" in t and "Tensor" in t for t in types):
+            return None
+        most = max(most, sum("Tensor" in t for t in types))
+    return most
+
+
+# --- verification --------------------------------------------------------------------------------
+
+
+def verified(graph: Graph) -> Graph:
+    """The graph, with a note for each user's rule that could not be tried; RuleError for one that
+    does not hold."""
+    notes: dict[str, None] = {}
+    for op in (*graph.derived, *graph.ops):
+        given = user_rules.given_for(op.target)
+        if given is None:
+            continue
+        operands = [graph.values[v] for v in op.operands]
+        results = [graph.values[v] for v in op.results]
+        made = given.rule(op, operands, results)
+        if not given.verify:
+            continue
+        key = repr((given, op.target, map_refs((op.args, op.kwargs), lambda _: ""), operands, made))
+        if key not in _TRIED:
+            _TRIED[key] = verify_call(given, op, operands, made)
+        if why := _TRIED[key]:
+            notes[f"the rule of {given.target} was not verified in full: {why}"] = None
+    return replace(graph, notes=(*graph.notes, *notes)) if notes else graph
+
+
+def verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: OpFactors) -> str:
+    """Try a rule on random tensors shaped like one call's, small where the operator allows it; what
+    can't be tried, and why, if so. The numbers are the same on every rank, and not the caller's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return _verify_call(given, op, operands, made)
+
+
+def _verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: OpFactors) -> str:
+    why = ""
+    needs = [meta.requires_grad for meta in operands]
+    for sizes in _trial_sizes(made, given.options["sizes"]):
+        small = [
+            _resized(meta, dims, sizes) for meta, dims in zip(operands, made.operands, strict=True)
+        ]
+        if sum(meta.numel for meta in small) > LARGEST_TRIAL:
+            why = why or f"it does not run on less than {LARGEST_TRIAL} elements"
+            continue
+        args, kwargs = divided(op, made, op.args, op.kwargs, sizes)
+        call = replace(op, args=tuple(args), kwargs=kwargs)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            try:
+                trial = Trial.of(call, random_operands(small, dtype), needs)
+            except Exception as error:  # noqa: BLE001 - any: the next trial may run
+                why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
+                continue
+            return _judge(given, call, trial)
+    return why
+
+
+def _judge(given: UserRule, call: Op, trial: Trial) -> str:
+    """What of a rule was not tried; RuleError where it does not hold."""
+    metas = [meta_of(x) for x in trial.operands]
+    local = given.rule(call, metas, [meta_of(y) for y in trial.whole.results])
+    if wrong := faults(trial, local, DEGREES):
+        raise RuleError(wrong_rule(given, local, wrong))
+    logger.debug("rule of %s holds: %s", given.target, given.spec)
+    for factor, parts in splits(local, DEGREES).items():
+        if not parts:
+            return f"factor {factor!r} of {local.sizes[factor]} elements was not split"
+    gradients = any(gradient is not None for gradient in trial.whole.gradients)
+    if not gradients and any(y.is_floating_point() for y in trial.whole.results):
+        return "no gradient flows to its operands"
+    return ""
+
+
+def wrong_rule(given: UserRule, made: OpFactors, wrong: Sequence[Fault]) -> str:
+    bad = {fault.factor for fault in wrong}
+    good = [f for f, kind in made.kinds.items() if kind != "whole" and f not in bad]
+    return (
+        f"rule of {given.target}, {given.spec!r}, does not hold: split, factor "
+        f"{'; factor '.join(map(str, wrong))}. Factors that hold: {', '.join(good) or 'none'}. "
+        f"List the wrong ones in whole=, or correct the spec; {DISCOVER}"
+    )
+
+
+def _trial_sizes(made: OpFactors, given: Mapping[str, int]) -> list[dict[str, int]]:
+    """Sizes of the factors to try, the smallest first: some operators want those they have.
+    Those that the rule says are `given`."""
+    small = {
+        name: given.get(name, SMALL if made.kinds[name] != "whole" else min(size, SMALL))
+        for name, size in made.sizes.items()
+    }
+    whole = {name: size for name, size in made.sizes.items() if made.kinds[name] == "whole"}
+    return [small, {**small, **whole}, dict(made.sizes)]
+
+
+def _resized(meta: TensorMeta, dims: Dims, sizes: Mapping[str, int]) -> TensorMeta:
+    return replace(meta, shape=tuple(math.prod(sizes[name] for name in dim) for dim in dims))

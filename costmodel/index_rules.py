@@ -1,0 +1,125 @@
+"""Sharding rules of look-ups and writes by index.
+
+What is looked up in, or written to, by position must be whole in that dim; its other dims map. The
+dims of the indices map in a look-up. In a write they do only where all writes add up: each rank
+then adds its own part, and the parts are to be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from costmodel.graph import Op, Ref, argument
+from costmodel.rule_language import Metas, OpFactors, Rule, ein
+
+
+def _entries(rank: int, places: Sequence[int]) -> list[str]:
+    """The dims of a table: `v` where it is indexed, `e` elsewhere."""
+    return [f"{'v' if d in places else 'e'}{d}" for d in range(rank)]
+
+
+def _found(entries: Sequence[str], places: Sequence[int]) -> str:
+    """The dims of what indices find: their own at the first indexed dim, or first of all where
+    dims between them are not indexed."""
+    rest = [name for name in entries if name[0] == "e"]
+    adjacent = list(places) == list(range(places[0], places[-1] + 1))
+    at = places[0] if adjacent else 0
+    return " ".join([*rest[:at], "*i", *rest[at:]])
+
+
+def _indices(op: Op) -> list[int]:
+    return [d for d, index in enumerate(op.args[1]) if isinstance(index, Ref)]
+
+
+def index_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+    """`x[:, i, j]`: a look-up; one by flags has as many results as flags are up, and no rule."""
+    places, table = _indices(op), operands[0]
+    if any(meta.dtype in (torch.bool, torch.uint8) for meta in operands[1:]):
+        return None
+    entries = _entries(len(table.shape), places)
+    spec = ", ".join([" ".join(entries), *["*i"] * len(places)])
+    return ein(f"{spec} -> {_found(entries, places)}", whole="v.*")(op, operands, results)
+
+
+def index_put_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+    """`x[:, i, j] = values`, or `+=`; under flags only a single number, which any part can
+    write."""
+    table, *indices, values = operands
+    rank, places = len(table.shape), _indices(op)
+    flagged = [meta for meta in indices if meta.dtype in (torch.bool, torch.uint8)]
+    entries = _entries(rank, places)
+    if flagged:
+        if len(indices) > 1 or values.numel != 1:
+            return None
+        entries = [f"e{d}" for d in range(rank)]
+        flags = entries[places[0] : places[0] + len(flagged[0].shape)]
+        spec = f"{' '.join(entries)}, {' '.join(flags)}, *one -> {' '.join(entries)}"
+        return ein(spec)(op, operands, results)
+    found = _found(entries, places) if values.numel != 1 else "*one"
+    spec = ", ".join([" ".join(entries), *["*i"] * len(indices), found])
+    adds = bool(argument(op, 3, "accumulate", False))
+    made = ein(
+        f"{spec} -> {' '.join(entries)}", whole="v.*" if adds else "v.* i.*",
+        pinned=(0,) if adds else (),
+    )  # fmt: skip
+    return made(op, operands, results)
+
+
+def _along(op: Op, rank: int) -> int:
+    return int(argument(op, 1, "dim", 0)) % rank
+
+
+def index_select_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    entries = _entries(rank := len(operands[0].shape), [dim := _along(op, rank)])
+    found = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
+    return ein(f"{' '.join(entries)}, i -> {found}", whole="v.*")(op, operands, results)
+
+
+def index_write_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """index_add, index_copy, index_fill: rows of one dim written by their numbers."""
+    entries = _entries(rank := len(operands[0].shape), [dim := _along(op, rank)])
+    table = " ".join(entries)
+    source = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
+    adds = op.short == "index_add"
+    given = [table, "i", source if op.short != "index_fill" else ""][: len(operands)]
+    made = ein(
+        f"{', '.join(given)} -> {table}", whole="v.*" if adds else "v.* i",
+        pinned=(0,) if adds else (),
+    )  # fmt: skip
+    return made(op, operands, results)
+
+
+def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+    """Elements written along one dim; the indices may lie in a corner of the other dims, which are
+    then whole."""
+    table, index, *sources = (meta.shape for meta in operands)
+    if not index:
+        return None
+    entries = _entries(rank := len(table), [dim := _along(op, rank)])
+    cornered = {d for d in range(rank) if d != dim and table[d] != index[d]}
+    cornered |= {d for s in sources for d in range(len(s)) if s[d] != index[d]}
+    inner = [f"c{d}" if d in cornered else "i" if d == dim else n for d, n in enumerate(entries)]
+    outer = [f"v{d}" if d in cornered else n for d, n in enumerate(entries)]
+    source = [f"s{d}" if d in cornered else n for d, n in enumerate(inner)]
+    adds = op.short == "scatter_add"
+    spec = ", ".join(" ".join(t) for t in (outer, inner, *[source] * len(sources)))
+    made = ein(
+        f"{spec} -> {' '.join(outer)}", whole="v.* c.* s.*" + ("" if adds else " i"),
+        pinned=(0,) if adds else (),
+    )  # fmt: skip
+    return made(op, operands, results)
+
+
+INDEXING: Mapping[str, Rule] = MappingProxyType({
+    "index": index_rule,
+    "index_put": index_put_rule,
+    "index_select": index_select_rule,
+    **dict.fromkeys(("index_add", "index_copy", "index_fill"), index_write_rule),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter_rule),
+    "bucketize": ein("*b, v -> *b", whole="v"),
+    "isin": ein("*b, *v -> *b", whole="v.*"),
+    "one_hot": ein("*b -> *b n", whole="n"),
+})  # fmt: skip

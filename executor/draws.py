@@ -1,0 +1,210 @@
+"""Random numbers by counter: every element's draw is a function of (seed, operator, its global
+number), so that every plan, and one device, draws the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from costmodel.draws import DROPOUTS, FLAGS, INTEGERS, NORMAL, UNIFORM
+from costmodel.graph import Graph, Op, Ref, argument
+from costmodel.strategies import Placement
+from executor.reshard import local_part
+from planner.plan import PlanError
+
+_LOW = 0xFFFFFFFF
+_SECOND = 0x5851F42D  # tells the second stream of a pair from the first
+
+
+class IndexGrid(nn.Module):
+    """Global element numbers of a local tensor: every plan sees the same number for the same
+    element.
+
+    `shape` is the global shape of one micro-batch; `cuts` the placements that made it local, in
+    order, with the size and rank of their axes; `per_row` the elements of one batch row, by which
+    the micro-batch's first row shifts the numbers. With the batch outermost, as in batch-first
+    tensors, the numbers do not depend on how the batch is cut into micro-batches either.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        cuts: list[tuple[Placement, int, int]],
+        per_row: int,
+    ) -> None:
+        super().__init__()
+        self.shape, self.cuts, self.per_row = shape, cuts, per_row
+
+    def forward(self, first_row: torch.Tensor, dims: int | None = None) -> torch.Tensor:
+        """The numbers; with `dims` those of the first elements along all later dims."""
+        total = first_row * self.per_row
+        stride = math.prod(self.shape[dims:]) if dims is not None else 1
+        for d in reversed(range(len(self.shape[:dims]))):
+            index = torch.arange(self.shape[d], dtype=torch.int64, device=first_row.device)
+            for placement, n, rank in self.cuts:
+                if placement.sharded and placement.dim == d:
+                    index = local_part(index, Placement("S", 0, placement.split), n, rank)
+            total = total + (index * stride).view([-1] + [1] * (len(self.shape) - 1 - d))
+            stride *= self.shape[d]
+        return total
+
+
+def random_bits(index: torch.Tensor, seed: torch.Tensor, salt: int) -> torch.Tensor:
+    """32 random bits, a pure function of (seed, salt, index): 32-bit integer mixes, of the stream's
+    number first, so that no stream is another one shifted, and of the index's high part, so that
+    none repeats after 2^32 elements.
+
+    Source of the mixer: the "lowbias32" constants of C. Wellons' hash prospector.
+    """
+    stream = _mixed(_mixed(seed & _LOW) ^ (salt * 0x9E3779B1 & _LOW))
+    return _mixed((index & _LOW) ^ _mixed((index >> 32) + stream & _LOW))
+
+
+def keep_mask(index: torch.Tensor, seed: torch.Tensor, salt: int, p: float) -> torch.Tensor:
+    """True with probability 1-p."""
+    return random_bits(index, seed, salt) >= int(p * 2**32)
+
+
+def uniform(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In [0, 1): as many of the bits as `dtype` tells apart, so that none rounds up to 1."""
+    digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
+    return (bits >> (32 - digits)).to(dtype) * 2.0**-digits
+
+
+def _mixed(h: torch.Tensor) -> torch.Tensor:
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _LOW
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _LOW
+    return h ^ (h >> 16)
+
+
+class CounterDropout(nn.Module):
+    """Dropout whose mask is the same under every plan: of elements, or of whole channels
+    (`features`). `rng` is the pair (step seed, first row)."""
+
+    def __init__(self, grid: IndexGrid, salt: int, p: float, *, features: bool = False) -> None:
+        super().__init__()
+        self.grid, self.salt, self.p, self.features = grid, salt, p, features
+
+    def forward(self, rng: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        index = self.grid(rng[1], 2 if self.features else None)
+        return _dropped(x, index, rng[0], self.salt, self.p)
+
+
+def _dropped(
+    x: torch.Tensor, index: torch.Tensor, seed: torch.Tensor, salt: int, p: float
+) -> torch.Tensor:
+    if p == 1.0:
+        return x * 0
+    return x * keep_mask(index, seed, salt, p).to(x.dtype) * (1.0 / (1.0 - p))
+
+
+class CounterDraw(nn.Module):
+    """The draws of one operator: uniform in [low, high), normal (mean `low`, deviation `high`),
+    integers from `low` below `high`, or flags that are up with a probability (a number or a
+    tensor)."""
+
+    def __init__(self, op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> None:
+        super().__init__()
+        self.name, self.dtype, self.grid, self.salt = op.short, dtype, grid, salt
+        self.low, self.high = _bounds(op)
+
+    def forward(self, rng: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        index = self.grid(rng[1])
+        bits = random_bits(index, rng[0], self.salt)
+        if self.name in INTEGERS:
+            return self._integers(index, bits, rng[0]).to(self.dtype)
+        if self.name == FLAGS:
+            chance = operands[-1] if self.high is None else self.high
+            return (bits < torch.as_tensor(chance, dtype=torch.float64) * 2.0**32).to(self.dtype)
+        if self.name in UNIFORM:
+            return uniform(bits, self.dtype) * (self.high - self.low) + self.low
+        wide = torch.promote_types(self.dtype, torch.float32)
+        angle = uniform(random_bits(index, rng[0], self.salt ^ _SECOND), wide)
+        radius = (-2.0 * (1.0 - uniform(bits, wide)).log()).sqrt()  # Box and Muller, 1958
+        return (radius * (2 * math.pi * angle).cos() * self.high + self.low).to(self.dtype)
+
+    def _integers(
+        self, index: torch.Tensor, bits: torch.Tensor, seed: torch.Tensor
+    ) -> torch.Tensor:
+        low, span = int(self.low), int(self.high) - int(self.low)
+        if span <= 2**31:
+            return low + (bits * span >> 32)
+        more = random_bits(index, seed, self.salt ^ _SECOND)  # 63 bits: the product has no room
+        return low + (bits << 31 | more >> 1) % span
+
+
+def _bounds(op: Op) -> tuple[float, float | None]:
+    """What a call draws between; for flags their chance, None where a tensor holds it."""
+    if op.short in INTEGERS:
+        numbers = [a for a in op.args if isinstance(a, int)]
+        low, high = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+        if high - low >= 2**63:
+            raise PlanError(
+                f"plan: {op.key} ({op.target}) draws integers from {low} below {high}; legal: "
+                "ranges of less than 2**63"
+            )
+        return low, high
+    if op.short == FLAGS:
+        chance = argument(op, 1, "p", None)
+        return 0.0, None if isinstance(chance, Ref) else chance
+    names = ("mean", "std") if op.short in NORMAL else ("from", "to")
+    given = op.args[1:] if op.short in ("uniform", "normal_functional") else ()
+    low, high = (*given, *(0.0, 1.0)[len(given) :])
+    return op.kwargs.get(names[0], low), op.kwargs.get(names[1], high)
+
+
+def single_rows(graph: Graph) -> frozenset[str]:
+    """Where a micro-batch has one row, so that no dim tells: the values that stand for it. They
+    come of a batched input, or of none at all with a first dim of one."""
+    if graph.batch_size != 1:
+        return frozenset()
+    found = set(graph.batched)
+    for op in (*graph.derived, *graph.ops):
+        if not op.operands:
+            found |= {v for v in op.results if graph.values[v].shape[:1] == (1,)}
+        elif not found.isdisjoint(op.operands):
+            found |= set(op.results)
+    return frozenset(found)
+
+
+def drawn(op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> nn.Module:
+    """The module that draws in the place of an operator of `costmodel.draws.COUNTED`."""
+    if op.short in DROPOUTS:
+        p = float(argument(op, 1, "p", 0.0))
+        return CounterDropout(grid, salt, p, features=op.short == "feature_dropout")
+    return CounterDraw(op, dtype, grid, salt)
+
+
+class DropoutAttention(nn.Module):
+    """Scaled dot-product attention with counter dropout on its probabilities, written out."""
+
+    def __init__(self, grid: IndexGrid, salt: int) -> None:
+        super().__init__()
+        self.grid, self.salt = grid, salt
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+        p: float, causal: bool, scale: float | None, grouped: bool, rng: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        if grouped:
+            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+            v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+        scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, float("-inf"))
+        if mask is not None:
+            scores = (
+                scores.masked_fill(~mask, float("-inf"))
+                if mask.dtype == torch.bool
+                else scores + mask
+            )
+        weights = scores.softmax(-1)
+        if self.training:
+            weights = _dropped(weights, self.grid(rng[1]), rng[0], self.salt, p)
+        return weights @ v
