@@ -4,6 +4,10 @@ Every dim starts as one unknown; each operator's rule says which of its operands
 share a factor; a union-find with splitting merges them. What remains are atoms: batch, sequence,
 heads, head dim, ffn, vocabulary get their identity without being told, and a fused projection's
 output is seen as (parts × heads × head dim), so that it can be split by heads.
+
+Of an operator without a rule nothing is known but that it runs in full on every rank. Where it
+takes the batch in dim 0 and gives as many elements there, its result's dim 0 is seen as the batch
+again: each rank goes on with its rows, which is right whatever they are.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from costmodel.graph import Graph, Op
-from costmodel.moe_rules import EXPERT_FACTOR, GROUPED
-from costmodel.rules import Kind, OpFactors, factors_of
+from costmodel.leaf_rules import LEAVES, leaf_of
+from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, copies_of
+from costmodel.rule_language import Kind, OpFactors
+from costmodel.rules import factors_of
 
 AtomDims = tuple[tuple[int, ...], ...]
 
@@ -26,7 +32,8 @@ class FactorTable:
     `sizes` are atom sizes as traced; `batch` is the atom that the batch dim is split by (None when
     the graph was traced with one row or has no batched input); `sequence` the atom that dim 1 of
     the batched inputs is made of, where they have one and it is a single atom; `experts` those that
-    count the matrices of grouped products.
+    count the matrices of grouped products, `copies` the values that experts work on;
+    `alone` are the atoms that need not be cut into equal parts, being all of every dim they are in.
     """
 
     dims: Mapping[str, AtomDims]
@@ -36,6 +43,8 @@ class FactorTable:
     batch: int | None
     sequence: int | None = None
     experts: frozenset[int] = frozenset()
+    copies: frozenset[str] = frozenset()
+    alone: frozenset[int] = frozenset()
 
     def find(self, value: str, atom: int) -> tuple[int, int] | None:
         """(dim, product of the atoms before it in that dim) of an atom in a value; None if
@@ -125,6 +134,8 @@ def analyse(graph: Graph) -> FactorTable:
         ops[op.name], letters[op.name], bad = _link(graph, op, dims, atoms)
         if bad:
             broken[op.name] = bad
+        if batched and batched[0] and not _has_rule(op, ops[op.name]):
+            _pass_batch(graph, op, dims, atoms, batched[0][0])
     for name, bad in broken.items():
         whole: dict[str, Kind] = dict.fromkeys(bad, "whole")
         ops[name] = replace(ops[name], kinds={**ops[name].kinds, **whole})
@@ -138,6 +149,12 @@ def analyse(graph: Graph) -> FactorTable:
     used |= {a for found in table.values() for leaves in found.values() for a in leaves}
     second = {flat[name][1] for name in graph.batched if len(flat[name]) > 1}
     found = second.pop() if len(second) == 1 else ()
+    experts = frozenset(
+        atom
+        for op in graph.ops
+        if op.short == GROUPED
+        for atom in table[op.name].get(EXPERT_FACTOR, ())
+    )
     return FactorTable(
         dims=flat,
         ops=ops,
@@ -145,13 +162,50 @@ def analyse(graph: Graph) -> FactorTable:
         sizes={a: atoms.size[a] for a in used},
         batch=batch,
         sequence=found[0] if len(found) == 1 else None,
-        experts=frozenset(
-            atom
-            for op in graph.ops
-            if op.short == GROUPED
-            for atom in table[op.name].get(EXPERT_FACTOR, ())
-        ),
+        experts=experts,
+        copies=copies_of(graph.ops),
+        alone=frozenset(used) - _bound(graph, flat, ops, table) - experts - {batch},
     )
+
+
+def _has_rule(op: Op, made: OpFactors) -> bool:
+    return made.known and not (op.short in LEAVES and not leaf_of(op).rule)
+
+
+def _pass_batch(
+    graph: Graph, op: Op, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms, batch: int
+) -> None:
+    """Merge dim 0 of an operator's operands and results of one size, where an operand has the batch
+    there."""
+    (first, *_) = atoms.leaves(batch)
+    carry = {
+        graph.values[v].shape[0]: dims[v][0]
+        for v in op.operands
+        if dims[v] and atoms._expand(list(dims[v][0]))[:1] == [first]
+    }
+    for value in op.results:
+        size = graph.values[value].shape[:1]
+        if size and size[0] in carry and value not in graph.updates.values():
+            atoms.unify(list(dims[value][0]), list(carry[size[0]]))
+
+
+def _bound(
+    graph: Graph,
+    dims: Mapping[str, AtomDims],
+    ops: Mapping[str, OpFactors],
+    letters: Mapping[str, Mapping[str, tuple[int, ...]]],
+) -> set[int]:
+    """The atoms that have to be cut into equal parts: those that share a dim or a factor with
+    another, that an argument counts, whose elements travel to experts, or that a rule wants so."""
+    products = [found for of_value in dims.values() for found in of_value]
+    products += [found for of_op in letters.values() for found in of_op.values()]
+    bound = {a for found in products if len(found) > 1 for a in found}
+    for op in graph.ops:
+        exchanged = op.short in (DISPATCH, COMBINE)
+        made = ops[op.name]
+        equal = letters[op.name] if exchanged or made.equal else made.counts.values()
+        bound |= {a for letter in equal for a in letters[op.name].get(letter, ())}
+    return bound
 
 
 def _link(

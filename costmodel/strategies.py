@@ -7,6 +7,10 @@ Per mesh axis a tensor, value and gradient together, is in one of the states
 
 An operator's strategies are: replicated; split along one atom of one factor; or partial, where it
 is linear.
+
+n ranks split an atom of s elements evenly where n divides s. Where it doesn't, as 50,257 words, an
+atom that is `FactorTable.alone` is cut as torch's `Shard` cuts: ⌈s/n⌉ elements each, and for the
+last rank what is left, which must not be nothing. The largest part is what is paid for.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Graph, Op
@@ -51,6 +56,7 @@ class Placement:
 
 R, RP, P = Placement("R"), Placement("Rp"), Placement("P")
 REPLICATE, PARTIAL = "replicate", "partial"
+COPY_DIMS = 3  # batch, sequence, copy: they stand in front of what experts work on
 # the field's names for the two ways to split a matrix product
 ALIASES = {"colwise": "out", "rowwise": "in"}
 DISPLAY = {factor: alias for alias, factor in ALIASES.items()}
@@ -67,6 +73,32 @@ class Strategy:
     results: tuple[Placement, ...]
     split_factor: str = ""
     implementation: str = ""
+
+
+def largest_part(size: int, degree: int) -> int:
+    """Elements of the largest of `degree` parts of a dim."""
+    return -(-size // degree)
+
+
+def divides(table: FactorTable, atom: int, degree: int) -> bool:
+    """Whether `degree` ranks can split an atom, each getting a part."""
+    size = table.sizes[atom]
+    if size % degree == 0:
+        return size > 0
+    return atom in table.alone and (degree - 1) * largest_part(size, degree) < size
+
+
+def can_hold(graph: Graph, table: FactorTable, value: str, state: Placement, degree: int) -> bool:
+    """Whether `degree` ranks can hold a value in a state."""
+    if not state.sharded:
+        return True
+    shape = graph.values[value].shape
+    if state.dim >= len(shape):
+        return False
+    atoms = table.dims[value][state.dim]
+    if state.split == 1 and len(atoms) == 1:
+        return divides(table, atoms[0], degree)
+    return shape[state.dim] % (state.split * degree) == 0
 
 
 def strategies(
@@ -90,7 +122,7 @@ def strategies(
         named = [a for a in atoms if a != table.batch]
         for atom in atoms:
             wanted = atom == only if only is not None else atom != table.batch
-            if not wanted or table.sizes[atom] % degree:
+            if not wanted or not divides(table, atom, degree):
                 continue
             split = _split(graph, table, op, letter, atom)
             if split is None or (split.implementation and atom != atoms[0]):
@@ -103,14 +135,27 @@ def strategies(
 
 
 def indivisible(table: FactorTable, op: Op, degree: int) -> dict[str, int]:
-    """Factors that a rule could split but whose size the degree does not divide: name -> size."""
+    """Factors that a rule could split but that the degree can't divide: name -> size."""
     made = table.ops[op.name]
     sizes = {}
     for letter, atoms in table.letters[op.name].items():
         splittable = made.kinds[letter] != "whole" and table.batch not in atoms
-        if splittable and all(table.sizes[a] % degree for a in atoms):
+        if splittable and not any(divides(table, a, degree) for a in atoms):
             sizes[letter] = made.sizes[letter]
     return sizes
+
+
+def splitting_degrees(
+    graph: Graph, table: FactorTable, op: Op, letter: str, *, most: int = 8
+) -> tuple[int, ...]:
+    """The least degrees, at `most` so many, that can split an operator by a factor."""
+    made = table.ops[op.name]
+    if made.kinds.get(letter, "whole") == "whole":
+        return ()
+    atoms = [a for a in table.letters[op.name].get(letter, ()) if a != table.batch]
+    able = [a for a in atoms if _split(graph, table, op, letter, a) is not None]
+    tried = range(2, max((table.sizes[a] for a in able), default=0) + 1)
+    return tuple(islice((d for d in tried if any(divides(table, a, d) for a in able)), most))
 
 
 def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> Strategy | None:
@@ -203,3 +248,12 @@ def transition(source: Placement, target: Placement) -> tuple[str, str] | None:
     """Collectives (forward, backward) of a re-shard; None where it makes no sense."""
     kind = "S!" if source.sharded and target.sharded and source != target else target.kind
     return TRANSITIONS.get((source.kind, kind))
+
+
+def stays_with_experts(
+    table: FactorTable, value: str, source: Placement, target: Placement
+) -> bool:
+    """Whether a move has no meaning where experts are shared out: copies of tokens are with their
+    experts, whichever rank the tokens are on."""
+    by_copy = any(p.sharded and p.dim < COPY_DIMS for p in (source, target))
+    return by_copy and source != target and value in table.copies

@@ -336,7 +336,9 @@ def _whole(p: StageParameter, place: Place) -> torch.Tensor:
     assert x is not None
     if p.scattered:
         x = all_gather(x, p.zero, place.shard)
-    return all_gather(x, p.placement, place.tensor) if p.placement.sharded else x
+    if not p.placement.sharded:
+        return x
+    return all_gather(x, p.placement, place.tensor, p.shape[p.placement.dim])
 
 
 def _own(x: torch.Tensor, p: StageParameter, place: Place) -> torch.Tensor:

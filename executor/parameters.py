@@ -72,15 +72,16 @@ class StageParameter:
 
 
 def zero_placement(
-    shape: Sequence[int], placement: Placement, n: int, *, first: int = 0
+    shape: Sequence[int], placement: Placement, n: int, *, first: int = 0, even: bool = True
 ) -> Placement:
     """How ZeRO divides a local tensor among n: along a dim from `first` on that the tensor axis
-    leaves alone, if one divides."""
+    leaves alone, if one divides; along the one it splits only if the parts are `even`, so that all
+    its ranks decide alike."""
     dims = sorted(
         range(first, len(shape)), key=lambda d: (placement.sharded and d == placement.dim, d)
     )
     for d in dims:
-        if placement.sharded and d == placement.dim and placement.split > 1:
+        if placement.sharded and d == placement.dim and (placement.split > 1 or not even):
             continue
         if shape[d] % n == 0 and shape[d] >= n:
             return Placement("S", d)
@@ -98,7 +99,10 @@ def make_parameter(
     local = _part(source.detach(), placement, place, holders)
     n = holders.shard.size
     divided = bool(zero) and source.requires_grad and n > 1
-    divide = zero_placement(local.shape, placement, n, first=int(experts)) if divided else R
+    even = not placement.sharded or source.shape[placement.dim] % place.tensor.size == 0
+    divide = (
+        zero_placement(local.shape, placement, n, first=int(experts), even=even) if divided else R
+    )
     if zero == 3 and not (sum_data and gatherable):
         divide = R  # `fully_shard` would sum what is whole on every rank
     gathered = zero == 3 and divide.sharded

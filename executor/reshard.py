@@ -4,6 +4,10 @@ A state covers value and gradient (see `costmodel.strategies`), so each transiti
 and one backward action, and the backward of `a -> b` is what its gradient's state demands.
 Collectives are plain and blocking on the tensor's own stream; on an axis of one rank every
 transition is the identity and is never emitted.
+
+A dim that the axis doesn't divide is cut as torch's `Shard` cuts it: n ranks hold ⌈size/n⌉ elements
+each but the last, which holds what is left (`costmodel.strategies` allows no empty part).
+Collectives move equal parts, filled up with zeros that are cut off again on arrival.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
-from costmodel.strategies import Placement
+from costmodel.strategies import Placement, largest_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,10 @@ class Axis:
         """What the operators of compiled graphs call the group."""
         return self.group.group_name
 
+    def part(self, size: int) -> tuple[int, int]:
+        """Where this rank's part of a dim begins, and how many elements it has."""
+        return part_of(size, self.size, self.rank)
+
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,29 +57,52 @@ class Waiting(Protocol):
 # --- local arithmetic -----------------------------------------------------------------------------
 
 
+def part_of(size: int, n: int, rank: int) -> tuple[int, int]:
+    """Where the part of one of n ranks begins in a dim of `size`, and how many elements it has."""
+    each = largest_part(size, n)
+    start = min(rank * each, size)
+    return start, min(each, size - start)
+
+
 def split_parts(x: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
-    """[.., split·n·k, ..] -> [n, .., split·k, ..]: the n shards of a whole tensor, stacked."""
+    """[.., split·n·k, ..] -> [n, .., split·k, ..]: the n shards of a whole tensor, stacked; of a
+    dim that n doesn't divide, the last are filled up with zeros."""
     d, split = placement.dim, placement.split
+    if x.shape[d] % n:
+        x = _filled(x, d, n * largest_part(x.shape[d], n))
     shape = x.shape
     parts = x.reshape(*shape[:d], split, n, shape[d] // (split * n), *shape[d + 1 :])
     stacked = parts.movedim(d + 1, 0)
     return stacked.reshape(n, *shape[:d], shape[d] // n, *shape[d + 1 :])
 
 
-def join_parts(stacked: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """The inverse of `split_parts`."""
+def join_parts(
+    stacked: torch.Tensor, placement: Placement, size: int | None = None
+) -> torch.Tensor:
+    """The inverse of `split_parts`; `size` of the whole dim, where parts are filled up."""
     d, split = placement.dim, placement.split
     n, *shape = stacked.shape
     parts = stacked.reshape(n, *shape[:d], split, shape[d] // split, *shape[d + 1 :])
-    return parts.movedim(0, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
+    whole = parts.movedim(0, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
+    return whole if size is None else _cut(whole, d, size)
 
 
 def local_part(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
     """This rank's shard of a whole tensor."""
     if placement.split == 1:
-        size = x.shape[placement.dim] // n
-        return x.narrow(placement.dim, rank * size, size)
+        return x.narrow(placement.dim, *part_of(x.shape[placement.dim], n, rank))
     return split_parts(x, placement, n)[rank]
+
+
+def _filled(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """`x` with zeros behind it along a dim, up to `size`."""
+    missing = size - x.shape[dim]
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+
+def _cut(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The inverse of `_filled`."""
+    return x if x.shape[dim] == size else x.narrow(dim, 0, size).contiguous()
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -90,14 +122,19 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     return out
 
 
-def all_gather(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, placement: Placement, axis: Axis, size: int | None = None
+) -> torch.Tensor:
+    """The whole of a split tensor; `size` of the whole dim, where the axis may not divide it."""
+    if size is not None:
+        x = _filled(x, placement.dim, largest_part(size, axis.size))
     if torch.compiler.is_compiling():
         flat = x.reshape(-1)
         out = _done(_OPERATORS.all_gather_into_tensor(flat, axis.size, axis.group_name))
-        return join_parts(out.view(axis.size, *x.shape), placement)
+        return join_parts(out.view(axis.size, *x.shape), placement, size)
     out, work = all_gather_flat(x.reshape(-1), axis)
     work.wait()
-    return join_parts(out.view(axis.size, *x.shape), placement)
+    return join_parts(out.view(axis.size, *x.shape), placement, size)
 
 
 def all_gather_flat(
@@ -114,13 +151,14 @@ def all_gather_flat(
 
 def reduce_scatter(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
     parts = split_parts(x, placement, axis.size).contiguous()
+    own = axis.part(x.shape[placement.dim])[1]
     if torch.compiler.is_compiling():
         flat = parts.view(-1)
         out = _OPERATORS.reduce_scatter_tensor(flat, "sum", axis.size, axis.group_name)
-        return _done(out).view(parts.shape[1:])
+        return _cut(_done(out).view(parts.shape[1:]), placement.dim, own)
     out, work = reduce_scatter_flat(parts.view(axis.size, -1), axis)
     work.wait()
-    return out.view(parts.shape[1:])
+    return _cut(out.view(parts.shape[1:]), placement.dim, own)
 
 
 def reduce_scatter_flat(parts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Waiting]:
@@ -157,17 +195,24 @@ class _ExchangeAndSum:
         torch.sum(self.received, 0, out=self.out)
 
 
-def all_to_all(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
+def all_to_all(
+    x: torch.Tensor, source: Placement, target: Placement, axis: Axis, size: int | None = None
+) -> torch.Tensor:
+    """Split otherwise; `size` of the whole source dim, where the axis may not divide it."""
     if source.dim == target.dim:
-        return local_part(all_gather(x, source, axis), target, axis.size, axis.rank).contiguous()
+        whole = all_gather(x, source, axis, size)
+        return local_part(whole, target, axis.size, axis.rank).contiguous()
+    if size is not None:
+        x = _filled(x, source.dim, largest_part(size, axis.size))
+    own = axis.part(x.shape[target.dim])[1]
     parts = split_parts(x, target, axis.size).contiguous()
     if torch.compiler.is_compiling():
         sizes = [1] * axis.size
-        out = _OPERATORS.all_to_all_single(parts, sizes, sizes, axis.group_name)
-        return join_parts(_done(out), source)
-    out = torch.empty_like(parts)
-    dist.all_to_all_single(out.view(-1), parts.view(-1), group=axis.group)
-    return join_parts(out, source)
+        out = _done(_OPERATORS.all_to_all_single(parts, sizes, sizes, axis.group_name))
+    else:
+        out = torch.empty_like(parts)
+        dist.all_to_all_single(out.view(-1), parts.view(-1), group=axis.group)
+    return _cut(join_parts(out, source, size), target.dim, own)
 
 
 def _done(x: torch.Tensor) -> torch.Tensor:
@@ -181,65 +226,61 @@ def on_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 # --- transitions ----------------------------------------------------------------------------------
 
-Move = Callable[[torch.Tensor, Placement, Placement, Axis], torch.Tensor]
+# the last argument is the size of the whole dim of what is joined, where the axis doesn't divide it
+Move = Callable[[torch.Tensor, Placement, Placement, Axis, int | None], torch.Tensor]
 
 
-def _keep(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
+def _keep(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _reduce(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
+def _pass_on(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """A gradient as it came, not as a new view: by the number of its owners autograd knows whether
+    a leaf may take it as its `.grad`."""
+    return x
+
+
+def _reduce(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) -> torch.Tensor:
     return all_reduce(x, axis)
 
 
-def _slice(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return local_part(x, target, axis.size, axis.rank).contiguous()
+def _slice(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) -> torch.Tensor:
+    """Memory of its own: as the gradient of a leaf, a part of another's would be added to."""
+    part = local_part(x, b, axis.size, axis.rank)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
-def _slice_back(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return local_part(x, source, axis.size, axis.rank).contiguous()
-
-
-def _gather(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return all_gather(x, source, axis)
-
-
-def _gather_back(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return all_gather(x, target, axis)
-
-
-def _scatter(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return reduce_scatter(x, target, axis)
-
-
-def _scatter_back(
-    x: torch.Tensor, source: Placement, target: Placement, axis: Axis
+def _gather(
+    x: torch.Tensor, a: Placement, b: Placement, axis: Axis, size: int | None
 ) -> torch.Tensor:
-    return reduce_scatter(x, source, axis)
+    return all_gather(x, a, axis, size)
 
 
-def _swap(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return all_to_all(x, source, target, axis)
+def _scatter(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) -> torch.Tensor:
+    return reduce_scatter(x, b, axis)
 
 
-def _swap_back(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
-    return all_to_all(x, target, source, axis)
+def _swap(
+    x: torch.Tensor, a: Placement, b: Placement, axis: Axis, size: int | None
+) -> torch.Tensor:
+    return all_to_all(x, a, b, axis, size)
 
 
-def _mask(x: torch.Tensor, source: Placement, target: Placement, axis: Axis) -> torch.Tensor:
+def _mask(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) -> torch.Tensor:
     return on_first(x, axis)
 
 
+# (from, to) -> what is done to the value, from -> to, and to its gradient, to -> from
 MOVES: dict[tuple[str, str], tuple[Move, Move]] = {
     ("R", "Rp"): (_keep, _reduce),
-    ("R", "P"): (_mask, _keep),
-    ("R", "S"): (_slice, _gather_back),
-    ("P", "R"): (_reduce, _keep),
+    ("R", "P"): (_mask, _pass_on),
+    ("R", "S"): (_slice, _gather),
+    ("P", "R"): (_reduce, _pass_on),
     ("P", "Rp"): (_reduce, _reduce),
-    ("P", "S"): (_scatter, _gather_back),
-    ("S", "S"): (_swap, _swap_back),
-    ("S", "R"): (_gather, _slice_back),
-    ("S", "Rp"): (_gather, _scatter_back),
+    ("P", "S"): (_scatter, _gather),
+    ("S", "S"): (_swap, _swap),
+    ("S", "R"): (_gather, _slice),
+    ("S", "Rp"): (_gather, _scatter),
     ("Rp", "R"): (_keep, _mask),
 }
 
@@ -247,26 +288,38 @@ MOVES: dict[tuple[str, str], tuple[Move, Move]] = {
 class _Transition(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, source: Placement, target: Placement, axis: Axis
+        ctx: Any,
+        x: torch.Tensor,
+        source: Placement,
+        target: Placement,
+        axis: Axis,
+        size: int | None,
     ) -> torch.Tensor:
-        ctx.states = source, target, axis
-        return MOVES[source.kind, target.kind][0](x, source, target, axis)
+        # the gradient is joined where the value is split: of a dim that is whole here
+        whole = x.shape[target.dim] if target.sharded and target.split == 1 else None
+        same = source.sharded and target.sharded and source.dim == target.dim
+        ctx.states = source, target, axis, None if same else whole
+        return MOVES[source.kind, target.kind][0](x, source, target, axis, size)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        source, target, axis = ctx.states
-        return MOVES[source.kind, target.kind][1](grads[0], source, target, axis), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        source, target, axis, size = ctx.states
+        moved = MOVES[source.kind, target.kind][1](grads[0], target, source, axis, size)
+        return moved, None, None, None, None
 
 
 class Reshard(nn.Module):
-    """One transition on one axis, as a module of a lowered graph."""
+    """One transition on one axis, as a module of a lowered graph; `size` of the source's whole dim,
+    where the axis doesn't divide it."""
 
-    def __init__(self, source: Placement, target: Placement, axis: Axis) -> None:
+    def __init__(
+        self, source: Placement, target: Placement, axis: Axis, size: int | None = None
+    ) -> None:
         super().__init__()
-        self.source, self.target, self.axis = source, target, axis
+        self.source, self.target, self.axis, self.size = source, target, axis, size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Transition.apply(x, self.source, self.target, self.axis)
+        return _Transition.apply(x, self.source, self.target, self.axis, self.size)
 
     def extra_repr(self) -> str:
         return f"{self.source} -> {self.target} on {self.axis.name}"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from costmodel.schedule import SCHEDULES
 from planner.candidates import Draft
 from planner.check import check_runs
+from planner.divided import Excluded, excluded
 from planner.equal_stages import Drafted, EqualStages, Node, Slot, Way
 from planner.experts import runs_experts
 from planner.leanest import Lean, lean_slots, leanest, shortfall_bytes
@@ -44,7 +45,8 @@ def _any(_: object) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Plans with something in common: `has` tells them, `slot`, `way` and `schedule` what they can
-    be made of; `policies` restrict the recompute that is looked at, None for all."""
+    be made of; `policies` restrict the recompute that is looked at, None for all; `tp` is the
+    tensor-parallel degree that they have in common, if that is what it is about."""
 
     name: str
     has: Callable[[Plan], bool]
@@ -52,17 +54,20 @@ class Family:
     way: Callable[[Way], bool] = _any
     schedule: Callable[[str], bool] = _any
     policies: tuple[str, ...] | None = None
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """The best plan found of a family; without one, the bytes that its leanest plan lacks on the
-    fullest stage. Where the time ran out, the seconds that any plan of it takes at least."""
+    fullest stage. Where the time ran out, the seconds that any plan of it takes at least.
+    `excluded` is what can't be split as the family asks."""
 
     family: str
     draft: Draft | None = None
     shortfall_bytes: float | None = None
     bound_s: float | None = None
+    excluded: tuple[Excluded, ...] = ()
 
 
 def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...]:
@@ -74,7 +79,11 @@ def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...
         explorer.look(wanted)
     found = [explorer.best(family) for family in wanted]
     search.equal.forget()
-    return tuple(explorer.improved(a, f) for a, f in zip(found, wanted, strict=True) if a)
+    return tuple(
+        replace(explorer.improved(a, f), excluded=excluded(search.graph, search.table, (f.tp,)))
+        for a, f in zip(found, wanted, strict=True)
+        if a
+    )
 
 
 # --- families ------------------------------------------------------------------------------------
@@ -107,6 +116,7 @@ def _meshes(search: Search) -> Iterator[Family]:
         for n in degrees if len(degrees) > 1 else ():
             yield Family(
                 name=WITHOUT[axis] if n == 1 else f"{axis}={n}",
+                tp=n if axis == "tp" else 1,
                 has=lambda plan, a=axis, n=n: all(getattr(s, a) == n for s in plan.stages),
                 slot=lambda slot, a=axis, n=n: getattr(slot.mesh, a) == n,
             )

@@ -13,7 +13,7 @@ from typing import Any
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph
 from costmodel.schedule import SCHEDULES
-from costmodel.strategies import Placement, R, transition
+from costmodel.strategies import Placement, R, can_hold, transition
 from planner.divisors import divisors
 from planner.experts import check_experts, runs_experts
 from planner.layouts import Assignment, BlockLayouts, Entry, default_state, translate
@@ -30,6 +30,7 @@ from planner.plan import (
 )
 from planner.ranks import check_ranks
 from planner.shardings import check_matched, resolve_block
+from planner.written_buffers import inseparable
 
 Known = dict[Any, Any]
 
@@ -64,6 +65,7 @@ def check_plan(
     check_ranks(plan)
     _check_context(plan, table)
     _check_parameters(plan, graph)
+    _check_buffers(plan, graph)
     found = [stage_assignments(plan, k, graph, table, known) for k in range(len(plan.stages))]
     for k, stage in enumerate(plan.stages):
         check_experts(stage, graph, table, found[k], f"plan: stage {k}")
@@ -118,6 +120,18 @@ def _check_split(plan: Plan) -> None:
                 f"plan: stage {k}: zero=3 with schedule={plan.schedule!r} can be priced, but not "
                 "run: torch loses gradients where the backward is split in two; legal: zero 0, 1 "
                 f"or 2, or a schedule with a whole backward: {whole}"
+            )
+
+
+def _check_buffers(plan: Plan, graph: Graph) -> None:
+    owner = {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
+    for first, last in inseparable(graph):
+        one, other = (graph.blocks[k].name for k in (first, last))
+        if owner[one] != owner[other]:
+            raise PlanError(
+                f"plan: stages {owner[one]} and {owner[other]}: a buffer that the forward writes "
+                f"is read or written in both {one} and {other}; put the blocks from {one} to "
+                f"{other} into one stage"
             )
 
 
@@ -351,15 +365,12 @@ def _check_states(
 
 
 def _possible(layouts: BlockLayouts, value: str, state: Placement) -> bool:
-    """Whether the tensor divides; rows of the batch depend on the micro-batch and are not asked."""
-    if not state.sharded:
+    """Whether it can be split; rows of the batch depend on the micro-batch and are not asked."""
+    table = layouts.table
+    dims = table.dims[value]
+    if state.sharded and state.dim < len(dims) and table.batch in dims[state.dim]:
         return True
-    shape, table = layouts.graph.values[value].shape, layouts.table
-    if state.dim >= len(shape):
-        return False
-    if table.batch is not None and table.batch in table.dims[value][state.dim]:
-        return True
-    return shape[state.dim] % (state.split * layouts.degree) == 0
+    return can_hold(layouts.graph, table, value, state, layouts.degree)
 
 
 def _legal_states(layouts: BlockLayouts, value: str) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.strategies import indivisible
+from costmodel.graph import Graph, Op
+from costmodel.strategies import transition
 from planner.alternatives import Alternative
-from planner.check import check_runs
-from planner.data_axis import data_layout
+from planner.check import check_plan, check_runs
+from planner.data_axis import DataLayout, data_layout
+from planner.divided import divided, divided_notes, excluded
 from planner.divisors import divisors
 from planner.evaluate import Evaluation
+from planner.layouts import Assignment
 from planner.plan import Plan, PlanError
 from planner.report import (
     GIB,
@@ -28,8 +29,7 @@ from planner.report import (
 from planner.search import SearchResult
 from profiles.cluster import Cluster
 
-WORTH_SPLITTING = ("heads", "in", "out", "vocab")  # factors whose indivisibility costs a plan
-MAX_EXCLUDED = 6
+MAX_EXCLUDED = 6  # that are named in the notes
 
 
 def explain_search(
@@ -63,7 +63,7 @@ def explain_search(
         for name, proof in result.certificates.items()
     ]
     return _report(
-        best, graph, table, cluster, runners=runners, solver=proofs,
+        best, graph, table, cluster, result.best.assignments, runners=runners, solver=proofs,
         proof={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
         phases_s={**phases_s, **result.phases_s},
         notes=(*_runs(result.best.plan), *result.notes),
@@ -74,6 +74,8 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
     """An alternative as data, against the chosen plan; differences are its seconds less ours."""
     draft, chosen = alternative.draft, breakdown(best)
     row: dict[str, Any] = {"family": alternative.family, "plan": None}
+    if alternative.excluded:
+        row["excluded"] = list(map(str, alternative.excluded))
     if alternative.bound_s is not None:
         row["bound_s"] = alternative.bound_s
     if draft is None and alternative.bound_s is not None:
@@ -114,18 +116,21 @@ def explain_plan(
 ) -> Report:
     """The report of a plan that was given, not searched."""
     return _report(
-        evaluation, graph, table, cluster, runners=[], solver=[], proof={},
-        phases_s=phases_s,
+        evaluation, graph, table, cluster, check_plan(evaluation.plan, graph, table),
+        runners=[], solver=[], proof={}, phases_s=phases_s,
         notes=("the plan was given: nothing was searched",),
     )  # fmt: skip
 
 
 def _report(
-    evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster, *,
+    evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster,
+    assignments: Sequence[Mapping[str, Assignment]], *,
     runners: Sequence[Row], solver: Sequence[Row], proof: Row,
     phases_s: Mapping[str, float], notes: Sequence[str],
 ) -> Report:  # fmt: skip
     plan, prediction = evaluation.plan, evaluation.prediction
+    shares = divided(plan, graph, table, assignments)
+    refused = excluded(graph, table, _degrees(plan, cluster))
     summary = {
         "parameters": graph.num_parameters(),
         "cluster": cluster.describe(),
@@ -142,12 +147,22 @@ def _report(
     return Report(
         plan=plan,
         summary=summary,
-        stages=stage_rows(evaluation),
+        stages=[
+            row | {"tp_flops": share.flops, "tp_parameters": share.parameters}
+            for row, share in zip(stage_rows(evaluation), shares, strict=True)
+        ],
         components=breakdown(evaluation),
         runners_up=runners,
         solver=solver,
         assumptions=(*cluster.assumptions, *_assumptions(evaluation, graph)),
-        notes=(*notes, *graph.notes, *_limits(evaluation, graph, table, cluster)),
+        notes=(
+            *notes,
+            *graph.notes,
+            *_limits(evaluation, graph, table),
+            *divided_notes(shares, graph, table, searched=bool(proof)),
+            *map(str, refused[:MAX_EXCLUDED]),
+        ),
+        excluded=[each.as_dict() for each in refused],
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
     )
@@ -169,46 +184,57 @@ def _assumptions(evaluation: Evaluation, graph: Graph) -> list[str]:
             "batch norm statistics are per micro-batch, over all data-parallel ranks; its blocks "
             "are not recomputed"
         )
-    if any(op.short == "dropout" for op in graph.ops):
+    if "dispatch" in ops:
+        lines.append(
+            "the busiest of the ranks that share experts out gets "
+            f"{target.expert_imbalance:g} times the mean of tokens (expert_imbalance)"
+        )
+    if "dropout" in ops:
         lines.append(
             "dropout masks come from a counter over global indices: the same under every plan"
         )
     return lines
 
 
-def _limits(
-    evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster
-) -> list[str]:
-    """Operators without a rule, gathers on the data axis, sizes that a degree does not divide."""
+def _limits(evaluation: Evaluation, graph: Graph, table: FactorTable) -> list[str]:
+    """Operators without a rule, gathers on the data axis, rows that meet."""
     notes = []
     unknown = sorted({op.target for op in graph.ops if not table.ops[op.name].known})
     if unknown:
         notes.append(
             f"no sharding rule for {', '.join(unknown)}: run in full on every tensor-parallel rank"
         )
-    dp = max(stage.dp for stage in evaluation.plan.stages)
-    if dp > 1:
-        gathered = data_layout(graph, table, graph.batch_size).gathered
-        if gathered:
-            notes.append(
-                "the whole micro-batch is gathered on every data-parallel rank for "
-                f"{', '.join(gathered[:5])}"
-            )
-    return notes + _excluded(graph, table, cluster)
+    layout = data_layout(graph, table, graph.batch_size)
+    if max(stage.dp for stage in evaluation.plan.stages) > 1 and layout.gathered:
+        notes.append(
+            "the whole micro-batch is gathered on every data-parallel rank for "
+            f"{_several(layout.gathered)}"
+        )
+    mixing = [op.key for op in graph.ops if _mixes_rows(op, layout)]
+    count = evaluation.plan.num_microbatches
+    if count > 1 and mixing:
+        notes.append(
+            f"rows meet in {_several(mixing)}: each of {count} micro-batches by itself, which is "
+            "another loss than the whole batch's if that depends on it; num_microbatches=1 keeps "
+            "them together"
+        )
+    return notes
 
 
-def _excluded(graph: Graph, table: FactorTable, cluster: Cluster) -> list[str]:
-    """Sizes that tensor-parallel degrees of a node do not divide, repeats said once."""
-    node = cluster.devices_per_node
-    sizes: dict[str, set[int]] = {}
-    for degree in divisors(node)[1:]:
-        for op in graph.ops:
-            for factor, size in indivisible(table, op, degree).items():
-                if factor in WORTH_SPLITTING:
-                    name = re.sub(r"\.\d+(?=[.:])", ".*", op.key)
-                    sizes.setdefault(f"{name} ({factor} = {size})", set()).add(degree)
-    return [
-        f"not split {' or '.join(map(str, sorted(degrees)))} ways: {where}; "
-        "a padded size would divide"
-        for where, degrees in list(sizes.items())[:MAX_EXCLUDED]
-    ]
+def _mixes_rows(op: Op, layout: DataLayout) -> bool:
+    """Whether an operator needs something from other rows: what the data axis would have to
+    communicate in the forward."""
+    moves = (
+        transition(layout.states[v], wanted)
+        for v, wanted in zip(op.operands, layout.strategies[op.name].operands, strict=True)
+    )
+    return any(move is not None and move[0] for move in moves)
+
+
+def _several(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def _degrees(plan: Plan, cluster: Cluster) -> list[int]:
+    """Tensor-parallel degrees that are worth a word: those of a node, and the plan's own."""
+    return sorted({*divisors(cluster.devices_per_node), *(stage.tp for stage in plan.stages)})

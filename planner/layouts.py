@@ -23,6 +23,8 @@ from costmodel.strategies import (
     Placement,
     R,
     Strategy,
+    indivisible,
+    splitting_degrees,
     strategies,
     transition,
 )
@@ -157,8 +159,19 @@ class BlockLayouts:
         legal = [o.name for o in options]
         near = difflib.get_close_matches(name, legal, n=1)
         raise ValueError(
-            f"sharding {name!r} of {op.key}: not possible with tp={self.degree}; legal: "
+            f"sharding {name!r} of {op.key}: not possible with tp={self.degree}"
+            f"{self._refused(op, ALIASES.get(name, name).split('.')[0])}; legal: "
             f"{', '.join(legal)}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+
+    def _refused(self, op: Op, factor: str) -> str:
+        """The size of a factor that can't be split so many ways, and the degrees that divide it."""
+        if factor not in indivisible(self.table, op, self.degree):
+            return ""
+        degrees = splitting_degrees(self.graph, self.table, op, factor)
+        size = self.table.ops[op.name].sizes[factor]
+        return (
+            f" ({factor} = {size}; degrees that divide: {', '.join(map(str, degrees)) or 'none'})"
         )
 
     def _follow(self, op: Op, at: Mapping[str, Placement]) -> Strategy:

@@ -14,6 +14,7 @@ from planner.plan import RECOMPUTE, Plan, StagePlan, compress_names, compress_ra
 from planner.stage_sums import StageCosts
 
 GIB = 2**30
+MAX_REFUSALS = 2  # products that an alternative can't split, in the text
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
 
 
@@ -79,6 +80,7 @@ class Later(Protocol):
 class Report:
     """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data.
 
+    `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
     `alternatives`, `overrides` and `sensitivity()` are found when they are first asked for: of
     several ranks, by the one that searched.
     """
@@ -93,6 +95,7 @@ class Report:
     notes: Sequence[str]
     phases_s: Mapping[str, float]
     timeline: Mapping[str, Any]
+    excluded: Sequence[Row] = ()
     later: Later | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -122,6 +125,7 @@ class Report:
             "alternatives": [dict(a) for a in self.alternatives],
             "overrides": [dict(o) for o in self.overrides],
             "solver": [dict(s) for s in self.solver],
+            "excluded": [dict(e) for e in self.excluded],
             "assumptions": list(self.assumptions),
             "notes": list(self.notes),
             "planning_s": dict(self.phases_s),
@@ -199,10 +203,11 @@ class Report:
 
     def _others(self) -> list[str]:
         """Alternatives and runners-up, fastest first, one line per plan; then what has none."""
-        found: dict[str, tuple[list[str], Row]] = {}
+        found: dict[str, tuple[tuple[str, ...], Row]] = {}
         for row in (*self.alternatives, *self.runners_up):
             if row.get("plan"):
-                found.setdefault(row["plan"], ([], row))[0].extend(_family(row))
+                names, first = found.get(row["plan"], ((), {}))
+                found[row["plan"]] = (*names, *_family(row)), {**row, **first}
         rows = sorted(found.values(), key=lambda item: item[1]["step_time_s"])
         without = [row for row in self.alternatives if not row["plan"]]
         if not rows and not without:
@@ -211,10 +216,10 @@ class Report:
             "Why not something else (the best found of each family)",
             *(
                 f"  {', '.join(names) or 'next best'}: {seconds(r['step_time_s'])} "
-                f"({r['slower']:+.1%}), {r['why']}\n    {r['plan']}"
+                f"({r['slower']:+.1%}), {r['why']}\n    {r['plan']}" + _refusals(r)
                 for names, r in rows
             ),
-            *(f"  {row['family']}: {row['why']}" for row in without),
+            *(f"  {row['family']}: {row['why']}" + _refusals(row) for row in without),
         ]
 
     def _shardings(self) -> list[str]:
@@ -245,6 +250,11 @@ class Report:
 
 def _family(row: Row) -> list[str]:
     return [row["family"]] if "family" in row else []
+
+
+def _refusals(row: Row) -> str:
+    """What an alternative's degree can't split, a line each."""
+    return "".join(f"\n    {text}" for text in row.get("excluded", ())[:MAX_REFUSALS])
 
 
 def sensitivity_lines(rows: Sequence[Row]) -> list[str]:

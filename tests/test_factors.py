@@ -16,6 +16,9 @@ from traced import hugging_face
 from costmodel.auto_rules import refine
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph, Op
+from costmodel.strategies import Placement
+from meshwright import leaf
+from planner.data_axis import data_layout
 from planner.trace import trace
 
 
@@ -37,6 +40,40 @@ def ops(graph: Graph, short: str) -> list[Op]:
 
 def sizes(table: FactorTable, value: str) -> list[list[int]]:
     return [[table.sizes[a] for a in dim] for dim in table.dims[value]]
+
+
+# --- behind what has no rule ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leafed", [False, True])
+def test_the_batch_goes_on_behind_an_operator_without_a_rule(leafed: bool) -> None:
+    """Its rows are sliced again; what has other sizes, or is a weight, stays without a batch."""
+
+    def mixed(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.renorm(x, 2, 0, 1.0) @ w, w.sum(0)
+
+    apply = leaf(mixed) if leafed else lambda x, w: (torch.renorm(x, 2, 0, 1.0), w.sum(0))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, z = apply(self.first(x), self.first.weight)
+            return (self.last(y) + z).mean()
+
+    graph = trace(Net(), (torch.rand(5, 8),), batch_size=4)
+    table = analyse(graph)
+    (op,) = ops(graph, "leaf" if leafed else "renorm")
+    layout = data_layout(graph, table, 2)
+    assert layout.strategies[op.name].name == "replicate" and layout.gathered == (op.key,)
+    first, last = ops(graph, "linear")
+    for call in (first, last):
+        assert layout.strategies[call.name].operands[0] == Placement("S", 0)
+        assert not table.has_batch(call.operands[1])
+    assert table.has_batch(op.results[0])
+    assert not any(table.has_batch(value) for value in op.results[1:])
 
 
 # --- what a projection is made of ----------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_the_best_plan_is_the_fastest_of_all() -> None:
     assert len(excess) > 3 * INSTANCES - 10
     assert sum(x <= NEAR - 1 for x in excess) >= 0.93 * len(excess)
     assert excess[-1] <= 0.4
-    assert sum(x < -1e-6 for x in excess) > 5  # recompute of some blocks, sequences split
+    assert sum(x < -1e-6 for x in excess) > 2  # recompute of some blocks, sequences split
 
 
 def test_nothing_is_faster_than_the_bound() -> None:

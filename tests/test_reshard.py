@@ -52,6 +52,18 @@ def test_join_undoes_split(of: tuple[torch.Tensor, Placement, int]) -> None:
     assert torch.equal(torch.stack([local_part(x, placement, n, k) for k in range(n)]), parts)
 
 
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_parts_that_differ_are_filled_up(size: int, n: int) -> None:
+    """What ranks hold of a dim that they don't divide; zeros stand behind it where it travels."""
+    x, placement = torch.arange(1, size + 1), Placement("S", 0)
+    mine = [local_part(x, placement, n, k) for k in range(n)]
+    assert torch.equal(torch.cat(mine), x)
+    parts = split_parts(x, placement, n)
+    for part, own in zip(parts, mine, strict=True):
+        assert torch.equal(part[: len(own)], own) and not part[len(own) :].any()
+    assert torch.equal(join_parts(parts, placement, size), x)
+
+
 @given(splits())
 def test_a_shard_is_its_share_of_every_part(of: tuple[torch.Tensor, Placement, int]) -> None:
     x, placement, n = of
@@ -96,24 +108,32 @@ TRIED = [
     for target in states(kinds[1])
     if source != target
 ]
+# of sizes that the ranks divide, and of others: 5 on 4 leaves the last with nothing
+SIZED = [(source, target, SHAPE) for source, target in TRIED] + [
+    (source, target, (7, 9, 5))
+    for source, target in TRIED
+    if {source.split, target.split} == {1} and (source.sharded or target.sharded)
+]
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(("source", "target"), TRIED, ids=str)
+@pytest.mark.parametrize(("source", "target", "shape"), SIZED, ids=str)
 def test_a_move_keeps_value_and_gradient(
-    ranks: Ranks, source: Placement, target: Placement, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ranks: Ranks, source: Placement, target: Placement, shape: tuple[int, ...], n: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     torch.manual_seed(0)
-    x, g = torch.randn(2, *SHAPE, dtype=torch.float64)
+    x, g = torch.randn(2, *shape, dtype=torch.float64)
     values = cut(x, source, n)
     gradients = cut(g, gradient_state((R, target))[1], n)
+    size = shape[source.dim] if source.sharded and shape[source.dim] % n else None
     calls: list[str] = []
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         monkeypatch.setattr(reshard, name, _noted(name, getattr(reshard, name), calls))
 
     def work(data: Axis, tensor: Axis) -> tuple[torch.Tensor, torch.Tensor, str, str]:
         mine = values[tensor.rank].clone().requires_grad_()
-        moved = Reshard(source, target, tensor)(mine)
+        moved = Reshard(source, target, tensor, size)(mine)
         forward = calls[0] if calls else ""
         if tensor.rank == 0:
             calls.clear()
@@ -134,7 +154,7 @@ def _noted(name: str, collective: Any, calls: list[str]) -> Any:
     """The collective, its name noted on rank 0."""
 
     def noting(*args: Any) -> torch.Tensor:
-        if args[-1].rank == 0:
+        if next(arg for arg in args if isinstance(arg, Axis)).rank == 0:
             calls.append(name)
         return collective(*args)
 
@@ -163,3 +183,23 @@ def test_a_move_leaves_its_input_alone() -> None:
     made = alone((1, 2), work)
     assert torch.equal(made[0, 0], x) and torch.equal(made[0, 1], torch.zeros(4))
     assert torch.equal(x, torch.ones(4))
+
+
+@pytest.mark.parametrize(("source", "target"), [(P, R), (SHARDS[0], R)], ids=str)
+def test_leaves_do_not_share_the_memory_of_a_gradient(
+    ranks: Ranks, source: Placement, target: Placement
+) -> None:
+    """Two leaves get the gradient of their sum: what is added to one's is not added to the
+    other's."""
+
+    def work(data: Axis, tensor: Axis) -> tuple[torch.Tensor, torch.Tensor | None]:
+        one, other = (torch.ones(4, requires_grad=True) for _ in range(2))
+        move = Reshard(source, target, tensor)
+        (move(one) + move(other)).square().sum().backward()
+        assert other.grad is not None
+        before = other.grad.clone()
+        move(one).square().sum().backward()
+        return before, other.grad
+
+    for before, after in ranks.run((1, 2), work).values():
+        assert after is not None and torch.equal(before, after)

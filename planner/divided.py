@@ -1,0 +1,196 @@
+"""What the tensor axis divides of a model, and what it can't.
+
+Of a stage with tp > 1 its ranks share out the FLOPs of the products that the plan splits by a
+factor, and the elements of the parameters that it stores in parts; everything else each of them
+does, or holds, in full. A product is *excluded* from a degree by a factor that its rule splits
+(heads) and that so many ranks can't (25 heads on 8); it runs in full where no other factor of it
+can be split instead. One with a weight counts where it runs in full alone: any dim of the weight is
+as good as another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from costmodel.factors import FactorTable
+from costmodel.graph import Graph, Op
+from costmodel.strategies import indivisible, splitting_degrees, strategies
+from planner.blocks import op_flops
+from planner.layouts import Assignment
+from planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excluded:
+    """Products alike that can't be split `degrees` ways by some of their `factors` (name -> size).
+
+    `operators` is their key, repeats as `*`, `count` their number, `flops` their share of the
+    model's forward FLOPs; `legal` are degrees that could, `instead` the factors by which the
+    degrees can split them otherwise: where there are none, they run in full on every rank.
+    """
+
+    operators: str
+    count: int
+    flops: float
+    factors: Mapping[str, int]
+    degrees: tuple[int, ...]
+    legal: tuple[int, ...]
+    instead: tuple[str, ...]
+
+    def __str__(self) -> str:
+        many = f", {self.count} times" if self.count > 1 else ""
+        effect = "runs in full on every rank"
+        if self.instead:
+            effect = f"is split by {', '.join(self.instead)} or not at all"
+        sizes = ", ".join(f"{name} = {size}" for name, size in self.factors.items())
+        return (
+            f"tp {_either(self.degrees)}: {self.operators}{many}, {self.flops:.0%} of the FLOPs, "
+            f"{effect}: {sizes}; degrees that divide: {', '.join(map(str, self.legal)) or 'none'}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        lists = {name: list(getattr(self, name)) for name in ("degrees", "legal", "instead")}
+        return asdict(self) | lists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """Shares of a stage's forward FLOPs and of its parameters that its tensor axis divides."""
+
+    tp: int
+    flops: float
+    parameters: float
+
+
+def excluded(graph: Graph, table: FactorTable, degrees: Iterable[int]) -> tuple[Excluded, ...]:
+    """What can't be split by some of the tensor-parallel degrees, most FLOPs first."""
+    asked = tuple(d for d in degrees if d > 1)
+    if not asked:
+        return ()
+    total = sum(op_flops(table, op) for op in graph.ops)
+    found: list[Excluded] = []
+    for pattern, ops in _alike(graph, table).items():
+        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
+        weighted = any(value in graph.parameters for value in ops[0].operands)
+        for degree in asked:
+            factors = _refused(table, ops[0], degree)
+            instead = _splits(graph, table, ops[0], degree)
+            if factors and not (weighted and instead):
+                groups[factors, instead].append(degree)
+        for (factors, instead), refused in groups.items():
+            legal = {d for f in factors for d in splitting_degrees(graph, table, ops[0], f)}
+            found.append(
+                Excluded(
+                    operators=pattern,
+                    count=len(ops),
+                    flops=sum(op_flops(table, op) for op in ops) / total,
+                    factors={f: table.ops[ops[0].name].sizes[f] for f in factors},
+                    degrees=tuple(refused),
+                    legal=tuple(sorted(legal)),
+                    instead=instead,
+                )
+            )
+    return tuple(sorted(found, key=lambda e: (bool(e.instead), -e.flops, e.operators)))
+
+
+def _refused(table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
+    """The factors that so many ranks can't split, of dims none of whose factors they can."""
+    made, sizes = table.ops[op.name], indivisible(table, op, degree)
+    dims = [dim for tensor in (*made.results, *made.operands) for dim in tensor]
+    return tuple(
+        dict.fromkeys(
+            letter
+            for dim in dims
+            for letter in dim
+            if letter in sizes
+            and letter in made.flop_factors
+            and all(f in sizes or made.kinds[f] == "whole" for f in dim)
+        )
+    )
+
+
+def divided(
+    plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]]
+) -> tuple[Divided, ...]:
+    """What each stage's tensor axis divides; `assignments` are what `check_plan` returns."""
+    blocks = {block.name: block for block in graph.blocks}
+    found = []
+    for stage, chosen in zip(plan.stages, assignments, strict=True):
+        work = split = 0.0
+        parts: dict[str, bool] = {}
+        for name in stage.blocks if stage.tp > 1 else ():
+            for op in blocks[name].ops:
+                flops = op_flops(table, op)
+                work += flops
+                split += flops * bool(chosen[name].strategies[op.name].split_factor)
+            for value in blocks[name].parameters:
+                parts[value] = chosen[name].states[value].sharded
+        held = sum(graph.values[v].numel for v in parts)
+        shared = sum(graph.values[v].numel for v, sharded in parts.items() if sharded)
+        found.append(
+            Divided(
+                tp=stage.tp,
+                flops=split / work if work else 0.0,
+                parameters=shared / held if held else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def divided_notes(
+    shares: Sequence[Divided], graph: Graph, table: FactorTable, *, searched: bool
+) -> list[str]:
+    """A line for each tensor-parallel degree of a plan; of one that divides nothing, why."""
+    notes = []
+    for tp in sorted({share.tp for share in shares} - {1}):
+        of = [share for share in shares if share.tp == tp]
+        flops, parameters = _span([s.flops for s in of]), _span([s.parameters for s in of])
+        why = ""
+        if not any(share.flops or share.parameters for share in of):
+            possible = any(
+                _splits(graph, table, ops[0], tp) for ops in _alike(graph, table).values()
+            )
+            why = ": no size of a product can be split so many ways"
+            if possible:
+                why = ": the plan shards nothing"
+                if searched:
+                    why = ": on these links sharding costs more than it saves"
+        notes.append(
+            f"tp {tp} divides {flops} of the FLOPs and {parameters} of the parameters{why}"
+        )
+    return notes
+
+
+def _alike(graph: Graph, table: FactorTable) -> Mapping[str, list[Op]]:
+    """The products of a model, repeats of one size under one name."""
+    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        made = table.ops[op.name]
+        if made.matmul:
+            name = re.sub(r"(?<![^.])\d+(?=[.:])", "*", op.key)
+            found[name, tuple(sorted(made.sizes.items()))].append(op)
+    named: dict[str, list[Op]] = {}
+    for (name, _), ops in found.items():
+        named[name if name not in named else ops[0].key] = ops
+    return named
+
+
+def _splits(graph: Graph, table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
+    """The factors by which so many ranks can split an operator."""
+    options = strategies(graph, table, op, degree)
+    return tuple(dict.fromkeys(o.split_factor for o in options if o.split_factor))
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _span(shares: Sequence[float]) -> str:
+    low, high = (f"{share:.0%}" for share in (min(shares), max(shares)))
+    return low if low == high else f"{low} to {high}"

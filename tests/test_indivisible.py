@@ -1,0 +1,305 @@
+"""Sizes that no degree divides: parts of ⌈n/degree⌉, the last smaller, run exactly; where that
+can't be, the plan says what runs in full and which degrees would divide.
+
+Four ranks train, save and load models of prime widths (`indivisible_worker.py`), one and two ranks
+go on from what they saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import indivisible_worker as worker
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from indivisible_worker import ODD, RELOADED, TRAINED
+from launching import Launch, launch
+from models import CASES, Traced
+from plan_building import build_plan
+from planning import case, cluster, cut
+from single_device import initialised
+from tiny import host
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+
+from costmodel.cost import Setting
+from costmodel.pricing import Pricer
+from costmodel.strategies import (
+    Placement,
+    can_hold,
+    indivisible,
+    largest_part,
+    splitting_degrees,
+    strategies,
+)
+from executor.reshard import part_of
+from meshwright import Overrides, ParallelModel, auto_parallelize
+from planner.blocks import op_flops
+from planner.check import check_plan
+from planner.divided import divided, excluded
+from planner.plan import PlanError
+
+TIMEOUT_S = 400
+TOLERANCE = 1e-5  # fp32: two orders of one sum
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+@given(size=st.integers(0, 300), ranks=st.integers(1, 40))
+def test_parts_are_those_of_torch(size: int, ranks: int) -> None:
+    parts = [part_of(size, ranks, k) for k in range(ranks)]
+    assert max(length for _, length in parts) == largest_part(size, ranks)
+    for k, (start, length) in enumerate(parts):
+        theirs = Shard.local_shard_size_and_offset(size, ranks, k)
+        assert length == theirs[0]
+        assert not length or start == theirs[1]
+
+
+def test_a_part_is_nobodys_or_everybodys() -> None:
+    """5 words: two ranks hold 3 and 2, three hold 2, 2 and 1; of four one would have nothing."""
+    of = cut(nn.Sequential(nn.Embedding(5, 8)), *_words(5))
+    op = next(op for op in of.graph.ops if op.short == "embedding")
+    able = [
+        n for n in range(2, 8)
+        if "vocab" in {o.split_factor for o in strategies(of.graph, of.table, op, n)}
+    ]  # fmt: skip
+    assert able == [2, 3, 5] == list(splitting_degrees(of.graph, of.table, op, "vocab"))
+    assert indivisible(of.table, op, 4) == {"vocab": 5}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("degree", [3, 5, 6])
+def test_what_a_strategy_asks_for_can_be_held(name: str, degree: int) -> None:
+    of = case(name)
+    for op in of.graph.ops:
+        for option in strategies(of.graph, of.table, op, degree):
+            placed = [*zip(op.operands, option.operands, strict=True)]
+            placed += zip(op.results, option.results, strict=True)
+            for value, state in placed:
+                assert can_hold(of.graph, of.table, value, state, degree), (op.key, option.name)
+                if state.sharded:
+                    shape = of.graph.values[value].shape
+                    assert (degree - 1) * largest_part(shape[state.dim], degree) < shape[state.dim]
+
+
+def test_heads_are_not_cut() -> None:
+    """Five heads of 8: 40 columns could be cut anywhere, but heads only whole."""
+    of = _five_heads()
+    attention = next(op for op in of.graph.ops if op.short == "scaled_dot_product_attention")
+    names = [o.name for o in strategies(of.graph, of.table, attention, 2)]
+    assert names == ["replicate"]
+    projected = next(op for op in of.graph.ops if op.key.endswith("0.attn.c_attn:addmm"))
+    for option in strategies(of.graph, of.table, projected, 3):
+        assert option.split_factor != "out" or option.results[0].split == 1  # q, k, v: 3 parts
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def test_the_largest_part_is_paid_for() -> None:
+    of = cut(nn.Sequential(nn.Embedding(50257, 8)), *_words(50257))
+    (value,) = of.graph.parameters
+    setting = Setting(
+        cluster=cluster(8), dp=1, tp=8, rows=4, num_microbatches=1, precision="fp32",
+        optimizer="adamw",
+    )  # fmt: skip
+    pricer = Pricer(graph=of.graph, table=of.table, setting=setting)
+    assert pricer.numel(value, Placement("S", 0)) == math.ceil(50257 / 8) * 8
+    assert pricer.numel(value, Placement("S", 1)) == 50257
+
+
+# --- what is excluded -----------------------------------------------------------------------------
+
+
+def test_products_that_run_in_full_are_named_with_the_degrees_that_divide() -> None:
+    of = _five_heads()
+    one, *others = excluded(of.graph, of.table, (1, 2, 4, 5))
+    assert not others
+    assert one.factors == {"heads": 5} and one.degrees == (2, 4) and one.legal == (5,)
+    assert one.count == 3 and not one.instead
+    head_dim, rows, width, words = 8, 4 * 16, 40, 96
+    attention = 3 * 4 * rows * 16 * 5 * head_dim
+    products = 3 * 2 * rows * width * (3 + 1 + 4 + 4) * width + 2 * rows * width * words
+    assert one.flops == pytest.approx(attention / (attention + products))
+    assert str(one).startswith("tp 2 or 4: transformer.h.*.attn:scaled_dot_product_attention, 3 t")
+    assert str(one).endswith("runs in full on every rank: heads = 5; degrees that divide: 5")
+
+
+def test_shared_out_is_what_the_plan_splits() -> None:
+    of = _five_heads()
+    plan = build_plan(
+        of.graph, meshes=((1, 2),), rows=4, num_microbatches=1,
+        shardings={"transformer.h.*.mlp.c_fc": "colwise"},
+    )  # fmt: skip
+    (share,) = divided(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
+    work = {op.key: op_flops(of.table, op) for op in of.graph.ops}
+    mlp = sum(flops for key, flops in work.items() if ".mlp." in key)
+    assert share.flops == pytest.approx(mlp / sum(work.values()))
+    inner = 3 * (2 * 4 * 40 * 40 + 4 * 40)  # both weights and the inner bias
+    assert share.parameters == pytest.approx(inner / of.graph.num_parameters())
+
+
+@cache
+def _planned(tp: int | None) -> ParallelModel:
+    return auto_parallelize(
+        _gpt2_of_five_heads(), host(4), example_inputs=CASES["gpt2_tied"].batch(4, 0),
+        global_batch_size=8, precision="fp32", overrides=Overrides(tp=tp) if tp else Overrides(),
+    )  # fmt: skip
+
+
+def test_the_report_says_what_is_excluded_in_three_places() -> None:
+    said = "scaled_dot_product_attention, 3 times"
+    free, forced = _planned(None).report, _planned(4).report
+    assert any(said in note and note.startswith("tp 2 or 4") for note in free.notes)
+    (family,) = [row for row in free.alternatives if row["family"] == "tp=4"]
+    assert said in family["excluded"][0]
+    assert family["excluded"][0] in str(free)
+    assert any(said in note for note in forced.notes)
+    (row,) = free.to_dict()["excluded"]
+    assert row["factors"] == {"heads": 5} and row["legal"] == [5] and row["degrees"] == [2, 4]
+
+
+def test_a_degree_that_divides_nothing_is_told() -> None:
+    report = _planned(4).report
+    assert [stage["tp_flops"] for stage in report.stages] == [0.0]
+    why = "on these links sharding costs more than it saves"
+    assert f"tp 4 divides 0% of the FLOPs and 0% of the parameters: {why}" in report.notes
+
+
+def test_a_sharding_that_cannot_be_is_refused_with_the_degrees_that_can() -> None:
+    of = _five_heads()
+    plan = build_plan(
+        of.graph, meshes=((1, 2),), rows=4, num_microbatches=1,
+        shardings={"transformer.h.*.attn:scaled_dot_product_attention": "heads"},
+    )  # fmt: skip
+    message = r"not possible with tp=2 \(heads = 5; degrees that divide: 5\); legal: replicate"
+    with pytest.raises(PlanError, match=message):
+        check_plan(plan, of.graph, of.table)
+
+
+def _gpt2_of_five_heads() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=40, n_head=5, vocab_size=96, n_positions=16, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+@cache
+def _five_heads() -> Traced:
+    return cut(_gpt2_of_five_heads(), CASES["gpt2_tied"].batch(4, 0), precision="fp32")
+
+
+def _words(count: int) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]:
+    """A batch of words and a loss of their vectors."""
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    return (ids, torch.zeros(4, 8, 8)), F.mse_loss
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Results of a launch by check."""
+
+    results: dict[str, Any]
+    run: Launch
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.results:
+            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
+        for end in ("refused", "failed"):
+            if end in self.results[name]:
+                pytest.fail(f"{name} {end}: {self.results[name][end]}")
+        return self.results[name]
+
+
+def _launched(folder: Path, ranks: int) -> Found:
+    script = Path(worker.__file__)
+    run = launch(script, str(folder), ranks=ranks, timeout_s=TIMEOUT_S)
+    written = folder / f"results{ranks}.json"
+    return Found(results=json.loads(written.read_text()) if written.exists() else {}, run=run)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("indivisible")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Found:
+    torch.save(initialised(ODD["gpt2"].model(), worker.SEED), folder / "gpt2-initial.pt")
+    return _launched(folder, 4)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, four: Found) -> dict[str, Any]:
+    """One process goes on from what four saved, and saves again."""
+    assert four["save"]
+    return worker.resumed(folder, "gpt2", "alone")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, alone: dict[str, Any]) -> Found:
+    return _launched(folder, 2)
+
+
+def test_every_rank_ends_in_order(four: Found) -> None:
+    assert four.run.ok, four.run.tail()
+    assert not any(rank.killed or rank.children_left for rank in four.run.ranks)
+
+
+@pytest.mark.parametrize(("case", "plan"), TRAINED)
+def test_parts_of_unequal_size_train_as_one_device(four: Found, case: str, plan: str) -> None:
+    found = four[f"{case} {plan}"]
+    assert found["loss"] <= TOLERANCE
+    assert found["gradient"][0] <= TOLERANCE, found["gradient"]
+    assert found["state"][0] <= TOLERANCE, found["state"]
+    assert not found["names"]
+
+
+def test_ranks_hold_parts_as_torch_cuts_them(four: Found) -> None:
+    assert four["held"] == {"rows": [33, 33, 33, 32], "shape": [131, 32], "whole": True}
+
+
+@pytest.mark.parametrize("plan", ["tp4", "zero2", "zero3"])
+def test_the_norm_counts_every_element_once(four: Found, plan: str) -> None:
+    found = four[f"clip {plan}"]
+    assert found["norm"] == pytest.approx(found["wanted"], rel=TOLERANCE)
+    assert found["after"] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("plan", RELOADED)
+def test_checkpoints_hold_whole_tensors(four: Found, alone: dict[str, Any], plan: str) -> None:
+    found = four[f"resume {plan}"]
+    assert found["same"]
+    assert found["loss"] == pytest.approx(four["save"]["loss"], rel=TOLERANCE)
+    assert found["next"] == pytest.approx(alone["next"], rel=TOLERANCE)
+
+
+def test_a_checkpoint_of_four_ranks_goes_to_one_and_to_two(
+    four: Found, alone: dict[str, Any], two: Found
+) -> None:
+    assert alone["same"]
+    assert alone["loss"] == pytest.approx(four["save"]["loss"], rel=TOLERANCE)
+    for stored in ("again", "saved"):
+        found = two[f"gpt2 tp2 {stored}"]
+        assert found["same"]
+        assert found["next"] == pytest.approx(alone["next"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", ["tp4", "zero3"])
+def test_weights_are_initialised_and_read_by_parts(four: Found, plan: str) -> None:
+    assert four[f"weights {plan}"] == {"seeded": True, "read": True}
