@@ -25,12 +25,22 @@ from costmodel.compute import attention_seconds, matmul_seconds, stream_seconds
 from costmodel.cost import DTYPE_BYTES, NOTHING, Cost, Setting
 from costmodel.factors import FactorTable
 from costmodel.fusion import Fusion, is_free
+from costmodel.gathering import splits_batch, whole_batch
 from costmodel.graph import Graph, Op, argument
+from costmodel.leaf_costs import leaf_seconds
+from costmodel.leaf_rules import LEAVES, leaf_of
 from costmodel.moe_costs import exchange_seconds
-from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED
+from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
 from costmodel.parameter_costs import ParameterPricer, unit_numels
 from costmodel.signature import signature
-from costmodel.strategies import Placement, R, Strategy, transition
+from costmodel.strategies import (
+    Placement,
+    R,
+    Strategy,
+    largest_part,
+    stays_with_experts,
+    transition,
+)
 
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 ATTENTION = "scaled_dot_product_attention"
@@ -51,8 +61,9 @@ class Pricer:
     _comm: dict[tuple[str, float], float] = field(default_factory=dict)
     _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
     _moves: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
-    _numels: dict[tuple[str, bool], float] = field(default_factory=dict)
+    _numels: dict[tuple[str, int], float] = field(default_factory=dict)
     _once: dict[Any, Cost] = field(default_factory=dict)
+    _splits: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -69,12 +80,12 @@ class Pricer:
 
     def numel(self, value: str, placement: Placement = R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
-        key = value, placement.sharded
+        key = value, placement.dim
         if key not in self._numels:
-            self._numels[key] = self._numel(value, placement.sharded)
+            self._numels[key] = self._numel(value, placement)
         return self._numels[key]
 
-    def _numel(self, value: str, sharded: bool) -> float:
+    def _numel(self, value: str, placement: Placement) -> float:
         numel = float(self.graph.values[value].numel)
         if self.table.has_batch(value):
             numel *= self.setting.rows / self.graph.batch_size
@@ -82,7 +93,17 @@ class Pricer:
             numel /= self.setting.cp
         if self.table.has_experts(value):
             numel /= self.setting.ep
-        return numel / self.setting.tp if sharded else numel
+        numel *= self.crowding(value)
+        if not placement.sharded:
+            return numel
+        size = self.graph.values[value].shape[placement.dim]
+        return numel * largest_part(size, self.setting.tp) / size
+
+    def crowding(self, value: str) -> float:
+        """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;
+        1 for other values."""
+        shared = self.setting.ep > 1 and value in self.table.copies
+        return self.setting.target.expert_imbalance if shared else 1.0
 
     def nbytes(self, value: str, placement: Placement = R) -> float:
         return self.numel(value, placement) * self.graph.values[value].dtype.itemsize
@@ -95,7 +116,7 @@ class Pricer:
         return Pricer(
             graph=self.graph, table=self.table, setting=setting, fusion=self.fusion,
             unit_numel=self.unit_numel, _comm=self._comm, _ops=self._ops, _moves=self._moves,
-            _numels=self._numels, _once=self._once,
+            _numels=self._numels, _once=self._once, _splits=self._splits,
         )  # fmt: skip
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
@@ -105,7 +126,19 @@ class Pricer:
             self._ops[key] = self._op_cost(op, strategy)
         if op.short == "batch_norm" and self.setting.dp > 1 and argument(op, 5, "training", True):
             return self._ops[key] + self._statistics(op)
+        if self.setting.dp > 1 and self._gathers(op):
+            rows = [
+                sum(self.nbytes(v) for v in values if self.table.has_batch(v))
+                for values in (op.operands, op.results)
+            ]
+            return self._ops[key] + whole_batch(self.setting, self._ops[key], *rows)
         return self._ops[key]
+
+    def _gathers(self, op: Op) -> bool:
+        """Whether the data axis gathers the batch for an operator."""
+        if op.name not in self._splits:
+            self._splits[op.name] = splits_batch(self.graph, self.table, op)
+        return not self._splits[op.name]
 
     def _statistics(self, op: Op) -> Cost:
         """Statistics of a batch split over the data axis: sums and squares are added up in both
@@ -126,6 +159,8 @@ class Pricer:
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         free = is_free(self.table, op)
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
+        if op.short in LEAVES:
+            issued = float(leaf_of(op).work.kernels)
         host = issued * device.host_overhead_s * target.host_scale
         if device.kind == "cpu" and not free:
             host = 0.0  # issued by the core that computes, within the operator's own seconds
@@ -147,7 +182,7 @@ class Pricer:
             host *= target.expert_host
         # a library that posts token by token has the host wait for the counts of all
         waiting = tokens[0] if target.message_s and op.short == DISPATCH else 0.0
-        kernels = 2.0 if self.table.ops[op.name].matmul else 1.0
+        kernels = 2.0 if self.table.ops[op.name].matmul or op.short in LEAVES else 1.0
         return Cost(
             forward_s=forward + inner + exchange[0],
             backward_s=backward + exchange[1],
@@ -175,6 +210,14 @@ class Pricer:
     def _modelled(self, op: Op, strategy: Strategy) -> tuple[float, float, float]:
         """Device seconds of the forward, of the backward, and of the backward's weight
         gradients."""
+        if op.short in LEAVES:
+            work, device = leaf_of(op).work, self.setting.cluster.device
+            share = self.numel(op.results[0], strategy.results[0]) / work.numel
+            taken = [
+                self.numel(value, placement) / max(1, self.graph.values[value].numel)
+                for value, placement in zip(op.operands, strategy.operands, strict=True)
+            ]
+            return *leaf_seconds(device, self._dtype(op), work, share, taken), 0.0
         if not self.table.ops[op.name].matmul:
             return *self._streamed(op, strategy), 0.0
         if op.short == ATTENTION:
@@ -224,7 +267,7 @@ class Pricer:
         m, n, k, batch, scale = self._extents(op, strategy)
         if op.short == GROUPED:  # tokens of all ranks of the expert axis come to a rank's experts
             batch = self.table.ops[op.name].sizes[EXPERT_FACTOR] / self.setting.ep
-            m /= batch
+            m *= self.crowding(op.results[0]) / batch
         first = _first(op)
         pair = list(zip(op.operands, strategy.operands, strict=True))[first : first + 2]
         moved = self.nbytes(op.results[0], strategy.results[0])
@@ -258,7 +301,8 @@ class Pricer:
             if sequence_left is not None and sequence_left in found:
                 size, sequence_left = size / self.setting.cp, None
             if letter == strategy.split_factor:
-                size /= self.setting.tp
+                whole = made.sizes[letter]
+                size *= largest_part(whole, self.setting.tp) / whole
             if letter not in result:
                 k *= size
             elif letter not in right:
@@ -326,7 +370,7 @@ class Pricer:
             return 0.0
         wide = op.results if op.short == DISPATCH else op.operands
         placed = strategy.results if op.short == DISPATCH else strategy.operands
-        folded = placed[0].sharded  # the tensor axis has tokens of its own
+        folded = strategy.split_factor in TOKEN_FACTORS  # the tensor axis has tokens of its own
         shape = self.graph.values[wide[0]].shape
         return exchange_seconds(
             self.nbytes(wide[0], placed[0]),
@@ -355,6 +399,8 @@ class Pricer:
         illegal."""
         kinds = transition(source, target)
         if kinds is None:
+            return None
+        if self.setting.ep > 1 and stays_with_experts(self.table, value, source, target):
             return None
         key = (value, *kinds)
         if key not in self._moves:

@@ -25,6 +25,8 @@ from types import MappingProxyType
 import torch
 
 from costmodel.graph import Op, argument
+from costmodel.leaf_costs import saved_by_leaf
+from costmodel.leaf_rules import LEAVES
 from costmodel.storage import (
     Held,
     Local,
@@ -376,6 +378,10 @@ def _l1_loss(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     yield _new(call.operands[0].numel, call.operands[0].dtype.itemsize)
 
 
+def _leaf(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+    return saved_by_leaf(call.op, call.operands, results)
+
+
 Saver = Callable[[Call, Sequence[Held]], Iterator[Storage]]
 
 SPECIAL: Mapping[str, Saver] = MappingProxyType({
@@ -394,6 +400,7 @@ SPECIAL: Mapping[str, Saver] = MappingProxyType({
     "nll_loss": _nll,
     "nll_loss_nd": _nll,
     "l1_loss": _l1_loss,
+    **dict.fromkeys(LEAVES, _leaf),
 })  # fmt: skip
 # by the name of the implementation that stands in an operator's place
 REPLACED: Mapping[str, Saver] = MappingProxyType({

@@ -1,9 +1,11 @@
 """Meshwright decides how to train a PyTorch model on a cluster, says why, and runs the decision."""
 
+from costmodel.add_rule import RuleError, rule
 from executor.launch import distributed
 from executor.reduced import Reduced
 from meshwright.api import auto_parallelize
 from meshwright.model import ParallelModel
+from planner.leaf import leaf
 from planner.overrides import OverrideError, Overrides
 from planner.plan import Plan, PlanError
 from planner.search import InfeasibleError
@@ -19,7 +21,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Reduced",
+    "RuleError",
     "TraceError",
     "auto_parallelize",
     "distributed",
+    "leaf",
+    "rule",
 ]

@@ -177,6 +177,13 @@ class _Description:
         return "same", id(value)
 
 
+def describe(member: nn.Module) -> tuple[list[Any], dict[Place, int]]:
+    """What tells a module from another, but for its weights: parts, and apart from them integer
+    attributes; a module whose hooks or statistics may tell more equals itself alone."""
+    found = _Description(member, Counter())
+    return found.parts if found.regular else [*found.parts, id(member)], found.integers
+
+
 def snapshot(modules: Sequence[nn.Module]) -> list[Any]:
     """What assignments to attributes would change, also to items of lists, sets and dicts, and to
     attributes of other objects that they hold."""

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from costmodel.graph import Graph, Ref, TensorMeta, map_refs, verify_graph
+from costmodel.graph import Graph, Ref, TensorMeta, map_refs, short_name, verify_graph
+from costmodel.leaf_rules import Leaf
 from planner.alike import Alike
 from planner.copied_calls import MARKS, CopiedCalls
 from planner.functional import (
+    RESHAPES,
     Builder,
     Place,
     Slots,
@@ -31,6 +34,7 @@ from planner.functional import (
 )
 from planner.fx_nodes import (
     Unknown,
+    check_dense,
     is_dynamic,
     meta_of,
     module_of,
@@ -42,10 +46,16 @@ from planner.fx_nodes import (
     source_of,
     where,
 )
+from planner.leaves import OPERATORS
+from planner.operator_names import plain_name
 from planner.traced_state import TracedState
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")
+# may change nothing at one row alone: a class token's expand, the transpose of one row of one
+ARRANGES = RESHAPES | {
+    "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +81,16 @@ def convert(
     rows: int,
     notes: tuple[str, ...],
     groups: Sequence[Alike] = (),
+    leaves: Sequence[Leaf] = (),
 ) -> Graph:
     """The Graph of an exported loss.
 
     `module` is what was exported: the model under the name `model`, the loss under `loss_fn`;
     `model` and `loss_fn` are the user's own. `inputs` are (path, is batched) of the tensor
-    arguments. `groups` are the layers of which only some were traced (`stand_ins.py`).
+    arguments. `groups` are the layers of which only some were traced (`stand_ins.py`), `leaves`
+    what the calls of leaves refer to (`leaves.py`).
     """
-    converter = _Converter(program, module, model, loss_fn, inputs, groups)
+    converter = _Converter(program, module, model, loss_fn, inputs, groups, leaves)
     graph = converter.graph(rows, notes)
     verify_graph(graph)
     return graph
@@ -88,8 +100,10 @@ class _Converter:
     def __init__(
         self, program: torch.export.ExportedProgram, module: nn.Module, model: nn.Module,
         loss_fn: Any, inputs: Sequence[tuple[str, bool]], groups: Sequence[Alike],
+        leaves: Sequence[Leaf],
     ) -> None:  # fmt: skip
         self.program, self.module, self.loss_fn = program, module, loss_fn
+        self.leaves = leaves
         self.builder = Builder()
         self.slots = Slots(builder=self.builder)
         self.state = TracedState(model, self.builder, self.slots)
@@ -225,27 +239,42 @@ class _Converter:
             return scope.value(node.args[0])[node.args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._inline(node, scope)
+        if target in OPERATORS:
+            return self._leaf(node, scope)
         results = results_of(node)
         if not isinstance(target, torch._ops.OpOverload) or is_dynamic(results):
-            return Unknown(where(node), str(target), dynamic=is_dynamic(results))
+            return Unknown(where(node), str(target), module_of(node), dynamic=is_dynamic(results))
         written = self._written(node)
         if written is not None and str(target) != "aten.detach_.default":
             return self._write(node, scope, written)
         if not any(isinstance(r, torch.Tensor) for r in results):
             return None  # an assertion
+        check_dense(node)
         if self._is_same(node, scope):
             return scope.value(node.args[0])
         if (
             str(target) == "aten.lift_fresh_copy.default"
         ):  # a copy: writes do not reach the constant
             return self.slots.new(self.slots.read(scope.value(node.args[0])))
-        if str(target) == "aten.broadcast_tensors.default" and len(shapes_of(results)) == 1:
-            return fx.map_arg(node.args[0], scope.value)
+        if str(target) == "aten.broadcast_tensors.default":
+            shape = tuple(results[0].shape)
+            if shapes_of([n.meta["val"] for n in node.all_input_nodes]) == {shape}:
+                return fx.map_arg(node.args[0], scope.value)
+            return [self._expanded(n, shape, node, scope) for n in node.args[0]]
         return self._emit(node, scope, results)
 
+    def _expanded(
+        self, source: fx.Node, shape: tuple[int, ...], node: fx.Node, scope: _Scope
+    ) -> str:
+        """A slot for a value broadcast to a shape."""
+        place = Place(module=module_of(node), source=source_of(node))
+        given = (Ref(self.slots.read(scope.value(source))), list(shape))
+        made = self.builder.add("aten.expand.default", given, {}, place, grad=scope.grad)
+        return self.slots.new(made[0])
+
     def _is_same(self, node: fx.Node, scope: _Scope) -> bool:
-        """Whether a call returns its first operand's memory unchanged (`to` its own dtype, dropout
-        in eval mode)."""
+        """Whether a call returns its first operand's memory unchanged at any batch size (`to` its
+        own dtype, dropout in eval mode): a model has the same operators at all of them."""
         source = node.args[0] if node.args else None
         val = node.meta["val"]
         if not isinstance(source, fx.Node) or not isinstance(val, torch.Tensor):
@@ -253,11 +282,15 @@ class _Converter:
         slot, before = scope.value(source), source.meta.get("val")
         if not isinstance(slot, str) or not isinstance(before, torch.Tensor):
             return False
-        short = str(node.target).split(".")[1]
+        short = short_name(str(node.target))
         if short.rstrip("_") == "detach":
             return not self.builder.values[self.slots.read(slot)].requires_grad
         if short == "dropout" and (not node.args[2] or node.args[1] == 0.0):
             return True
+        if short in ARRANGES:
+            return False
+        if short == "contiguous" and before.stride() != _dense_strides(before.shape):
+            return False  # a dim of one row has any stride
         alike = (before.shape, before.dtype) == (val.shape, val.dtype)
         strides = before.stride() == val.stride()
         return alike and strides and share_memory(before, val)
@@ -300,11 +333,11 @@ class _Converter:
     def _emit(self, node: fx.Node, scope: _Scope, results: Sequence[Any]) -> Any:
         place = Place(module=module_of(node), source=source_of(node))
         args, kwargs = self._operands(node, scope)
-        target = str(node.target)
+        target = plain_name(str(node.target))
         metas = [meta_of(t) for t in results]
         if scope.autocast:
             args, kwargs = self._autocast(target, args, kwargs, metas[0].dtype, place)
-        if target.split(".")[1] in CASTS:  # the device in their arguments is the tracer's
+        if short_name(target) in CASTS:  # the device in their arguments is the tracer's
             target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
         several = isinstance(node.meta["val"], (tuple, list))
         made = self.builder.add(
@@ -315,25 +348,50 @@ class _Converter:
         slots = [self.slots.new(v, base) for v, base in zip(made, bases, strict=True)]
         return slots if several else slots[0]
 
+    def _leaf(self, node: fx.Node, scope: _Scope) -> list[str]:
+        """A leaf's call: what it runs stands in the place of its number."""
+        operands, leaf = node.args[0], self.leaves[node.args[1]]  # type: ignore[index]
+        held = [Ref(self.slots.read(x)) for x in fx.map_arg(operands, scope.value)]
+        place = Place(module=module_of(node), source=source_of(node))
+        made = self.builder.add(
+            str(node.target), (leaf, held), {}, place,
+            name=node.name, metas=[meta_of(t) for t in results_of(node)], several=True,
+            grad=scope.grad,
+        )  # fmt: skip
+        for value, flows in zip_longest(made, leaf.gradients, fillvalue=False):
+            meta = self.builder.values[value]
+            self.builder.values[value] = replace(meta, requires_grad=meta.requires_grad and flows)
+        return [self.slots.new(value) for value in made]
+
     def _write(self, node: fx.Node, scope: _Scope, written: fx.Node) -> str:
         """An in-place call: its slot holds a new value from here on."""
         place = Place(module=module_of(node), source=source_of(node))
+        slot: str = scope.value(written)
+        held = self.slots.read(slot)
+        if not scope.grad and self.builder.values[held].requires_grad:
+            self._refuse_hidden_write(slot, str(node.target), place)
         args, kwargs = self._operands(node, scope)
         value = functional_call(
             self.builder, str(node.target), args, kwargs, place, name=node.name, grad=scope.grad
         )
-        slot: str = scope.value(written)
         self.copies.check_write(slot)
         self.slots.write(slot, value, place)
         return slot
+
+    def _refuse_hidden_write(self, slot: str, target: str, place: Place) -> None:
+        if self.slots.root(slot) not in self.state.parameters:  # those have an error of their own
+            raise TraceError(
+                f"at {place} {target} under no_grad changes a tensor that carries a gradient, "
+                "which would pass as if nothing had; write x = x + (f(x) - x).detach() for that"
+            )
 
     def _written(self, node: fx.Node) -> fx.Node | None:
         """The argument an in-place operator writes to."""
         for position, argument in enumerate(schema_of(node).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            first = node.args[0] if node.args else None
-            if position or not isinstance(first, fx.Node) or "out" in node.kwargs:
+            first = node.kwargs.get("out", node.args[0] if node.args else None)
+            if (position and argument.name != "out") or not isinstance(first, fx.Node):
                 raise TraceError(
                     f"{node.target} at {where(node)} writes to its argument {argument.name!r}; "
                     "write it out of place"
@@ -367,6 +425,11 @@ class _Converter:
             return Ref(self.builder.cast(name, dtype, place) if floating else name)
 
         return map_refs((args, kwargs), cast)
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a tensor without gaps, dims in order."""
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:

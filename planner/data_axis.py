@@ -51,8 +51,20 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
         at |= dict(zip(op.results, strategy.results, strict=True))
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
             gathered.append(op.key)
+            at |= _sliced(graph, table, op)
     _leave_gradients_partial(graph, chosen, at)
     return DataLayout(strategies=chosen, states=at, gathered=tuple(gathered))
+
+
+def _sliced(graph: Graph, table: FactorTable, op: Op) -> dict[str, Placement]:
+    """The results of which each rank goes on with its rows: those that have the batch, but for new
+    values of buffers."""
+    found = {
+        v: table.find(v, table.batch)
+        for v in op.results
+        if table.batch is not None and v not in graph.updates.values()
+    }
+    return {v: Placement("S", *place) for v, place in found.items() if place is not None}
 
 
 def _choose(

@@ -12,6 +12,7 @@ from torch import fx
 
 from costmodel.graph import TensorMeta
 from planner.functional import TraceError
+from planner.untraceable import Untraceable, around
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +22,34 @@ class Unknown:
 
     source: str
     call: str
+    module: str
     dynamic: bool
 
-    def error(self) -> TraceError:
+    def error(self) -> Untraceable:
+        places, why = around(self.module), f"{self.source} {self.call} can't be traced"
         if not self.dynamic:
-            return TraceError(
+            return Untraceable(
                 f"the model can't be traced: at {self.source} it calls {self.call}, which is no "
                 "tensor operator; write it with plain tensor operations (e.g. a batch dim in place "
-                "of torch.vmap), or take it out of forward"
+                "of torch.vmap), take it out of forward, or keep the module around it as one node "
+                "(meshwright.leaf)",
+                places=places,
+                why=why,
             )
-        return TraceError(
+        return Untraceable(
             f"the model can't be traced: at {self.source} {self.call} makes a number or a shape "
             "that depends on tensor values. Ways out: masks and torch.where in place of selecting "
-            "(x[mask], nonzero), tensor operations in place of .item()"
+            "(x[mask], nonzero), tensor operations in place of .item(), or the module around it "
+            "kept as one node (meshwright.leaf)",
+            places=places,
+            why=why,
         )
 
 
 # operators whose floating operands must have one dtype; fake tensors do not check it
 ONE_DTYPE = frozenset({
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention",
-    "conv1d", "conv2d", "conv3d", "conv_transpose2d",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 })  # fmt: skip
 
 
@@ -67,6 +76,15 @@ def mixed_operands(program: torch.export.ExportedProgram) -> str | None:
             if _short(node) in ONE_DTYPE and len(floating) > 1:
                 return f"{where(node)} {_short(node)} meets {' and '.join(sorted(floating))}"
     return None
+
+
+def check_dense(node: fx.Node) -> None:
+    """Refuse a table whose gradient would be a sparse tensor."""
+    if str(node.target) == "aten.embedding.default" and node.args[4:5] == (True,):
+        raise TraceError(
+            f"at {where(node)} an embedding has sparse=True: gradients are reduced and handed over "
+            "as dense tensors; drop it, and take a dense optimizer"
+        )
 
 
 def _short(node: fx.Node) -> str:

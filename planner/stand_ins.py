@@ -31,7 +31,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from planner.alike import PLAIN, STATE, Alike, held_state, snapshot
+from planner.alike import PLAIN, STATE, Alike, Place, held_state, snapshot
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("enter(Tensor[] inputs, str member) -> ()")
@@ -317,6 +317,16 @@ class _Number:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return int
+
+
+def positions_of(module: nn.Module) -> set[Place]:
+    """Attributes of a traced member, or below, that tell when their number is used."""
+    return {
+        (path, name)
+        for path, below in module.named_modules()
+        for name, value in vars(below).items()
+        if type(value) is _Number
+    }
 
 
 def _used(name: str) -> Callable[..., Any]:

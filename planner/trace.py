@@ -9,13 +9,12 @@ fake (shapes on the CPU, no memory), in the train/eval mode the user set, for on
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,13 +28,18 @@ from planner.convert import convert
 from planner.functional import TraceError
 from planner.fx_nodes import mixed_operands
 from planner.hf_adapter import adapted
+from planner.hooks import check_hooks
+from planner.leaves import Leaves
+from planner.sources import user_frame
 from planner.stand_ins import Irregular, StandIns
-from planner.trace_context import explain, quiet, recorded_gradients
+from planner.trace_context import explain, quiet, recorded_gradients, unvalidated
+from planner.trace_ways import Way, ways, writes_floats
+from planner.untraceable import Untraceable, around, further, place_of
+from planner.weightless import weightless
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Like = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 # --- the batch -----------------------------------------------------------------------------------
@@ -123,64 +127,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         ) from None
 
 
-# --- the copy that is traced ---------------------------------------------------------------------
-
-
-def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same modules on meta tensors, ties kept, floating parameters in the compute dtype.
-
-    Buffers keep their dtype, and so do modules with running statistics, as mixed-precision recipes
-    do.
-    """
-    return _copy(model, dtype, lambda t, d: torch.empty_like(t, device="meta", dtype=d))
-
-
-def _copy(
-    model: nn.Module,
-    dtype: torch.dtype,
-    like: Like,
-    *,
-    cast_buffers: bool = False,
-    replaced: Mapping[int, Any] = MappingProxyType({}),
-) -> Any:
-    """A copy with tensors made by `like`; `replaced` holds what stands for modules and their
-    tensors, by id."""
-    memo: dict[int, Any] = dict(replaced)
-    modules = list(_modules(model, replaced))
-    kept = {
-        id(p)
-        for module in modules
-        if getattr(module, "running_mean", None) is not None
-        for p in module.parameters(recurse=False)
-    }
-    for module in modules:  # tensors that are no state: constants, shared with the user's
-        plain = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
-        memo |= {id(t): t.detach() for t in plain}
-    for p in (p for module in modules for p in module.parameters(recurse=False)):
-        cast = p.is_floating_point() and id(p) not in kept
-        new = like(p, dtype if cast else p.dtype)
-        memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
-    for b in (b for module in modules for b in module.buffers(recurse=False)):
-        memo[id(b)] = like(b, dtype if cast_buffers and b.is_floating_point() else b.dtype)
-    try:
-        return copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise TraceError(
-            f"{type(model).__name__} can't be copied ({error}); keep locks, files, process groups "
-            "and tensors with a history out of the model's attributes"
-        ) from error
-
-
-def _modules(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
-    """Its modules, less those replaced and what is below them."""
-    seen = set(replaced)
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            stack += reversed([m for m in module._modules.values() if m is not None])
+# --- the loss that is traced --------------------------------------------------------------------
 
 
 class _Loss(nn.Module):
@@ -188,12 +135,12 @@ class _Loss(nn.Module):
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Any,
-        stand_ins: StandIns,
+        stand_ins: StandIns, kept: Leaves,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.stand_ins = stand_ins
+        self.stand_ins, self.kept = stand_ins, kept
         named, self.spec = input_leaves(example)
         self.leaves = [leaf for _, leaf in named]
 
@@ -202,16 +149,17 @@ class _Loss(nn.Module):
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         batch = pytree.tree_unflatten(leaves, self.spec)
         args, kwargs, targets = split_batch(batch, self.loss_fn)
-        with _written_buffers(self.model), self.stand_ins.watched():
-            output = self.model(*args, **kwargs)
-        loss = self.loss_fn(output, *targets) if self.loss_fn else _own_loss(output)
+        with self.kept.recording():
+            with _written_buffers(self.model), self.stand_ins.watched():
+                output = self.model(*args, **kwargs)
+            loss = self.loss_fn(output, *targets) if self.loss_fn else _own_loss(output)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return loss
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss))
         maker = "loss_fn" if self.loss_fn else "the model"
+        what = _described(output if loss is None and not self.loss_fn else loss)
         raise TraceError(
-            f"{maker} gives {what} where a scalar loss is needed; pass loss_fn=, or labels among "
-            "the inputs so that the model computes its loss"
+            f"{maker} gives {what} where a scalar loss is needed; pass loss_fn=, labels among the "
+            "inputs so that the model computes its loss, or the sum of several losses"
         )
 
 
@@ -235,6 +183,14 @@ def _own_loss(output: Any) -> Any:
         return output.get("loss")
     loss = getattr(output, "loss", output)
     return loss[0] if isinstance(loss, (tuple, list)) and loss else loss
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {list(output)}"
+    return f"a {type(output).__name__}"
 
 
 # --- tracing -------------------------------------------------------------------------------------
@@ -269,10 +225,13 @@ def trace(
         )
     args, kwargs, _ = split_batch(_plain_batch(example_inputs), loss_fn)
     _check_call(model, args, kwargs)
+    check_hooks(model)
 
     fakes = FakeTensorMode()
     dtype = DTYPES[precision]
     example, inputs = _fake_batch(example_inputs, fakes, dtype, rows, wanted)
+
+    kept: dict[str, str] = {}
 
     def traced(groups: Sequence[Alike]) -> Graph:
         def make(cast_buffers: bool) -> _Loss:
@@ -281,15 +240,17 @@ def trace(
                     return torch.empty(t.shape, dtype=d)
 
             def fake(module: Any, replaced: Mapping[int, Any]) -> Any:
-                return _copy(module, dtype, like, cast_buffers=cast_buffers, replaced=replaced)
+                return weightless(module, dtype, like, cast_buffers=cast_buffers, replaced=replaced)
 
             stand_ins = StandIns(model, groups)
             loss = fake(loss_fn, {}) if isinstance(loss_fn, nn.Module) else loss_fn
             copied = fake(model, stand_ins.memo())
+            leaves = Leaves(model, kept, wanted / rows)
+            leaves.dress(copied, tuple(stand_ins.blank))
             stand_ins.dress(copied)
-            return _Loss(copied, loss, example, stand_ins)
+            return _Loss(copied, loss, example, stand_ins, leaves)
 
-        program, module, notes = _export(make, mixed=precision != "fp32", short=bool(groups))
+        program, module, notes = _export(make, ways(dtype, short=bool(groups)))
         return convert(
             program,
             module=module,
@@ -297,11 +258,25 @@ def trace(
             loss_fn=loss_fn,
             inputs=inputs,
             rows=wanted,
-            notes=notes,
+            notes=(*notes, *module.kept.notes()),
             groups=groups,
+            leaves=module.kept.found,
         )
 
-    return (_shortened(model, traced) if repeats else None) or traced(())
+    first: Untraceable | None = None
+    while True:
+        try:
+            return (_shortened(model, traced) if repeats else None) or traced(())
+        except Untraceable as error:
+            first = first or error
+            more = further(model, kept, error)
+            if not more:
+                raise first if first is error else _no_leaf(first, error) from None
+            kept = more
+
+
+def _no_leaf(first: Untraceable, last: Untraceable) -> TraceError:
+    return TraceError(f"{first}\nAs one node of the graph it won't do either: {last}")
 
 
 def _shortened(model: nn.Module, traced: Callable[[Sequence[Alike]], Graph]) -> Graph | None:
@@ -336,25 +311,21 @@ def _fake_batch(
 
 
 def _export(
-    make: Callable[[bool], _Loss], *, mixed: bool, short: bool
+    make: Callable[[bool], _Loss], tried: Sequence[Way]
 ) -> tuple[torch.export.ExportedProgram, _Loss, tuple[str, ...]]:
     """The exported loss, by the first way that works, and notes on the way taken."""
-    attempts: list[tuple[bool, bool, tuple[str, ...]]] = [(False, False, ())]
-    if mixed:
-        attempts.append((True, False, ("floating buffers are in the compute dtype too",)))
-    if not short:
-        attempts.append(
-            (False, True, ("traced by torch.fx.symbolic_trace, not torch.export alone",))
-        )
-    first: Exception | None = None
-    for cast_buffers, symbolic, notes in attempts:
-        if cast_buffers and "dtype" not in str(first):
-            continue
-        wrapper = make(cast_buffers)
+    first: TraceError | None = None
+    for way in tried:
+        wrapper = make(way.buffers)
+        if way.symbolic and wrapper.kept.classes:
+            break  # it would look into leaves
         tensors = tuple(leaf for leaf in wrapper.leaves if isinstance(leaf, torch.Tensor))
         try:
-            with quiet(), torch.enable_grad(), adapted(wrapper.model), recorded_gradients():
-                if symbolic:
+            with (
+                quiet(), torch.enable_grad(), adapted(wrapper.model), recorded_gradients(),
+                unvalidated(), way.casts(),
+            ):  # fmt: skip
+                if way.symbolic:
                     wrapper.model = _symbolic(wrapper)
                 program = torch.export.export(wrapper, tensors, strict=False)
                 wrapper.stand_ins.check()
@@ -362,16 +333,22 @@ def _export(
             raise
         except Exception as error:  # whatever export raises, another way may work
             log.debug("tracing failed", exc_info=True)
-            first = first or error
+            first = first or _failure(error, wrapper)
         else:
+            wrapper.kept.undress()
             mixed_at = mixed_operands(program)
-            if mixed_at is None:
-                return program, wrapper, notes
-            first = first or _dtype_error(mixed_at)
+            if mixed_at is None and not (way.buffers and writes_floats(program)):
+                return program, wrapper, (way.note,) if way.note else ()
+            first = first or _dtype_error(mixed_at or "an unknown place")
     assert first is not None
-    if isinstance(first, TraceError):
-        raise first
-    raise TraceError(explain(first)) from first
+    raise first
+
+
+def _failure(error: Exception, wrapper: _Loss) -> Untraceable:
+    why = f"{user_frame(traceback.extract_tb(error.__traceback__))} can't be traced"
+    made = Untraceable(explain(error), places=around(place_of(error, wrapper.model)), why=why)
+    made.__cause__ = error
+    return made
 
 
 def _dtype_error(place: str) -> TraceError:

@@ -7,50 +7,60 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from planner.functional import TraceError
+from planner.hooks import refused_hooks
+from planner.leaf import TRACE
+from planner.sources import condition, user_frame
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def recorded_gradients() -> Iterator[None]:
-    """Inside, whatever hides operators from autograd is opened or refused.
+    """Inside, whatever hides operators from autograd is opened, kept as a leaf or refused.
 
     Reentrant checkpointing runs its function under no_grad: it is called directly (recompute is the
     planner's own choice). A custom autograd.Function would be traced by its forward alone and get
-    wrong gradients.
+    wrong gradients, and the hooks of a tensor would be run on none.
     """
 
     def run(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return function(*args)
 
-    untouched = vars(torch.autograd.Function)["apply"].__func__
+    apply = vars(torch.autograd.Function)["apply"].__func__
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch."):  # a custom_op's: one operator, backward included
-            return untouched(cls, *args, **kwargs)
-        raise TraceError(
-            f"the model can't be traced: at {user_frame(traceback.extract_stack())} it calls "
-            f"autograd.Function {cls.__qualname__}, whose backward the tracer can't see. Ways out: "
-            "write it with differentiable operators (e.g. x + (f(x) - x).detach() for a "
-            "straight-through estimator), or make it a torch.library.custom_op with "
-            "register_autograd and register_fake"
-        )
+    def keep(cls: type, *args: Any, **kwargs: Any) -> Any:
+        trace = TRACE.get()
+        if trace is None or cls.__module__.startswith("torch."):  # a custom_op's: one operator
+            return apply(cls, *args, **kwargs)
+        return trace.function(cls, args, kwargs)
 
     direct = type("Direct", (), {"apply": staticmethod(run)})
     with (
         mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", direct),
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(keep)),
+        refused_hooks(),
     ):
+        yield
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Inside, `torch.distributions` don't look at their arguments' values, which a trace has none
+    of, unless they are asked to."""
+    with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
         yield
 
 
@@ -58,7 +68,10 @@ def recorded_gradients() -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """torch's own reports of a failed export silenced, printed ones too: the error raised says
     it."""
-    names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+    names = [
+        "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export",
+        "torch._subclasses.fake_tensor",
+    ]  # fmt: skip
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -73,25 +86,28 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
-    """file:line of the innermost frame outside torch and this package."""
-    skipped = (Path(torch.__file__).parent, Path(__file__).parent)
-    own = [
-        f
-        for f in frames
-        if not f.filename.startswith("<") and not set(skipped) & set(Path(f.filename).parents)
-    ]
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "an unknown place"
-
-
 def explain(error: Exception) -> str:
     """Where in the user's source tracing stopped, why, and the ways out."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    where = user_frame(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    asked = condition(frames) if depends_on_values(error) else ""
+    why = f"the condition `{asked}` depends on tensor values\n  " if asked else ""
     return (
-        f"the model can't be traced: at {where}\n  {type(error).__name__}: {lines[0][:300]}\n"
+        f"the model can't be traced: at {user_frame(frames)}\n  "
+        f"{why}{type(error).__name__}: {lines[0][:300]}\n"
         "Shapes and Python control flow must not depend on tensor values, and tensors must meet in "
         "one dtype. Ways out: compute that value with tensor operations (torch.where, masks), take "
-        "it out of forward, cast with .to(x.dtype), or pass the loss as loss_fn= if the loss is "
-        "what branches; and check that example_inputs are the arguments that forward expects."
+        "it out of forward, cast with .to(x.dtype); keep the module that branches as one node "
+        "(meshwright.leaf), or pass the loss as loss_fn= if the loss is what branches; and check "
+        "that example_inputs are the arguments that forward expects."
     )
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether a trace stopped because it was asked for a number that only real tensors have."""
+    return isinstance(
+        error,
+        (
+            DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
+        ),
+    )  # fmt: skip

@@ -91,6 +91,28 @@ def talking(latency_s: float = 0.0) -> Cluster:
     return cluster(4, flops=ENDLESS, memory_bandwidth=ENDLESS, bandwidth=1.0, latency_s=latency_s)
 
 
+def test_what_can_not_split_the_batch_runs_on_all_rows_and_pays_for_them() -> None:
+    """An operator without a rule, and what comes after it."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.renorm(self.up(x), 2, 0, 1.0)).mean()
+
+    with torch.device("meta"):
+        made = cut(Normed(), (torch.empty(ROWS, WIDTH),), None, precision="fp32")
+    rows = ROWS // 2
+    nbytes = 4 * rows * WIDE
+    for on, wanted in ((moving(), 2 * 2 * nbytes), (talking(), nbytes)):
+        (cost,) = costs(pricer(made, on, dp=2, rows=rows), "renorm")
+        assert cost.forward_s == pytest.approx(wanted)
+    once, twice = (costs(pricer(made, busy(), dp=dp, rows=rows), "linear") for dp in (1, 2))
+    assert once == twice
+
+
 # --- products ------------------------------------------------------------------------------------
 
 UP = DOWN = 2 * ROWS * LENGTH * WIDTH * WIDE

@@ -1,0 +1,114 @@
+"""Leaves: modules and functions kept as one operator, what they cost and how they may be split.
+
+A leaf's rule is a spec of `rule_language.py`, one term for each tensor it takes (arguments, then
+parameters, then buffers, each in their order) and for each tensor it makes:
+
+    "b s d, d n -> b s d"   every letter is a dim that may be split wherever it stands
+    _                       a dim that stays whole (a scan's sequence: "b _ d, d _ -> b _ d")
+    *d                      any number of dims ("*d -> *d": pointwise)
+
+A letter that no result has stays whole, unless it is declared as summed: only then is a part's
+result a part of the sum. Operands and results without a term are whole. Nothing is split of a leaf
+without a rule: it runs in full on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+from costmodel.graph import Op
+from costmodel.rule_language import Metas, OpFactors, Rule, factors, replicated, words
+
+LEAF, RANDOM_LEAF = "leaf", "random_leaf"
+LEAVES = frozenset((LEAF, RANDOM_LEAF))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one call does at the traced shapes: `kernels` launched in the forward, their FLOPs, the
+    bytes they read and write, of each tensor `taken` and of others (`nbytes`), and the bytes kept
+    for the backward besides the tensors taken (`saves`: operand i as i, result k as -1-k). `numel`
+    is the number of elements of the first result, with which all grows but what is taken: that
+    grows with each tensor, and so does not where it is a weight. `source` says where the numbers
+    come from."""
+
+    kernels: int
+    flops: int
+    nbytes: int
+    taken: tuple[int, ...]
+    saves: tuple[int, ...]
+    saved_bytes: int
+    numel: int
+    source: str
+
+    @property
+    def passed(self) -> int:
+        """All bytes read and written."""
+        return self.nbytes + sum(self.taken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """The first argument of a leaf's operator. `number` tells leaves of one name apart; `sums` are
+    the letters of `rule` that are summed; `gradients` tells which results carry one, those beyond
+    its end (new values of buffers) do not. `program` runs it on its operands; nothing that plans
+    looks at it."""
+
+    name: str
+    number: int
+    rule: str
+    sums: str
+    gradients: tuple[bool, ...]
+    work: Work
+    program: Callable[[Sequence[Any]], Sequence[Any]] = field(repr=False, compare=False)
+
+
+def leaf_of(op: Op) -> Leaf:
+    """The leaf that an operator of `LEAVES` runs."""
+    found: Leaf = op.args[0]
+    return found
+
+
+def rule_of_leaf(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    leaf = leaf_of(op)
+    if not leaf.rule:
+        return replace(replicated(op, operands, results), known=True)
+    return factors_of_spec(leaf.rule, leaf.sums, op, operands, results)
+
+
+def factors_of_spec(spec: str, sums: str, op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """The factors of a leaf's call; Misfit where the spec does not fit it."""
+    left, right = (side.split(",") for side in spec.split("->"))
+    numbers = count()
+
+    def filled(terms: Sequence[str], metas: Metas) -> str:
+        missing = (" ".join("_" * len(meta.shape)) for meta in metas[len(terms) :])
+        both = ", ".join((*terms, *missing))
+        return re.sub(r"(?<!\w)_(?!\w)", lambda _: f"_{next(numbers)}", both)
+
+    kept = _letters(right) | set(sums.split())
+    whole = [r"_\d+", *(re.sub(r"^\*(.*)", r"\1\\d+", x) for x in _letters(left) - kept)]
+    named = f"{filled(left, operands)} -> {filled(right, results)}"
+    return factors(named, op, operands, results, whole=" ".join(whole))
+
+
+def summable(spec: str) -> set[str]:
+    """The letters that may be listed as summed: those that no result has."""
+    left, right = (side.split(",") for side in spec.split("->"))
+    return _letters(left) - _letters(right) - {"_"}
+
+
+def _letters(terms: Sequence[str]) -> set[str]:
+    """The names in some terms; those of any number of dims with their star."""
+    found = (word.strip("()") for term in terms for word in words(term))
+    return {name for word in found for name in word.split()}
+
+
+LEAF_RULES: Mapping[str, Rule] = MappingProxyType(
+    {f"meshwright.{name}": rule_of_leaf for name in LEAVES}
+)

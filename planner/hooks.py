@@ -1,0 +1,101 @@
+"""Hooks in a model that is traced.
+
+Hooks on a module's forward run while it is traced, and what they do becomes a part of the graph.
+Those that autograd would call (a module's backward hooks, hooks on tensors and parameters) would be
+lost: they are refused. A leaf is called with all hooks on its modules, which the trace around it
+does not run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from planner.functional import TraceError
+from planner.leaf import TRACE, declared
+from planner.sources import user_frame
+
+MODULE_HOOKS = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+TENSOR_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+CALL_HOOKS = (*MODULE_HOOKS, "_forward_hooks", "_forward_pre_hooks")  # what a module's call runs
+CALLS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise TraceError for hooks that a trace would lose."""
+    leaves = [name for name, module in model.named_modules() if declared(module)]
+    for path, module in model.named_modules():
+        if any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves):
+            continue
+        for attribute, method in MODULE_HOOKS.items():
+            if vars(module)[attribute]:
+                raise _refusal(f"module {path or type(module).__name__!r} has a {method}")
+    for name, p in model.named_parameters():
+        for attribute, method in TENSOR_HOOKS.items():
+            if getattr(p, attribute, None):
+                raise _refusal(f"parameter {name!r} has a {method}")
+
+
+def hooks_in(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks that a module's call runs, its own and those of the modules in it."""
+    tables = (vars(below)[name] for below in module.modules() for name in CALL_HOOKS)
+    return tuple(tuple(table.values()) for table in tables)
+
+
+def taken_hooks(module: nn.Module) -> dict[str, Any]:
+    """Take the hooks off that a module's own call runs; `vars(module).update` puts them back."""
+    taken = {name: vars(module)[name] for name in CALL_HOOKS}
+    vars(module).update({name: type(table)() for name, table in taken.items()})
+    return taken
+
+
+@contextmanager
+def hooked(module: nn.Module, taken: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a module has its hooks again."""
+    bare = {name: vars(module)[name] for name in taken}
+    vars(module).update(taken)
+    try:
+        yield
+    finally:
+        vars(module).update(bare)
+
+
+@contextmanager
+def refused_hooks() -> Iterator[None]:
+    """Inside, code that is being traced can't put hooks on tensors."""
+    with ExitStack() as stack:
+        for name in CALLS:
+            register = _refusing(name, getattr(torch.Tensor, name))
+            stack.enter_context(mock.patch.object(torch.Tensor, name, register))
+        yield
+
+
+def _refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def register(x: torch.Tensor, *args: Any) -> Any:
+        if TRACE.get() is None:
+            return plain(x, *args)
+        place = user_frame(traceback.extract_stack())
+        raise _refusal(f"at {place} a tensor gets a {name}")
+
+    return register
+
+
+def _refusal(what: str) -> TraceError:
+    return TraceError(
+        f"the model can't be traced: {what}, which autograd would call and a planned model would "
+        "not. Ways out: remove it while planning; change values in the forward instead (hooks on a "
+        "module's forward are followed); scale gradients by a torch.autograd.Function, which is "
+        "kept as a leaf; clip them between backward and step"
+    )

@@ -1,0 +1,129 @@
+"""Declaring what is to be kept as one node of the graph.
+
+A declaration lies on what it is about: as an attribute of the module, of the class of modules or of
+the `torch.autograd.Function`; a function is wrapped. Outside of a trace it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from costmodel.leaf_rules import summable
+
+ATTRIBUTE = "_meshwright_leaf"
+Amount = float | Callable[..., float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What the user says about a leaf; see `leaf`."""
+
+    rule: str = ""
+    sums: str = ""
+    flops: Amount | None = None
+    saved_bytes: Amount | None = None
+    result: Callable[..., Any] | None = None
+
+
+class Recorder(Protocol):
+    """The trace at work."""
+
+    def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a wrapped function or of an autograd.Function."""
+
+
+# A thread that a leaf is tried out in does not see the trace that started it
+TRACE: ContextVar[Recorder | None] = ContextVar("TRACE", default=None)
+
+
+def leaf(
+    target: Any = None, *, rule: str = "", sums: str = "", flops: Amount | None = None,
+    saved_bytes: Amount | None = None, result: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """Keep a module, a class of modules, a `torch.autograd.Function` or a function as one node.
+
+    Its forward is not looked into: it runs as it is written, in ordinary autograd, on this rank's
+    parts of its tensors. For scans, custom kernels, and whatever branches on values. Returns
+    `target` (a function: wrapped), and can be used as a decorator.
+
+    `rule` says which dims may be split: one term for every tensor it takes (arguments in order of
+    the call, then its parameters, then its buffers) and for every tensor it gives, as
+    "b _ d, d n -> b _ d". A letter is a dim that may be split wherever it stands; `_` is one that
+    may not (a scan's sequence); "*d -> *d" is pointwise. Terms at the end may be left out: those
+    tensors stay whole. A letter that no result has is split only if `sums` lists it, and then a
+    part's result must be a part of the sum ("b h, o h -> b o" with sums="h"). Without a rule it
+    runs in full on every rank. The forward must take sizes from its tensors, not from attributes.
+
+    The rule is tried when the model is traced: the forward and its backward run on small random
+    tensors on the CPU, whole and in two parts per letter, and the parts must make up the whole; a
+    rule that does not hold raises LeafError. What draws random numbers, or does not run so (large
+    dims that stay whole, kernels for other devices), is taken on trust, which the notes of the
+    graph say.
+
+    `flops` (of one forward) and `saved_bytes` (kept for the backward besides the tensors it takes
+    and gives) are numbers for one call on the sample batch, or functions of the shapes of the
+    tensors it takes; left out, they are counted on fake tensors. `result` maps the arguments of a
+    call to tensors like its results (`lambda x, w: torch.empty_like(x)`); it is needed where the
+    forward can't run on fake tensors, as kernels that read addresses can't, and a run on random
+    numbers won't do.
+
+    A forward whose `result` is declared must not write to buffers.
+
+    Raises ValueError for what is none of these, a rule without "->", or `sums` of other letters
+    than those that no result has.
+    """
+    if rule and rule.count("->") != 1:
+        raise ValueError(
+            f"leaf: rule={rule!r}; legal: terms for what it takes, '->', terms for what it gives, "
+            "e.g. 'b _ d, d -> b _ d'"
+        )
+    legal = summable(rule) if rule else set()
+    if wrong := sorted(set(sums.split()) - legal):
+        raise ValueError(
+            f"leaf: sums={sums!r}: {', '.join(map(repr, wrong))} can't be summed; legal: letters "
+            f"of the rule that no result has, here {', '.join(sorted(legal)) or 'none'}"
+        )
+    said = Declaration(rule=rule, sums=sums, flops=flops, saved_bytes=saved_bytes, result=result)
+    if target is None:
+        return functools.partial(_declare, declaration=said)
+    return _declare(target, said)
+
+
+def _declare(target: Any, declaration: Declaration) -> Any:
+    modules = isinstance(target, type) and issubclass(target, (nn.Module, torch.autograd.Function))
+    if isinstance(target, nn.Module) or modules:
+        setattr(target, ATTRIBUTE, declaration)
+        return target
+    if isinstance(getattr(target, "__self__", None), nn.Module):
+        raise ValueError(
+            f"leaf: {target!r} is a method, whose module's parameters would not be seen; declare "
+            "the module, or a function that takes the parameters as arguments"
+        )
+    if isinstance(target, type) or not callable(target):
+        raise ValueError(
+            f"leaf: {target!r}; legal: a module, a class of modules, an autograd.Function, a "
+            "function"
+        )
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trace = TRACE.get()
+        if trace is None:
+            return target(*args, **kwargs)
+        return trace.function(call, args, kwargs)
+
+    setattr(call, ATTRIBUTE, declaration)
+    return call
+
+
+def declared(target: Any) -> Declaration | None:
+    """What was said about a module, an autograd.Function or a function, or about its class."""
+    found = getattr(target, ATTRIBUTE, None)
+    return found if isinstance(found, Declaration) else None

@@ -1,0 +1,164 @@
+"""What a leaf runs: a module or a function called on a list of tensors.
+
+The operands are the tensors among the call's arguments, then the module's parameters, then its
+buffers; everything else that it was called with is kept from the trace. The module is the tracer's
+private copy, without weights: whoever runs it lends it tensors for the time of the call, of any
+sizes that its forward can take. Buffers that the forward writes to come out as results behind its
+own, so that a call changes nothing that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class UnseenWrite(RuntimeError):
+    """A leaf writes to a buffer of which the trace knows nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The place of a tensor among the leaves of a call's arguments or results: its number among
+    the operands."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One leaf's call. `leaves` and `spec` are its arguments, with `Operand`s for tensors; `state`
+    the names of parameters and buffers that the other operands are, of which it writes `written`;
+    `dense` tells operands that were contiguous as traced, and are made so; `gradients` which
+    results carry gradients; `autocast` is the dtype of the region it stands in; `unseen`: its
+    results were declared, so that nobody ran it while it was traced."""
+
+    name: str
+    function: Callable[..., Any]
+    module: nn.Module | None
+    leaves: tuple[Any, ...]
+    spec: Any
+    state: tuple[str, ...]
+    dense: tuple[bool, ...]
+    autocast: torch.dtype | None
+    written: tuple[str, ...] = ()
+    gradients: tuple[bool, ...] = ()
+    unseen: bool = False
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results and new values of written buffers, as the trace found them."""
+        given = [
+            x.contiguous() if dense else x for x, dense in zip(operands, self.dense, strict=True)
+        ]
+        tensors = len(given) - len(self.state)
+        state = dict(zip(self.state, given[tensors:], strict=True))
+        state |= {name: state[name].clone() for name in self.written}
+        versions = {name: x._version for name, x in state.items()}
+        output, after = self.run(given[:tensors], state)
+        changed = {n for n, x in state.items() if after[n] is not x or x._version != versions[n]}
+        if more := changed - set(self.written):
+            found = f"leaf {self.name} writes to {', '.join(sorted(more))}, which "
+            raise UnseenWrite(
+                f"{found}a trace can't see of a leaf with result=, because it does not run it; "
+                "return the new value and write it outside of the leaf, or leave result= out"
+                if self.unseen
+                else f"{found}it did not when it was traced; keep what depends on data out of its "
+                "buffers"
+            )
+        taken = {id(x) for x in (*given, *state.values())}
+        made = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        made = [x for x in made if id(x) not in taken]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+            self._check(made)
+        flowing = zip(made, self.gradients, strict=True)
+        return [
+            *(x if g else x.detach() for x, g in flowing),
+            *(after[n].detach() for n in self.written),
+        ]
+
+    def _check(self, made: Sequence[torch.Tensor]) -> None:
+        lost = [k for k, (x, g) in enumerate(zip(made, self.gradients, strict=True))
+                if g and not x.requires_grad]  # fmt: skip
+        if lost:
+            raise RuntimeError(
+                f"leaf {self.name} gives result {lost[0]} without gradient where the trace expects "
+                "one; give a kernel its backward by a torch.autograd.Function, and add 0 * x.sum() "
+                "of an input x to what depends on none"
+            )
+
+    def run(
+        self, tensors: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]
+    ) -> tuple[Any, Mapping[str, torch.Tensor]]:
+        """The forward's own output, and the state after it."""
+        device = next(iter((*tensors, *state.values()))).device.type
+        cast = torch.autocast(device, self.autocast) if self.autocast is not None else nullcontext()
+        args, kwargs = self.arguments(tensors)
+        if self.module is None:
+            with cast:
+                return self.function(*args, **kwargs), state
+        with cast, lent(self.module, state) as held:
+            return self.module(*args, **kwargs), held()
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the call."""
+        leaves = [tensors[x.number] if isinstance(x, Operand) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@contextmanager
+def lent(
+    module: nn.Module, state: Mapping[str, torch.Tensor]
+) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
+    """A module with other tensors in place of its parameters and buffers, by all their names; gives
+    what reads them back."""
+    tables: list[tuple[str, dict[str, Any], str, Any]] = []
+    first: dict[int, str] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    full = f"{path}.{name}" if path else name
+                    kept = first.setdefault(id(tensor), full)
+                    tables.append((kept, table, name, tensor))
+    try:
+        for kept, table, name, _ in tables:
+            table[name] = state[kept]
+        yield lambda: {kept: table[name] for kept, table, name, _ in tables}
+    finally:
+        for _, table, name, tensor in tables:
+            table[name] = tensor
+
+
+def to_meta(module: nn.Module) -> None:
+    """Leave of a module's tensors their shapes."""
+    made: dict[int, torch.Tensor] = {}
+    for below in module.modules():
+        for table in (below._parameters, below._buffers):
+            for name, x in table.items():
+                if x is not None and id(x) not in made:
+                    empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+                    weight = isinstance(x, nn.Parameter)
+                    made[id(x)] = nn.Parameter(empty, x.requires_grad) if weight else empty
+                table[name] = x if x is None else made[id(x)]
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Calls an autograd.Function."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters, then its buffers, tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

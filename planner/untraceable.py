@@ -1,0 +1,75 @@
+"""Modules that can't be traced: which one a failure lies in, and which others are like it.
+
+The innermost module around the failing line becomes a leaf, with all that are built like it, and
+the trace starts again; where a leaf won't do, the module around it is the next to try. The model
+itself is none: nothing would be left to plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+from torch import nn
+
+from planner.alike import describe
+from planner.functional import TraceError
+
+
+class Untraceable(TraceError):
+    """A failure inside of modules (`places`, innermost first) that may be kept as leaves, and
+    `why`, as a part of a sentence."""
+
+    def __init__(self, message: str, *, places: tuple[str, ...], why: str) -> None:
+        super().__init__(message)
+        self.places, self.why = places, why
+
+
+def around(place: str) -> tuple[str, ...]:
+    """A module's FQN and those of the modules around it, but for the model itself."""
+    parts = place.split(".") if place else []
+    return tuple(".".join(parts[:k]) for k in range(len(parts), 0, -1))
+
+
+def place_of(error: BaseException, model: nn.Module) -> str:
+    """FQN in `model` of the innermost module whose method was at work when `error` was raised."""
+    names = {id(vars(module)): name for name, module in model.named_modules()}
+    found = ""
+    for frame in _frames(error.__traceback__):
+        for name in ("self", "proxy"):
+            holder = frame.get(name)
+            if isinstance(holder, nn.Module):  # or a proxy of it, with the same attributes
+                found = names.get(id(vars(holder)), found)
+    return found
+
+
+def _frames(trace: TracebackType | None) -> Iterator[Mapping[str, object]]:
+    while trace is not None:
+        yield trace.tb_frame.f_locals
+        trace = trace.tb_next
+
+
+def further(model: nn.Module, kept: Mapping[str, str], error: Untraceable) -> dict[str, str]:
+    """The leaves to try next, and why; none where nothing is left to try."""
+    modules = dict(model.named_modules())
+    for place in error.places:
+        if place in kept or place not in modules or not _has_forward(modules[place]):
+            continue
+        parts = describe(modules[place])[0]
+        like = [name for name, m in modules.items() if name and _is_like(m, modules[place], parts)]
+        inside = tuple(f"{name}." for name in like)
+        outer = {name: why for name, why in kept.items() if not name.startswith(inside)}
+        return outer | dict.fromkeys(like, error.why)
+    return {}
+
+
+def _is_like(module: nn.Module, other: nn.Module, parts: list[object]) -> bool:
+    return module is other or (type(module) is type(other) and describe(module)[0] == parts)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether its class's forward is what a call runs."""
+    return type(module).forward is not _ABSTRACT and "forward" not in vars(module)
+
+
+_ABSTRACT = nn.Module.forward  # what containers have: they are never called

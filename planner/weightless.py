@@ -1,0 +1,63 @@
+"""Copies of models that share no weights with them: the tracer's, and what leaves run on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.functional import TraceError
+
+Like = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def weightless(
+    model: nn.Module,
+    dtype: torch.dtype,
+    like: Like,
+    *,
+    cast_buffers: bool = False,
+    replaced: Mapping[int, Any] = MappingProxyType({}),
+) -> Any:
+    """A copy with tensors made by `like`; `replaced` holds what stands for modules and their
+    tensors, by id."""
+    memo: dict[int, Any] = dict(replaced)
+    modules = list(_modules(model, replaced))
+    kept = {
+        id(p)
+        for module in modules
+        if getattr(module, "running_mean", None) is not None
+        for p in module.parameters(recurse=False)
+    }
+    for module in modules:  # tensors that are no state: constants, shared with the user's
+        plain = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
+        memo |= {id(t): t.detach() for t in plain}
+    for p in (p for module in modules for p in module.parameters(recurse=False)):
+        cast = p.is_floating_point() and id(p) not in kept
+        new = like(p, dtype if cast else p.dtype)
+        memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
+    for b in (b for module in modules for b in module.buffers(recurse=False)):
+        memo[id(b)] = like(b, dtype if cast_buffers and b.is_floating_point() else b.dtype)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TraceError(
+            f"{type(model).__name__} can't be copied ({error}); keep locks, files, process groups "
+            "and tensors with a history out of the model's attributes"
+        ) from error
+
+
+def _modules(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """Its modules, less those replaced and what is below them."""
+    seen = set(replaced)
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += reversed([m for m in module._modules.values() if m is not None])
