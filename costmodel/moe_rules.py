@@ -4,29 +4,56 @@
     grouped_linear   x[b, s, k, i], w[e, i, o], experts[b, s, k] -> y[b, s, k, o]
     combine          x[b, s, k, h]                               -> y[b, s, h]
 
-Every copy meets one expert, so that a grouped product's FLOPs are 2·b·s·k·i·o whatever e is. The
-tensor axis may split tokens (the weights' gradients are then partial), or i and o as in any
-product; it can't split e, whose copies would come from anywhere: that is the expert axis, which
-takes ranks of all other axes and exchanges the copies (`pricing.py`).
+A grouped product may have biases [e, o], and matrices stored as [e, o, i]. Every copy meets one
+expert, so that its FLOPs are 2·b·s·k·i·o whatever e is. The tensor axis may split tokens (the
+weights' gradients are then partial), or i and o as in any product; it can't split e, whose copies
+would come from anywhere: that is the expert axis, which takes ranks of all other axes and exchanges
+the copies (`pricing.py`).
+
+Routers count their choices and mark them with operators that all models may use (`histc` in
+`rules.py`, `scatter` in `index_rules.py`). Counts of a split batch are summed: a load-balancing
+loss is a product of two of them, and finds both whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from costmodel.graph import Op
-from costmodel.rules import Metas, OpFactors, Rule, ein
+from costmodel.graph import Op, argument
+from costmodel.rule_language import Metas, OpFactors, Rule, ein
 
 DISPATCH, COMBINE, GROUPED = "dispatch", "combine", "grouped_linear"
 EXPERT_FACTOR = "e"
+TOKEN_FACTORS = frozenset({"b", "s"})  # split along one, ranks have tokens of their own
+
+
+def copies_of(ops: Iterable[Op]) -> frozenset[str]:
+    """The values made from a `dispatch` on and before its `combine`: what experts work on."""
+    found: set[str] = set()
+    for op in ops:
+        if op.short == DISPATCH or (op.short != COMBINE and not found.isdisjoint(op.operands)):
+            found.update(op.results)
+    return frozenset(found)
+
+
+def inside_experts(ops: Sequence[Op]) -> frozenset[int]:
+    """Positions of operators before which no block may end: copies made before are read there or
+    later."""
+    copies = copies_of(ops)
+    made = {value: k for k, op in enumerate(ops) for value in op.results if value in copies}
+    last = {value: k for k, op in enumerate(ops) for value in op.operands if value in copies}
+    return frozenset(at for value, k in last.items() for at in range(made[value] + 1, k + 1))
 
 
 def _grouped(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    matrices = "out in" if argument(op, 4, "transposed", False) else "in out"
+    biases = f", {EXPERT_FACTOR} out" if len(operands) > 3 else ""
     made = ein(
-        f"b s k in, {EXPERT_FACTOR} in out, b s k -> b s k out", whole=EXPERT_FACTOR, flops=2.0
-    )(op, operands, results)
+        f"b s k in, {EXPERT_FACTOR} {matrices}, b s k{biases} -> b s k out",
+        whole=EXPERT_FACTOR, pinned=(3,), flops=2.0,
+    )(op, operands, results)  # fmt: skip
     counted = tuple(name for name in made.flop_factors if name != EXPERT_FACTOR)
     return replace(made, flop_factors=counted)
 

@@ -8,6 +8,7 @@ hides in a formula.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -46,7 +47,9 @@ class Target:
     them, kept as numbers, and attention with dropout is written out; else kernels keep bytes, and
     fused attention draws its own. `expert_host` is the host's work for each operator of an expert
     layer's data path (counting, sorting, splitting) relative to a plain operator; `message_s` the
-    seconds of each token sent to another node, where they are sent one by one. `defers_weights`:
+    seconds of each token sent to another node, where they are sent one by one. `expert_imbalance`:
+    copies of tokens on the busiest of the ranks that share experts out, over the mean: 1 where
+    routing is balanced, up to their number where it is not. `defers_weights`:
     whether a backward can put weight gradients off, for schedules that split it; where it can't,
     its first part takes all the time.
     """
@@ -65,6 +68,7 @@ class Target:
     dispatch: str = "per_expert"
     expert_host: float = 1.0
     message_s: float = 0.0
+    expert_imbalance: float = 1.0
     gradient_bytes: int = 4
     master: bool = True
     optimizer_passes: float = 1.0
@@ -91,6 +95,11 @@ class Target:
                 raise ValueError(
                     f"target {self.name!r}: {name}={getattr(self, name)!r}; legal: 0 to 1"
                 )
+        if not 1 <= self.expert_imbalance < math.inf:
+            raise ValueError(
+                f"target {self.name!r}: expert_imbalance={self.expert_imbalance!r}; legal: from 1 "
+                "(balanced), the busiest rank's tokens over the mean"
+            )
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int | float) and value < 0:

@@ -78,17 +78,19 @@ class FindRoute(nn.Module):
 
 
 def _outward(rows: torch.Tensor, route: Route) -> torch.Tensor:
-    """This rank's copies, sorted by expert -> those of its experts."""
+    """This rank's copies, sorted by expert -> those of its experts. Copies of no expert stay."""
     out = rows.new_empty(sum(route.received), rows.shape[1])
-    dist.all_to_all_single(out, rows, route.received, route.sent, group=route.axis.group)
+    leaving = rows[: sum(route.sent)]
+    dist.all_to_all_single(out, leaving, route.received, route.sent, group=route.axis.group)
     return out.index_select(0, route.arranged)
 
 
 def _homeward(rows: torch.Tensor, route: Route) -> torch.Tensor:
-    """Copies of this rank's experts -> its own, each in its token's place."""
-    out = rows.new_empty(sum(route.sent), rows.shape[1])
+    """Copies of this rank's experts -> its own, each in its token's place; zeros for no expert."""
+    out, sent = rows.new_empty(len(route.home), rows.shape[1]), sum(route.sent)
     back = rows.index_select(0, route.restored)
-    dist.all_to_all_single(out, back, route.sent, route.received, group=route.axis.group)
+    dist.all_to_all_single(out[:sent], back, route.sent, route.received, group=route.axis.group)
+    out[sent:].zero_()
     return out.index_select(0, route.home)
 
 
@@ -128,26 +130,37 @@ class _Return(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Copies [n, 1, 1, i], sorted, times the matrices of this rank's experts."""
+    """Copies [n, 1, 1, i], sorted, times the matrices [E, i, o] of this rank's experts, plus their
+    biases [E, o]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        counts: list[int],
+        transposed: bool,
+    ) -> torch.Tensor:
         rows = x.flatten(0, 2)
         ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        return grouped_rows(rows, weight, counts).view(-1, 1, 1, weight.shape[2])
+        ctx.counts, ctx.transposed = counts, transposed
+        matrices = weight.transpose(1, 2) if transposed else weight
+        return grouped_rows(rows, matrices, counts, bias).view(-1, 1, 1, matrices.shape[2])
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        to_rows, to_weight, _ = ctx.needs_input_grad
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows, weight), counts = ctx.saved_tensors, ctx.counts
+        to_rows, to_weight, to_bias, *_ = ctx.needs_input_grad
         grad = grads[0].flatten(0, 2)
-        found = grouped_rows(grad, weight.transpose(1, 2), ctx.counts) if to_rows else None
+        back = weight if ctx.transposed else weight.transpose(1, 2)
+        sides = (grad, rows) if ctx.transposed else (rows, grad)
+        ones = grad.new_ones(len(grad), 1)
         return (
-            None if found is None else found.view(-1, 1, 1, rows.shape[1]),
-            grouped_weights(rows, grad, ctx.counts) if to_weight else None,
+            grouped_rows(grad, back, counts).view(-1, 1, 1, rows.shape[1]) if to_rows else None,
+            grouped_weights(*sides, counts) if to_weight else None,
+            grouped_weights(ones, grad, counts).squeeze(1) if to_bias else None,
+            None,
             None,
         )
 
@@ -171,10 +184,16 @@ class Return(nn.Module):
 
 
 class GroupedProduct(nn.Module):
-    """The copies that arrived, each times the matrix of its expert."""
+    """The copies that arrived, each times the matrix of its expert, plus its bias."""
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, route: Route) -> torch.Tensor:
-        return _Product.apply(x, weight, route.counts)
+    def __init__(self, *, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, route: Route
+    ) -> torch.Tensor:
+        return _Product.apply(x, weight, bias, route.counts, self.transposed)
 
 
 # --- what runs on the way -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from costmodel.add_rule import verified
 from costmodel.factors import FactorTable, analyse
 from costmodel.graph import Graph
 from costmodel.memory import optimizer_bytes
@@ -56,6 +57,7 @@ def auto_parallelize(
     profile: bool = True,
     time_limit_s: float | None = None,
     executable: bool | None = None,
+    expert_imbalance: float = 1.0,
 ) -> ParallelModel:
     """Decide how to train `model` on `cluster`, say why, and (under torchrun) get ready to do it.
 
@@ -72,7 +74,9 @@ def auto_parallelize(
     best plan found so far is returned, and the report says by how much it may miss the best.
     `executable` leaves the search only what `train_step` runs so far; None means: where ranks are
     running, for one device, and for CPU processes (gloo), and everything that can be planned
-    elsewhere.
+    elsewhere. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the busiest
+    of the ranks that share experts out, over the mean. It multiplies what such ranks compute,
+    exchange and keep; 1.0 is balanced.
 
     Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
     the legal values, the way out.
@@ -90,7 +94,7 @@ def auto_parallelize(
         cluster=cluster,
         batch=global_batch_size,
         optimizer=optimizer,
-        target=target_named(target),
+        target=replace(target_named(target), expert_imbalance=expert_imbalance),
         profile=load_profile(cluster) if profile else None,
         compile=compile,
         tf32=tf32,
@@ -116,10 +120,10 @@ class _Traced:
         self.phases_s: dict[str, float] = {}
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
-        self.graph, self.table = self.at(model, max(2, batch_rows(example)))
+        self.graph, self.table = self.at(model, max(2, batch_rows(example)), like=None)
         self.phases_s["trace"] = time.process_time() - started
 
-    def at(self, model: nn.Module, rows: int) -> tuple[Graph, FactorTable]:
+    def at(self, model: nn.Module, rows: int, *, like: Graph | None) -> tuple[Graph, FactorTable]:
         graph = trace(
             model,
             self.example,
@@ -127,8 +131,9 @@ class _Traced:
             batch_size=rows,
             precision=self.precision,
         )
+        graph = verified(graph)
         table = analyse(graph)
-        return cut_blocks(graph, table), table
+        return cut_blocks(graph, table, like), table
 
     def lower(
         self, plan: Plan, compile: bool | str, tf32: bool, device: torch.device | None
@@ -140,8 +145,9 @@ class _Traced:
                 "replan: the model's weights were handed to the last plan, and the model was freed "
                 "since; keep a reference to it, or save a checkpoint and plan anew"
             )
-        same = plan.microbatch_rows == self.graph.batch_size
-        graph, table = (self.graph, self.table) if same else self.at(model, plan.microbatch_rows)
+        graph, table = self.graph, self.table
+        if plan.microbatch_rows != graph.batch_size:
+            graph, table = self.at(model, plan.microbatch_rows, like=graph)
         assignments = check_plan(plan, graph, table)
         if tf32:
             torch.set_float32_matmul_precision("high")

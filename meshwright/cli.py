@@ -164,6 +164,10 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
     parser.add_argument(
         "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
     )
+    parser.add_argument(
+        "--expert-imbalance", type=float, default=1.0, metavar="RATIO",
+        help="tokens of the busiest rank of experts over the mean (default 1.0, balanced)",
+    )  # fmt: skip
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,7 +234,7 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
         model, _cluster(args.cluster), example_inputs=example, global_batch_size=args.batch,
         loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer,
         target=args.software, profile=not args.no_profile, time_limit_s=args.time_limit,
-        executable=args.executable, **more,
+        executable=args.executable, expert_imbalance=args.expert_imbalance, **more,
     )  # fmt: skip
     return result, example
 

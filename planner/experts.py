@@ -10,16 +10,14 @@ tp, over neighbours on both axes (`folds`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.moe_rules import DISPATCH, EXPERT_FACTOR, GROUPED
-from costmodel.strategies import Placement
+from costmodel.graph import Graph, Op
+from costmodel.moe_rules import DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
+from costmodel.strategies import stays_with_experts
 from planner.layouts import Assignment
 from planner.plan import PlanError, StagePlan
-
-TOKENS = Placement("S", 1)  # the sequence of [b, s, ...]
 
 
 def has_experts(graph: Graph) -> bool:
@@ -34,8 +32,15 @@ def fewest_experts(graph: Graph, table: FactorTable) -> int:
 
 
 def expert_weights(graph: Graph) -> frozenset[str]:
-    """The values that grouped products take their matrices from."""
-    return frozenset(op.operands[1] for op in graph.ops if op.short == GROUPED)
+    """The values that grouped products take their matrices and biases from."""
+    return frozenset(
+        value for op in graph.ops if op.short == GROUPED for value in _weights(op.operands)
+    )
+
+
+def _weights(operands: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a grouped product's operands, its matrices and, where it has them, its biases."""
+    return operands[1], *operands[3:]
 
 
 def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
@@ -45,14 +50,22 @@ def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
 
 def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, Assignment]) -> bool:
     """Whether the executor shares the experts out over tensor ranks, too: all of them have tokens
-    of their own, whole matrices, and ep covers the tensor axis. `assignments` are those of all
-    stages on the ranks of `stage`."""
+    of their own, read and hold whole matrices, and ep covers the tensor axis. `assignments` are
+    those of all stages on the ranks of `stage`."""
     if stage.ep == 1 or stage.tp == 1 or stage.ep % stage.tp:
         return False
-    return all(
-        strategy.results[0] == TOKENS if op.short == DISPATCH else not strategy.operands[1].sharded
-        for block in graph.blocks
-        if block.name in assignments
+    weights = expert_weights(graph)
+    blocks = [block for block in graph.blocks if block.name in assignments]
+    whole = not any(
+        assignments[block.name].states[value].sharded
+        for block in blocks
+        for value in weights.intersection(block.parameters)
+    )
+    return whole and all(
+        strategy.split_factor in TOKEN_FACTORS
+        if op.short == DISPATCH
+        else not strategy.operands[1].sharded
+        for block in blocks
         for op in block.ops
         if op.short in (DISPATCH, GROUPED)
         for strategy in (assignments[block.name].strategies[op.name],)
@@ -80,10 +93,10 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
     weights = expert_weights(graph)
     for block in graph.blocks:
         for op in block.ops if block.name in blocks else ():
-            for k, value in enumerate(op.operands):
-                as_matrices = op.short == GROUPED and k == 1
+            own = _weights(op.operands) if op.short == GROUPED else ()
+            for value in op.operands:
                 parameter = value in graph.parameters
-                if value in weights and not (as_matrices and parameter):
+                if value in weights and not (value in own and parameter):
                     raise PlanError(
                         f"{place}: ep={stage.ep} can be priced, but not run: {op.key} takes the "
                         f"experts' matrices {graph.parameters.get(value, value)}, which must be a "
@@ -104,6 +117,7 @@ def check_experts(
     if not has_experts(graph):
         raise PlanError(f"{place}: ep={stage.ep}: the model has no experts; legal: 1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
+    _check_moves(ops, graph, table, assignments, f"{place}: ep={stage.ep}")
     strategies = {
         name: strategy
         for assignment in assignments.values()
@@ -124,7 +138,7 @@ def check_experts(
                     "of it, or whole matrices"
                 )
         if op.short == DISPATCH:
-            own = stage.tp if strategies[op.name].results[0].sharded else 1
+            own = stage.tp if strategies[op.name].split_factor in TOKEN_FACTORS else 1
             ranks = stage.dp * stage.cp * own
             if ranks % stage.ep:
                 raise PlanError(
@@ -137,3 +151,28 @@ def check_experts(
             f"{place}: ep={stage.ep} does not divide its dp={stage.dp} × cp={stage.cp} × "
             f"tp={stage.tp} ranks"
         )
+
+
+def _check_moves(
+    ops: Sequence[Op],
+    graph: Graph,
+    table: FactorTable,
+    assignments: Mapping[str, Assignment],
+    place: str,
+) -> None:
+    """Raise `PlanError` where copies of tokens are to be elsewhere than with their experts."""
+    states = {v: at for each in assignments.values() for v, at in each.states.items()}
+    strategies = {name: s for each in assignments.values() for name, s in each.strategies.items()}
+    for op in ops:
+        chosen = strategies[op.name]
+        moves = [
+            *((v, states.get(v), p) for v, p in zip(op.operands, chosen.operands, strict=True)),
+            *((v, p, states.get(v)) for v, p in zip(op.results, chosen.results, strict=True)),
+        ]
+        for value, source, target in moves:
+            if source and target and stays_with_experts(table, value, source, target):
+                raise PlanError(
+                    f"{place}: {value} goes from {source} to {target} "
+                    f"at {op.key}, but copies of tokens stay with their experts; legal: one state, "
+                    "or ep=1"
+                )

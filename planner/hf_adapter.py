@@ -1,10 +1,12 @@
 """What transformers models need while they are traced, switched on by what the model is.
 
-Three things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
+Four things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
 part of training. transformers, when it sees an exporter, always builds an explicit [batch, 1, s, s]
 mask, which rules out the flash kernels; while tracing, it is told that no exporter is at work and
 that sequences are not packed, so that it keeps `is_causal=True` as it does in ordinary training.
-And hand-written backwards that only repeat what autograd does are left out.
+Mixtures of experts are written with our operators (`hf_experts.py`), whichever of its own
+implementations the config names. And hand-written backwards that only repeat what autograd does are
+left out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 from unittest import mock
 
 from torch import nn
+
+from planner import hf_experts
 
 MASKING = "transformers.masking_utils"
 PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -32,16 +36,20 @@ PLAIN_FORMS: tuple[tuple[str, str, str], ...] = (
 def adapted(model: nn.Module) -> Iterator[None]:
     """Trace `model` (a private copy) inside; what is touched in transformers is restored at the
     end."""
-    masking = sys.modules.get(MASKING)
     with ExitStack() as stack:
-        if masking is not None and any(hasattr(m, "config") for m in model.modules()):
+        if any(hasattr(m, "config") for m in model.modules()):
             for module in model.modules():
                 config: Any = getattr(module, "config", None)
                 if getattr(config, "use_cache", False):
                     config.use_cache = False
+            masking = sys.modules.get(MASKING)
             for name, value in PATCHES:
                 if hasattr(masking, name):
                     stack.enter_context(mock.patch.object(masking, name, value))
+            experts = getattr(sys.modules.get(hf_experts.PLACE), hf_experts.INTERFACE, None)
+            if experts is not None:
+                found = hf_experts.lookup(experts)
+                stack.enter_context(mock.patch.object(experts, hf_experts.LOOKUP, found))
             for place, name, plain in PLAIN_FORMS:
                 found = sys.modules.get(place)
                 if hasattr(found, name) and hasattr(found, plain):

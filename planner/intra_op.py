@@ -15,7 +15,9 @@ costs of parameters,
     c_p(s)                        of parameter p stored as s, on the data axis (`_priced`)
     a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
 
-so that the rest is built and eliminated once per program.
+and where experts are shared out, from one ep > 1 to another, the costs of operators that exchange
+copies of tokens or work through them (`_shared_out`). The rest is built and eliminated once per
+program.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from functools import partial
 import numpy as np
 
 from costmodel.cost import Cost
+from costmodel.graph import Op
+from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
 from costmodel.pricing import Pricer
 from costmodel.strategies import RP, Placement, R, Strategy
 from planner.elimination import Elimination, PairwiseProblem, Scope, restricted
@@ -60,7 +64,8 @@ class _Stored:
 
 class BlockProgram:
     """The program of one block on a tensor axis at given rows. How parameters are stored is priced
-    by `solve`, for a data-parallel degree and number of micro-batches.
+    by `solve`, for a data-parallel degree and number of micro-batches; and what experts cost, for
+    the number of ranks that they are shared over (by more than one, if `pricer` has so many).
 
     `inputs` and `outputs` give the states that values crossing the boundary may have.
     `allowed(name, state)` restricts operators (by name, strategies) and values (by name, states)
@@ -81,6 +86,9 @@ class BlockProgram:
         self.inputs, self.outputs = inputs, outputs
         self.allowed = allowed or (lambda name, state: True)
         self.problem = PairwiseProblem()
+        several = pricer.setting.ep > 1
+        moved = (DISPATCH, COMBINE, GROUPED) if several else ()
+        self._shared_out = [op for op in self.block.ops if op.short in moved]
         self._build()
         self._storable = {value: self._states(value) for value in self.block.parameters}
         self._stored = [self._store(value) for value in self.block.parameters]
@@ -91,14 +99,7 @@ class BlockProgram:
     def _build(self) -> None:
         made: dict[str, tuple[str, int]] = {}
         for op in self.block.ops:
-            options = self.layouts.options(op)
-            costs = [
-                self._seconds(self.pricer.op_cost(op, s)) + self._slicing(op.operands, s)
-                if self.allowed(op.name, s)
-                else np.inf
-                for s in options
-            ]
-            self.problem.node(op.name, options, costs)
+            self.problem.node(op.name, self.layouts.options(op), self._computing(op, self.pricer))
             made |= {value: (op.name, k) for k, value in enumerate(op.results)}
         for value in self.block.inputs:
             states = self.inputs[value]
@@ -107,6 +108,15 @@ class BlockProgram:
         for value, (op_name, k) in made.items():
             results = [s.results[k] for s in self.problem.states[op_name]]
             self._attach(value, op_name, results, first=k == 0)
+
+    def _computing(self, op: Op, pricer: Pricer) -> list[float]:
+        """Seconds of an operator, by strategy."""
+        return [
+            self._seconds(pricer.op_cost(op, s)) + self._slicing(op.operands, s)
+            if self.allowed(op.name, s)
+            else np.inf
+            for s in self.layouts.options(op)
+        ]
 
     def _seconds(self, cost: Cost | None, microbatches: float = 1) -> float:
         return np.inf if cost is None else cost.seconds(microbatches)
@@ -263,15 +273,19 @@ class BlockProgram:
         return self._seconds(self.pricer.reshard(value, wait.state, wait.copy)), 0.0
 
     def _changing(self) -> set[Scope]:
-        """Factors that depend on the data axis or the number of micro-batches."""
+        """Factors that depend on the data axis, the number of micro-batches or that of the ranks
+        that share the experts out."""
         nodes: set[Scope] = {(f"parameter:{stored.value}",) for stored in self._stored}
+        nodes |= {(op.name,) for op in self._shared_out}
         return nodes | {stored.scope for stored in self._stored if stored.once.any()}
 
     def _priced(
         self, pricer: Pricer, allowed: Callable[[str, Placement], bool], m: float
     ) -> dict[Scope, np.ndarray]:
         """Those factors, for m micro-batches."""
-        factors: dict[Scope, np.ndarray] = {}
+        factors: dict[Scope, np.ndarray] = {
+            (op.name,): np.array(self._computing(op, pricer)) for op in self._shared_out
+        }
         for stored in self._stored:
             value = stored.value
             cost = {
@@ -305,7 +319,8 @@ class BlockProgram:
     ) -> BlockTable | None:  # fmt: skip
         """The cheapest assignment for every pair of boundary states; None if there is none at all.
 
-        `pricer`, on any data axis with the program's tensor axis and rows, prices the parameters;
+        `pricer`, on any data axis with the program's tensor axis and rows, prices parameters and
+        experts;
         `allowed` restricts how they are stored. Once-per-step work is spread over `microbatches`,
         by default the pricer's; infinitely many leave it out.
         """

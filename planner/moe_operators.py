@@ -7,12 +7,15 @@ sorting, exchanging) is one operator here, so that it can be planned and priced 
     grouped_linear   (b, s, k, i), (E, i, o), (b, s, k) -> (b, s, k, o)   each copy by its expert
     combine          (b, s, k, h)                       -> (b, s, h)      the copies' sum
 
+`grouped_linear` takes biases (E, o) as well, and matrices stored as (E, o, i) if `transposed`. A
+copy for "expert" E meets none and comes out as zeros (routers that drop tokens).
+
 The copies keep their token's place: which rank holds them is the cost model's business
 (`costmodel/moe_rules.py`), and the executor's where experts are shared out (`executor/experts.py`).
 
 A grouped product sorts the copies by expert, x_e being those of expert e, and multiplies
 
-    y_e = x_e W_e,        dx_e = dy_e W_eᵀ,        dW_e = x_eᵀ dy_e,
+    y_e = x_e W_e + b_e,     dx_e = dy_e W_eᵀ,     dW_e = x_eᵀ dy_e,     db_e = 1ᵀ dy_e,
 
 one product per expert that has any: 2·b·s·k·i·o FLOPs whatever E is, and no copies of weights.
 """
@@ -30,10 +33,11 @@ from torch import Tensor
 
 
 def expert_order(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts copies by expert, and how many each of `count` experts has."""
+    """The order that sorts copies by expert, and how many each of `count` experts has; those of
+    none come last."""
     flat = experts.reshape(-1)
-    counts = torch.zeros(count, dtype=torch.int64, device=flat.device)
-    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
+    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))[:count]
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -42,11 +46,18 @@ def inverse_of(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, places)
 
 
-def grouped_rows(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """[n, i] sorted by expert, [E, i, o] -> [n, o]; `counts` are the rows of each expert."""
+def grouped_rows(
+    rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
+    """[n, i] sorted by expert, [E, i, o], [E, o] -> [n, o]; `counts` are the rows of each expert,
+    and what rows are left have none."""
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, part in _parts(counts):
-        torch.mm(rows[part], weight[expert], out=out[part])
+        if bias is None:
+            torch.mm(rows[part], weight[expert], out=out[part])
+        else:
+            torch.addmm(bias[expert], rows[part], weight[expert], out=out[part])
+    out[sum(counts) :].zero_()
     return out
 
 
@@ -81,17 +92,22 @@ def _(x: Tensor, experts: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("meshwright::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    """Each copy times the matrix of its expert, 0 <= expert < weight.shape[0]."""
+def grouped_linear(
+    x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """Each copy times the matrix of its expert, 0 <= expert < weight.shape[0], plus its bias."""
     order, counts = expert_order(experts, weight.shape[0])
     rows = x.reshape(-1, x.shape[-1]).index_select(0, order)
-    made = grouped_rows(rows, weight, counts.tolist())
-    return made.index_select(0, inverse_of(order)).view(*x.shape[:-1], weight.shape[-1])
+    matrices = weight.transpose(1, 2) if transposed else weight
+    made = grouped_rows(rows, matrices, counts.tolist(), bias)
+    return made.index_select(0, inverse_of(order)).view(*x.shape[:-1], matrices.shape[-1])
 
 
 @grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[-1])
+def _(
+    x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2])
 
 
 @torch.library.custom_op("meshwright::grouped_linear_weight_gradient", mutates_args=())
@@ -126,17 +142,23 @@ def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return combine(grad), None
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, experts, _, ctx.transposed = inputs
+    ctx.save_for_backward(x, weight, experts)
 
 
-def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, experts = ctx.saved_tensors
-    to_x, to_weight, _ = ctx.needs_input_grad
-    count = weight.shape[0]
+    # arguments that were left to their defaults are not listed
+    to_x, to_weight, _, to_bias = (*ctx.needs_input_grad, False)[:4]
+    count, transposed = weight.shape[0], ctx.transposed
+    sides = (grad, x) if transposed else (x, grad)
+    ones = grad.new_ones(*grad.shape[:-1], 1)
     return (
-        grouped_linear(grad, weight.transpose(1, 2), experts) if to_x else None,
-        grouped_linear_weight_gradient(x, grad, experts, count) if to_weight else None,
+        grouped_linear(grad, weight, experts, None, not transposed) if to_x else None,
+        grouped_linear_weight_gradient(*sides, experts, count) if to_weight else None,
+        None,
+        grouped_linear_weight_gradient(ones, grad, experts, count).squeeze(1) if to_bias else None,
         None,
     )
 

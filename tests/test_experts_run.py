@@ -243,6 +243,24 @@ def test_a_mesh_that_neither_axis_carries_is_refused() -> None:
         check_runs(plan)
 
 
+def test_experts_stored_split_are_not_shared_out_over_tensor_ranks() -> None:
+    """Tensor ranks with tokens of their own may share experts out only if each holds whole ones."""
+    of = graph_of(4, "fp32")
+    for shardings, folded in ((TOKENS, True), ({**SPLIT, **TOKENS}, False)):
+        plan = plan_of(Run(dp=2, tp=2, ep=(2,), shardings=shardings), of)
+        chosen = check_plan(plan, of.graph, of.table)
+        assert stage_meshes(plan, of.graph, of.table, chosen)[0].folded is folded
+
+
+def test_copies_of_tokens_stay_with_their_experts() -> None:
+    of = graph_of(4, "fp32")
+    split = {**TOKENS, "layers.*.experts:grouped_linear": "out"}
+    run = Run(dp=2, tp=2, ep=(2,), shardings=split)
+    with pytest.raises(PlanError, match=r"goes from S\(1\) to .* but copies of tokens stay"):
+        check_plan(plan_of(run, of), of.graph, of.table)
+    check_plan(plan_of(replace(run, ep=(1,)), of), of.graph, of.table)
+
+
 def test_dp_shard_and_ep_must_nest() -> None:
     of = graph_of(4, "fp32")
     plan = plan_of(Run(dp=4, ep=(2,), zero=1), of)

@@ -11,6 +11,7 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -35,6 +36,7 @@ from planner.plan import Plan, PlanError, StagePlan
 from planner.published import Unpriced
 from planner.reference_models import Latent, TransformerDims, build
 from planner.rows import read_row
+from planner.stage_costs import StageCoster
 from planner.validate import predict_row, traced
 from profiles.cluster import Cluster, Link
 from profiles.curve import Curve
@@ -201,6 +203,22 @@ def test_products_grow_with_the_tokens_of_all_expert_ranks() -> None:
 
 
 # --- plans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_programs_are_shared_by_all_degrees_and_solved_for_each(tp: int) -> None:
+    """Stages with ep=8, found after those with ep=2, cost what they do where nothing was before."""
+    graph, table = traced(SPARSE, "bf16")
+
+    def costs(coster: StageCoster, ep: int) -> np.ndarray:
+        setting = coster.setting(dp=8, tp=tp, ep=ep, rows=2.0, microbatches=4)
+        return coster.chain(setting).seconds
+
+    used, fresh = (StageCoster(graph, table, ideal(2, 8), "bf16", "adamw") for _ in range(2))
+    before = costs(used, 2)
+    after = costs(used, 8)
+    np.testing.assert_allclose(after, costs(fresh, 8), rtol=1e-12)
+    assert not np.allclose(after, before)
 
 
 def plan_of(graph: Graph, **stage: int) -> Plan:

@@ -1,0 +1,74 @@
+"""The experts of transformers, written with the operators of `planner/moe_operators.py`.
+
+A module whose class went through transformers' `use_experts_implementation` says by attributes how
+its experts are laid out, and looks its forward up by name at every call. With n tokens, k experts
+chosen for each and E of them, x [n, h], chosen [n, k] and weights [n, k], all of those forwards are
+
+    y_t = Σ_j  weights_tj · norm(down_e · gate(up_e x_t + a_e) + c_e),        e = chosen_tj
+
+    has_gate             up is `gate_up_proj`, and gate `_apply_gate`; else `up_proj`, and `act_fn`
+    has_bias             a_e and c_e are `<projection>_bias` [E, o], else none
+    is_transposed        matrices are stored as [E, i, o], else as nn.Linear does, [E, o, i]
+    is_concatenated      how the halves of `gate_up_proj` lie: known to `_apply_gate`
+    has_post_expert_norm norm is `post_expert_norm`, else nothing
+
+The loop over experts that were chosen (`eager`) can't be exported, and the kernels that stand for
+it sort tokens of the whole batch, which rules out a split one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from planner.moe_operators import combine, dispatch, grouped_linear
+
+PLACE, INTERFACE, LOOKUP = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS", "get_interface"
+Forward = Callable[..., Tensor]
+
+
+def lookup(interface: Mapping[str, Forward]) -> Callable[[str | None, Forward], Forward]:
+    """`get_interface` of transformers' registry, with `experts_forward` for the module's own loop
+    and for its equals that transformers brings; what a user registered there stays."""
+    plain: Callable[[str | None, Forward], Forward] = getattr(interface, LOOKUP)
+
+    def get_interface(name: str | None, default: Forward) -> Forward:
+        found = plain(name, default)
+        own = found is default or getattr(found, "__module__", "").startswith("transformers.")
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            # transformers' expert parallelism hands a rank other experts than the module says
+            if not own or getattr(module, "_is_expert_parallel", False):
+                return found(module, *args, **kwargs)
+            return experts_forward(module, *args, **kwargs)
+
+        return forward
+
+    return get_interface
+
+
+def experts_forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """[n, h], [n, k], [n, k] -> [n, h]: what transformers' experts do, copy by copy."""
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        matrices = getattr(module, name)
+        return grouped_linear(
+            rows.to(matrices.dtype), matrices, experts, bias, not module.is_transposed
+        )
+
+    experts = chosen.unsqueeze(1)  # [n, 1, k]: n tokens of sequences of one
+    rows = dispatch(x.unsqueeze(1), experts)
+    if module.has_gate:
+        rows = module._apply_gate(product(rows, "gate_up_proj"))
+    else:
+        rows = module.act_fn(product(rows, "up_proj"))
+    rows = product(rows, "down_proj")
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)
+        # a copy of no expert is zero before the norm, and need not be behind it
+        weights = weights.masked_fill(chosen >= module.down_proj.shape[0], 0.0)
+    rows = rows * weights.unsqueeze(1).unsqueeze(-1)
+    return combine(rows).squeeze(1).to(x.dtype)
