@@ -17,7 +17,7 @@ from executor.deferred import Later
 from executor.emitter import State
 from executor.fully_sharded import shard_stage
 from executor.gradients import Layout
-from executor.lower import Lowered, Lowering, buffer_state
+from executor.lower import Lowered, Lowering, buffer_state, crossing
 from executor.meshes import BACKWARD, FORWARD, Edge, Place
 from executor.parameters import StageParameter, expose, make_parameter
 from executor.reshard import local_part
@@ -30,6 +30,7 @@ from planner.layouts import Assignment, BlockLayouts
 from planner.plan import Plan, PlanError
 from planner.selective import selective_ops
 from planner.stage_sums import recomputable
+from planner.written_buffers import updates_of
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -118,12 +119,13 @@ class Builder:
             repeated={
                 b.name: selective_ops(b, graph, self.table, place.device.type)
                 for b in blocks
-                if policies[b.name] == "selective"
+                if policies[b.name] == "selective" and recomputable(b)
             },
         )  # fmt: skip
-        updates = _updates(graph, self.owner, k)
+        updates = updates_of(graph, blocks)
+        made = {n for b in blocks for n in b.outputs}
         wanted = dict.fromkeys(n for b in blocks for n in b.derived)
-        wanted |= dict.fromkeys(updates.values())
+        wanted |= dict.fromkeys(n for n in updates.values() if n not in made)
         prologue = lowering.prologue(_needed(graph.derived, wanted), tuple(wanted))
         buffers = _buffers(graph, blocks, layouts, chosen, prologue, updates)
         lowered = _lowered(lowering, blocks, layouts, chosen, stored, buffers)
@@ -276,7 +278,7 @@ class Builder:
     ) -> None:  # fmt: skip
         place, meta = self.place, self.graph.values[name]
         ends = [
-            (mesh, _crossing_state(self._data(mesh.dp), name))
+            (mesh, crossing(self.graph, self._data(mesh.dp), name))
             for mesh in (place.meshes[j] for j in edge)
         ]
         mesh, placement = ends[edge.index(k)]
@@ -375,17 +377,6 @@ def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
     return kept[::-1]
 
 
-def _updates(graph: Graph, owner: Mapping[str, int], stage: int) -> dict[str, str]:
-    """Buffer updates that belong to this stage: where the buffer's module runs, else the first
-    stage."""
-    home = {op.module: owner[b.name] for b in graph.blocks for op in b.ops}
-    return {
-        buffer: value
-        for buffer, value in graph.updates.items()
-        if home.get(graph.buffers[buffer].rpartition(".")[0], 0) == stage
-    }
-
-
 def _buffers(
     graph: Graph, blocks: Sequence[Block], layouts: Mapping[str, BlockLayouts],
     chosen: Mapping[str, Assignment], prologue: Lowered, updates: Mapping[str, str],
@@ -436,8 +427,3 @@ def _counts(
         return None, {}
     wanted = tuple(dict.fromkeys(target for target, _ in losses.values()))
     return lowering.prologue(_needed(graph.derived, dict.fromkeys(wanted)), wanted), losses
-
-
-def _crossing_state(layout: DataLayout, name: str) -> Placement:
-    state = layout.states[name]
-    return state if state.sharded and state.split == 1 else R

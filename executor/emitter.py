@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from costmodel.graph import Op, map_refs
+from costmodel.draws import ATTENTION, COUNTED, draws
+from costmodel.graph import Op, argument, map_refs
+from costmodel.leaf_rules import LEAVES
 from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from costmodel.rules import argument
-from costmodel.strategies import Placement, R, Strategy
+from costmodel.rule_language import divided
+from costmodel.strategies import COPY_DIMS, Placement, R, Strategy
 from executor.deferred import DeferredProduct
+from executor.draws import DropoutAttention, IndexGrid, drawn, single_rows
 from executor.experts import FindRoute, GroupedProduct, Leg, Return, Send, refused
 from executor.implementations import (
-    CounterDropout,
-    DropoutAttention,
     GlobalLoss,
-    IndexGrid,
     ParallelEmbedding,
     ScaledMean,
     SyncBatchNorm,
 )
-from executor.reshard import Reshard
+from executor.leaves import LeafCall, part_number
+from executor.no_grad import read_by
+from executor.reshard import Axis, Reshard
 from planner.layouts import Assignment, BlockLayouts, default_state
 from planner.plan import PlanError
 
@@ -131,17 +134,23 @@ class Emitter:
             raise AssertionError(
                 f"parameter {name} is stored with a partial gradient but read whole"
             )
-        if name in self.away and any(p.sharded and p.dim < 3 for p in (source[k], target[k])):
+        ends = source[k], target[k]
+        if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in ends):
             raise PlanError(
-                f"plan: ep > 1: {name} goes from {source[k]} to {target[k]} between dispatch and "
+                f"plan: ep > 1: {name} goes from {ends[0]} to {ends[1]} between dispatch and "
                 "combine, where copies of tokens stay with their experts; legal: splits of what "
                 "stands behind the copies' dims, or ep=1"
             )
         if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
             local = [local_view(p[k], p[1 - k], other.size) for p in (source, target)]
-            moved = self._call(Reshard(local[0], local[1], axis), (node,))
+            moved = self._call(Reshard(*local, axis, self._uneven(name, source[k], axis)), (node,))
         self.nodes[name, target] = moved
         return moved
+
+    def _uneven(self, name: str, source: Placement, axis: Axis) -> int | None:
+        """The size of a split dim that its axis doesn't divide."""
+        size = self.graph.values[name].shape[source.dim] if source.sharded else 0
+        return size if size % axis.size else None
 
     def _call(self, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
         name = f"m{len(list(self.root.children()))}"
@@ -160,28 +169,33 @@ class Emitter:
 
     def _emit(self, op: Op, position: int, outputs: Sequence[str]) -> None:
         data, tensor = self._strategies(op)
-        wanted = iter(zip(op.operands, data.operands, tensor.operands, strict=True))
+        states = zip(data.operands, tensor.operands, strict=True)
+        wanted = iter(zip(op.operands, states, strict=True))
         leg = self.legs.get(op.name)
 
         def operand(name: str) -> fx.Node:
-            value, on_data, on_tensor = next(wanted)
+            value, state = next(wanted)
             assert value == name
-            state = (on_data, on_tensor)
             if leg is not None and name in leg.sent:
                 return self._sent(name, state, leg.dispatch)
-            return self.value(name, state)
+            return read_by(op, name, self.value(name, state), self.graph)
 
         args, kwargs = map_refs((op.args, dict(op.kwargs)), operand)
         results = [(d, t) for d, t in zip(data.results, tensor.results, strict=True)]
         args = self._localized(op, [self._here(a) for a in args], results)
         kwargs = {name: self._here(a) for name, a in kwargs.items()}
+        made = self.table.ops[op.name]
+        sizes = dict(made.sizes)
+        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
+            if strategy.split_factor in sizes:
+                sizes[strategy.split_factor] = axis.part(sizes[strategy.split_factor])[1]
+        args, kwargs = divided(op, made, args, kwargs, sizes)
         node = self._travelling(op, args, results)
         if node is None:
             node = self._replaced(op, position, args, kwargs, data, tensor, results)
         if node is None:
             node = self.out.call_function(_callable(op), tuple(args), kwargs)
-        node = self._scaled(op, node, data, tensor)
-        self._bind(op, node, results, outputs)
+        self._bind(op, self._scaled(op, node, data, tensor), results, outputs)
 
     def _here(self, argument: Any) -> Any:
         """Traced on meta, run on this rank's device."""
@@ -228,7 +242,8 @@ class Emitter:
             return self._call(Send(tokens=True), (args[0], self.routes[op.name]))
         route = self.routes[leg.dispatch]
         if op.short == GROUPED:
-            return self._call(GroupedProduct(), (*args[:2], route))
+            x, weight, _, bias, transposed = (*args, *(None, False)[len(args) - 3 :])
+            return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
         return self._call(Return(), (args[0], route)) if op.short == COMBINE else None
 
     def _sent(self, name: str, state: State, dispatch: str) -> fx.Node:
@@ -273,7 +288,8 @@ class Emitter:
         scale = 1.0
         for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
             if kinds.get(strategy.split_factor) == "mean":
-                scale /= axis.size
+                size = self.table.ops[op.name].sizes[strategy.split_factor]
+                scale *= axis.part(size)[1] / size
         return node if scale == 1.0 else self._call(ScaledMean(scale), (node,))
 
     def _replaced(
@@ -281,20 +297,21 @@ class Emitter:
         data: Strategy, tensor: Strategy, results: Sequence[State],
     ) -> fx.Node | None:  # fmt: skip
         """The module standing in for an operator, if its strategy or its nature asks for one."""
-        if op.name in self.legs and draws(op):
-            raise refused(op, "its mask is by token, and it does not know which it has")
-        if op.short == "dropout" and draws(op):
-            grid = self._grid(op.results[0], results[0])
-            return self._call(CounterDropout(grid, position), (*args[:3], self.rng))
-        if op.short == "scaled_dot_product_attention" and draws(op):
-            return self._attention(op, position, args, kwargs, results[0])
+        if op.short in LEAVES:
+            axes = ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
+            call = LeafCall(op, self.low.device, position, part_number(axes))
+            return self._call(call, (*args[1], *([self.rng] if draws(op) else ())))
+        if draws(op):
+            return self._drawn(op, position, args, kwargs, results[0])
         if self._normalised(op) and self._global(op, data, tensor):
             return self._loss(op, args, data, tensor)
         if tensor.implementation == "embedding":
-            return self._call(ParallelEmbedding(self.low.tensor_axis), tuple(args))
+            start, _ = self.low.tensor_axis.part(self.graph.values[op.operands[0]].shape[0])
+            return self._call(ParallelEmbedding(start), tuple(args))
         for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
             if strategy.implementation == "batch_norm":
-                return self._call(SyncBatchNorm(axis), tuple(args))
+                size = self.table.ops[op.name].sizes[strategy.split_factor]
+                return self._call(SyncBatchNorm(axis, size), tuple(args))
         if self.low.later is not None:
             return self._deferred(op, args, kwargs)
         return None
@@ -315,6 +332,26 @@ class Emitter:
             return None
         bias = given[0 if op.short == "addmm" else 2] if len(args) == 3 else False
         return self._call(DeferredProduct(op.short, self.low.later, bias=bias), tuple(args))
+
+    def _drawn(
+        self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State
+    ) -> fx.Node | None:
+        """Draws that are the same under every plan; others run on one device alone."""
+        if op.name in self.legs:
+            raise refused(op, "its mask is by token, and it does not know which it has")
+        if op.short == ATTENTION:
+            return self._attention(op, position, args, kwargs, state)
+        if op.short in COUNTED:
+            dtype = self.graph.values[op.results[0]].dtype
+            module = drawn(op, dtype, self._grid(op.results[0], state), position)
+            return self._call(module, (self.rng, *(a for a in args if isinstance(a, fx.Node))))
+        if self.low.data_axis.size * self.low.tensor_axis.size == 1:
+            return None
+        raise PlanError(
+            f"plan: {op.key} ({op.target}) draws random numbers in a way of its own, which would "
+            "differ from rank to rank; legal: dropout, rand, randn, bernoulli and the like, or "
+            "dp=1 and tp=1"
+        )
 
     def _attention(
         self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State
@@ -342,9 +379,12 @@ class Emitter:
             for k in (0, 1)
         ]
         shape = tuple(shape or self.graph.values[value].shape)
-        rows = self.graph.batch_size
-        batched = rows == 1 or self.table.has_batch(value)
-        return IndexGrid(shape, cuts, math.prod(shape) // rows if batched else 0)
+        batched = self.table.has_batch(value) or value in self._single_rows
+        return IndexGrid(shape, cuts, math.prod(shape) // self.graph.batch_size if batched else 0)
+
+    @cached_property
+    def _single_rows(self) -> frozenset[str]:
+        return single_rows(self.graph)
 
     # --- losses ---
 
@@ -367,17 +407,17 @@ class Emitter:
         return self._global(op, data, tensor) and op.operands[1] in known
 
     def _loss(self, op: Op, args: list[Any], data: Strategy, tensor: Strategy) -> fx.Node:
-        vocabulary = self.low.tensor_axis if tensor.implementation == "cross_entropy" else None
-        count = tuple(
-            axis
-            for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
-            if strategy.split_factor and not strategy.implementation
-        )
+        on_axes = ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
+        # the data axis splits classes too where they are rows, as in a contrastive loss
+        vocabulary = next((axis for x, axis in on_axes if x.implementation), None)
+        sizes = self.table.ops[op.name].sizes
+        count = tuple(axis for x, axis in on_axes if x.split_factor and not x.implementation)
         module = GlobalLoss(
             LOSSES[op.short],
             int(argument(op, 3, "reduction", 1)),
             vocabulary,
             count,
+            first_class=vocabulary.part(sizes["vocab"])[0] if vocabulary else 0,
         )
         ignore = argument(op, 4, "ignore_index", -100)
         smoothing = argument(op, 5, "label_smoothing", 0.0)
@@ -395,12 +435,6 @@ def local_view(placement: Placement, other: Placement, other_size: int) -> Place
     ):
         return Placement("S", placement.dim, placement.split // other_size)
     return placement
-
-
-def draws(op: Op) -> bool:
-    if op.short == "dropout":
-        return bool(argument(op, 2, "train", True)) and argument(op, 1, "p", 0.0) != 0.0
-    return op.short == "scaled_dot_product_attention" and bool(argument(op, 4, "dropout_p", 0.0))
 
 
 def _callable(op: Op) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from costmodel.factors import FactorTable
 from costmodel.graph import Block, Graph, Op
+from costmodel.leaf_rules import LEAVES
 from costmodel.strategies import Placement, R
 from executor.compile import CompiledBlock
 from executor.deferred import Later
@@ -73,16 +74,16 @@ class Lowering:
     # --- states and shapes ---
 
     def boundary(self, value: str, tensor: Placement = R) -> State:
-        """State in which a value crosses a block's boundary: never partial on the data axis."""
-        data = self.data.states[value]
-        keep = (data.sharded and data.split == 1) or value == self.graph.loss
-        return (data if keep else R, tensor)
+        """State in which a value crosses a block's boundary; the loss leaves as it is."""
+        own = value == self.graph.loss
+        data = self.data.states[value] if own else crossing(self.graph, self.data, value)
+        return data, tensor
 
     def local_shape(self, value: str, state: State) -> list[int]:
         shape = list(self.graph.values[value].shape)
         for placement, axis in zip(state, (self.data_axis, self.tensor_axis), strict=True):
             if placement.sharded:
-                shape[placement.dim] //= axis.size
+                shape[placement.dim] = axis.part(shape[placement.dim])[1]
         return shape
 
     def block(
@@ -113,7 +114,8 @@ class Lowering:
             if block.name in self.repeated_whole:
                 written = repeat_whole(written)
             module: nn.Module = written
-            if self.backend is not None and not emitter.legs:
+            whole = any(op.short in LEAVES for op in block.ops)  # what a compiler can't look into
+            if self.backend is not None and not emitter.legs and not whole:
                 module = CompiledBlock(written, name=block.name, backend=self.backend)
             positions = tuple(block.ops.index(op) for op in emitter.losses)
             self._classes[key] = (module, positions, emitter.rng is not None)
@@ -160,6 +162,14 @@ class Lowering:
         )
         whole = class_hash(self.graph, block, exact=True)
         return whole, choices, results, own, tuple(states.values())
+
+
+def crossing(graph: Graph, data: DataLayout, value: str) -> Placement:
+    """State on the data axis in which a value goes from block to block, or from stage to stage: its
+    rows split or whole, never partial; whole if it replaces a buffer, which every rank holds."""
+    state = data.states[value]
+    rows = state.sharded and state.split == 1
+    return state if rows and value not in graph.updates.values() else R
 
 
 def buffer_state(layouts: BlockLayouts, name: str, assignment: Assignment) -> Placement:

@@ -22,6 +22,7 @@ from executor.build import Builder, BuiltStage
 from executor.checkpoint_ranks import gloo_group, told_by
 from executor.compile import backend_of
 from executor.deferred import Later
+from executor.evaluating import check_evaluable
 from executor.fully_sharded import collect
 from executor.gradients import Reducer, deliver, exchange_tied, lay_out
 from executor.launch import device_here
@@ -155,12 +156,7 @@ class Runtime:
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
         self._check_ready()
-        if any(op.short.startswith("batch_norm") for op in self.graph.ops):
-            raise ValueError(
-                "eval_step: the model was planned for training, where batch norm takes the "
-                "statistics of the batch; load full_state_dict() into the model, call .eval(), and "
-                "evaluate that"
-            )
+        check_evaluable(self.graph)
         inputs = self.batches.checked(batch)
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
@@ -300,7 +296,10 @@ class Runtime:
                 if fqn not in self.saved:
                     continue
                 local = stage.program.tensors[value]
-                found[fqn] = all_gather(local, state, self.place.tensor) if state.sharded else local
+                if state.sharded:
+                    size = self.graph.values[value].shape[state.dim]
+                    local = all_gather(local, state, self.place.tensor, size)
+                found[fqn] = local
         return found | (self.unused if 0 in self.stages else {})
 
     def parameters(self) -> Iterator[nn.Parameter]:

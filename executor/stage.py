@@ -112,8 +112,10 @@ class StageProgram(nn.Module):
             values |= dict(zip(lowered.outputs, block(*args), strict=True))
         if self.training:
             with torch.no_grad():
-                for buffer, update in self.updates.items():
-                    self.tensors[buffer].copy_(values[update])
+                for buffer, update in self.updates.items():  # anew: a backward may need the old
+                    new = torch.empty_like(self.tensors[buffer])
+                    assert values[update].shape == new.shape, f"a part of the update of {buffer}"
+                    self.tensors[buffer] = new.copy_(values[update])
         kept = (*self.sends, self.loss) if self.loss else self.sends
         return {n: values[n] for n in kept}
 

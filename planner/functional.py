@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from costmodel.graph import Op, Ref, TensorMeta, map_refs, refs
+from costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
 
 # results that carry no gradient, whatever the operands do
 CONSTANT_LIKE = frozenset({
@@ -81,18 +81,23 @@ class Builder:
         """Append one call; names of its results. Without `metas` their shapes are found on meta."""
         short = target.split(".")[1]
         metas = metas or evaluate(self.values, target, args, kwargs)
-        flows = grad and short not in CONSTANT_LIKE
+        flows = grad and short_name(target) not in CONSTANT_LIKE
         needs = flows and any(self.values[n].requires_grad for n in refs((args, kwargs)))
         name = self.unique(name or short)
         results = (
             tuple(self.unique(f"{name}_{i}") for i in range(len(metas))) if several else (name,)
         )
         for result, meta in zip(results, metas, strict=True):
-            self.values[result] = dataclasses.replace(
-                meta, requires_grad=needs and meta.dtype.is_floating_point
-            )
+            differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
+            self.values[result] = dataclasses.replace(meta, requires_grad=needs and differentiable)
         self._append(target, tuple(args), dict(kwargs), results, name, place)
         return results
+
+    def detached(self, value: str, place: Place) -> Ref:
+        """The value without its history; itself where it has none."""
+        if not self.values[value].requires_grad:
+            return Ref(value)
+        return Ref(self.add("aten.detach.default", (Ref(value),), {}, place)[0])
 
     def _append(
         self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
@@ -269,23 +274,41 @@ def _place(op: Op) -> Place:
     return Place(module=op.module, source=op.source)
 
 
+# in-place operators whose functional form is not the name without its last character
+_NAMED_OTHERWISE: Mapping[str, str] = {
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.normal_.default": "aten.normal_functional.default",
+}
+
+
 def functional_call(
     builder: Builder, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place,
     *, name: str, grad: bool,
 ) -> str:  # fmt: skip
-    """The value that an in-place call `target` would leave in its first operand."""
+    """The value that an in-place call `target` would leave in its first operand, or one with `out`
+    in that."""
     namespace, base, which = target.split(".")
-    held: Ref = args[0]
+    held: Ref = kwargs.get("out", args[0])
     meta = builder.values[held.name]
     add: Callable[..., tuple[str, ...]] = builder.add
+    if "out" in kwargs:
+        rest = {k: v for k, v in kwargs.items() if k != "out"}
+        made = add(_returning(target, place), args, rest, place, name=name, grad=grad)[0]
+        return builder.cast(made, meta.dtype, place, grad=grad)
     if base == "copy_" or (base == "fill_" and isinstance(args[1], Ref)):
-        value = builder.cast(args[1].name, meta.dtype, place, grad=grad)
+        source = args[1] if grad else builder.detached(args[1].name, place)
+        value = builder.cast(source.name, meta.dtype, place, grad=grad)
         if builder.values[value].shape == meta.shape:
             return value
         return add("aten.expand.default", (Ref(value), list(meta.shape)), {}, place, grad=grad)[0]
     if base in ("fill_", "zero_"):
         fill = args[1] if base == "fill_" else 0
         return add("aten.full_like.default", (held, fill), {}, place, name=name)[0]
+    if target in _NAMED_OTHERWISE:  # defaults, which export leaves out, are those of `target`
+        rest = overload(target)._schema.arguments[len(args) :]
+        defaults = {a.name: a.default_value for a in rest if a.default_value is not None}
+        kwargs = {**defaults, **kwargs}
+        return add(_NAMED_OTHERWISE[target], args, kwargs, place, name=name, grad=grad)[0]
     packet = getattr(getattr(torch.ops, namespace), base[:-1], None)
     if packet is None or not base.endswith("_") or which not in packet.overloads():
         raise TraceError(
@@ -293,6 +316,18 @@ def functional_call(
         )
     made = add(f"{namespace}.{base[:-1]}.{which}", args, kwargs, place, name=name, grad=grad)[0]
     return builder.cast(made, meta.dtype, place, grad=grad)
+
+
+def _returning(target: str, place: Place) -> str:
+    """The overload that returns what `target` writes to its `out`."""
+    namespace, name, _ = target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    inputs = [(a.name, str(a.type)) for a in overload(target)._schema.arguments if not a.is_out]
+    for which in packet.overloads():
+        schema = getattr(packet, which)._schema
+        if [(a.name, str(a.type)) for a in schema.arguments] == inputs:
+            return f"{namespace}.{name}.{which}"
+    raise TraceError(f"{target} at {place} has no form that returns its result; drop out=")
 
 
 def partition(calls: Sequence[Op], wanted: set[str], raw: set[str]) -> tuple[list[Op], list[Op]]:

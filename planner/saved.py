@@ -20,7 +20,7 @@ from costmodel.graph import Op, argument
 from costmodel.pricing import Pricer
 from costmodel.saved import Call, keep
 from costmodel.storage import Held, Local, Origin, Storage, compact, fresh, permuted, reshaped
-from costmodel.strategies import REPLICATE, Placement, R
+from costmodel.strategies import REPLICATE, Placement, R, largest_part
 from planner.layouts import Assignment, BlockLayouts, default_state
 
 ALIASES = frozenset((("R", "Rp"), ("Rp", "R")))  # moves that change the gradient's state alone
@@ -74,8 +74,11 @@ def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
             shape[d] *= setting.rows / pricer.graph.batch_size
         if pricer.sequence is not None and pricer.sequence in atoms:
             shape[d] /= setting.cp
+    if shape:
+        shape[0] *= pricer.crowding(value)
     if placement.sharded:
-        shape[placement.dim] /= setting.tp
+        size = meta.shape[placement.dim]
+        shape[placement.dim] *= largest_part(size, setting.tp) / size
     return Local(shape=tuple(shape), dtype=meta.dtype, grad=meta.requires_grad)
 
 
@@ -186,10 +189,13 @@ class _Walk:
         if (source.kind, target.kind) in ALIASES or source == target or tp == 1:
             return have
         part = local(self.pricer, value, target)
-        if source.kind == "R" and target.sharded:
-            return _part(have, target, tp)
-        if not source.sharded:
+        if not source.sharded and not (source.kind == "R" and target.sharded):
             return fresh(part)
+        shape = self.graph.values[value].shape
+        if any(p.sharded and shape[p.dim] % tp for p in (source, target)):
+            return fresh(part)  # cut out of what was filled up to equal parts
+        if not source.sharded:
+            return _part(have, target, tp)
         mine = local(self.pricer, value, source)
         if target.sharded and source.dim != target.dim:
             pieces = list(mine.shape)

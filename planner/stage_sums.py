@@ -23,12 +23,15 @@ from typing import Any
 import numpy as np
 
 from costmodel.cost import COST_FIELDS, DTYPE_BYTES, Setting
-from costmodel.graph import Block
+from costmodel.draws import COUNTED, draws
+from costmodel.graph import Block, Op, Ref
+from costmodel.leaf_rules import LEAVES
 from costmodel.memory import model_state_bytes, working_bytes
 from costmodel.pricing import Pricer
 from costmodel.strategies import Placement
 from costmodel.target import Target
 from planner.block_price import BlockPrice
+from planner.functional import SIDE_EFFECTS
 from planner.selective import POLICIES
 
 
@@ -134,8 +137,19 @@ def _hidden(whole: Any, exchange: Any, target: Target) -> Any:
 
 
 def recomputable(block: Block) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics."""
-    return not any(op.short == "batch_norm" and op.args[5] for op in block.ops)
+    """Whether running a block twice is harmless: not where a forward updates running statistics, or
+    draws what it would not draw again."""
+    return not any(keeps_statistics(op) or draws_anew(op) for op in block.ops)
+
+
+def keeps_statistics(op: Op) -> bool:
+    """Whether a norm takes the statistics of its batch, and adds them to running ones."""
+    return op.short in SIDE_EFFECTS and bool(op.args[5]) and isinstance(op.args[3], Ref)
+
+
+def draws_anew(op: Op) -> bool:
+    """Whether a call draws other random numbers each time it is run in a step."""
+    return draws(op) and op.short not in COUNTED | LEAVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

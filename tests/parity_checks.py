@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, GLOBAL_BATCH, parallelize
+from models import CASES, GLOBAL_BATCH, Traced, parallelize
 from parity_cells import Cell, plan_of
 from parity_reference import (
     STEPS,
@@ -25,14 +25,19 @@ from parity_reference import (
     load_reference,
     runtime_loop,
 )
+from plan_building import build_plan
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
+from costmodel.factors import analyse
 from costmodel.schedule import Action
 from executor import launch
 from executor.runtime import Runtime
 from executor.transfer import Channel
+from planner.blocks import cut_blocks
 from planner.plan import Plan
+from planner.trace import trace
 
 DROPOUT_SEED = 7
 SAVED = Cell.parse("gpt2_tied pp2xtp2 m2 zero1 front")
@@ -115,13 +120,54 @@ def saved_plan(folder: Path) -> dict[str, Any]:
 
 
 def dropout(folder: Path) -> dict[str, Any]:
-    """Losses with dropout on several meshes, against those of one rank that the folder holds."""
-    found = {}
+    """Losses with dropout on several meshes, against those of one rank that the folder holds; and
+    the loss before, without dropout, against plain PyTorch's."""
+    found, evaluated = {}, {}
     for name, cell in DROPOUT.items():
-        model = CASES[cell.case].model()
+        case = CASES[cell.case]
+        model, batch = case.model(), case.batch(GLOBAL_BATCH, 0)
         torch.manual_seed(DROPOUT_SEED)
-        found[name] = train(build(folder, cell, model), cell.case)
-    return {"losses": found, "reference": json.loads((folder / "dropout.json").read_text())}
+        runtime = build(folder, cell, model)
+        evaluated[name] = float(runtime.eval_step(batch))
+        found[name] = train(runtime, cell.case)
+    with torch.no_grad():
+        plain = float(case.loss(case.model().eval(), batch))
+    reference = json.loads((folder / "dropout.json").read_text())
+    return {"losses": found, "reference": reference, "evaluated": evaluated, "plain": plain}
+
+
+class Carried(nn.Module):
+    """Hidden states of the last batch, row by row, as in truncated backpropagation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("states", torch.zeros(GLOBAL_BATCH, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x) + self.states)
+        self.states = hidden.detach()
+        return self.head(hidden)
+
+
+def carried_rows(folder: Path) -> dict[str, Any]:
+    """A buffer that holds the batch, on data ranks of a part of it each: losses and its last value,
+    and those of plain PyTorch."""
+    torch.manual_seed(0)
+    model, batches = Carried(), torch.randn(STEPS, GLOBAL_BATCH, 8)
+    labels = torch.arange(GLOBAL_BATCH) % 3
+    graph = trace(model, (batches[0], labels), loss_fn=F.cross_entropy, batch_size=GLOBAL_BATCH)
+    table = analyse(graph)
+    of = Traced(graph=cut_blocks(graph, table), table=table)
+    ranks = launch.world_size()
+    plan = build_plan(of.graph, meshes=((ranks, 1),), rows=GLOBAL_BATCH, num_microbatches=1)
+    runtime = parallelize(copy.deepcopy(model), plan, of)
+    return {
+        "losses": [float(runtime.train_step((x, labels))) for x in batches],
+        "states": runtime.full_state_dict()["states"].tolist(),
+        "plain losses": [float(F.cross_entropy(model(x), labels).detach()) for x in batches],
+        "plain states": model.states.tolist(),
+    }
 
 
 def half_precision(folder: Path) -> dict[str, Any]:
@@ -301,7 +347,7 @@ Check = Callable[[Path], dict[str, Any]]
 CHECKS: Mapping[int, tuple[Check, ...]] = {
     4: (
         saved_plan, dropout, half_precision, state_round_trip, zero_shares, repeated_layer,
-        accumulated, strange, transfers,
+        accumulated, strange, transfers, carried_rows,
     ),
     8: (transfers,),
 }  # fmt: skip  # by world size

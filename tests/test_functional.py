@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from traced import WIDTH, agree, rows, run, shorts, with_forward
 
-from costmodel.graph import Block, Graph, verify_graph
+from costmodel.graph import Block, Graph, argument, verify_graph
 from planner.functional import overload
 from planner.trace import trace
+
+FUNCTIONAL = "normal_functional"
 
 
 def _residual(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -56,8 +58,34 @@ def _copied(self: Any, x: torch.Tensor) -> torch.Tensor:
     return out.square().sum()
 
 
+def _policy(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """What `torch.distributions` do: scalars and vectors broadcast to each other, values checked
+    where validation is on (the default)."""
+    spread = self.l(torch.ones(WIDTH)).exp()
+    normal = torch.distributions.Normal(self.l(x), spread)
+    a, b = torch.broadcast_tensors(spread, self.l(x))
+    return -normal.log_prob(x).mean() + (a * b.square()).sum() + a.sum()
+
+
+def _drawn(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Arguments equal to a default, which export leaves out, and others."""
+    kept = [torch.empty_like(x).bernoulli_(p) for p in (0.5, 0.25)]
+    noise = [torch.empty_like(x).normal_(0.0, 1.0), torch.empty_like(x).normal_(std=2.0)]
+    return (self.l(x) * sum(kept) + sum(noise)).square().sum()
+
+
+def test_draws_in_place_keep_their_arguments() -> None:
+    graph = trace(with_forward(_drawn), (rows(WIDTH),))
+    drawn = [op for op in (*graph.derived, *graph.ops) if op.short in ("bernoulli", FUNCTIONAL)]
+    chances = [argument(op, 1, "p", None) for op in drawn if op.short == "bernoulli"]
+    assert chances == [0.5, 0.25]
+    normal = [op for op in drawn if op.short == FUNCTIONAL]
+    assert [argument(op, 1, "mean", None) for op in normal] == [0.0, 0.0]
+    assert [argument(op, 2, "std", None) for op in normal] == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(
-    "forward", [_residual, _rows_and_columns, _through_views, _masked, _copied]
+    "forward", [_residual, _rows_and_columns, _through_views, _masked, _copied, _policy]
 )
 def test_writes_become_values(forward: Callable[..., torch.Tensor]) -> None:
     graph = agree(with_forward(forward), (rows(WIDTH),))

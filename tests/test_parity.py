@@ -181,6 +181,14 @@ def test_dropout_is_the_same_under_every_plan(parity: Of, mesh: str) -> None:
     assert result["losses"][mesh] == pytest.approx(result["reference"], rel=TOLERANCE["fp32"])
     without = plain_loop(CASES["gpt2_tied"], GLOBAL_BATCH).losses
     assert abs(result["reference"][0] - without[0]) > 100 * TOLERANCE["fp32"]
+    assert result["evaluated"][mesh] == pytest.approx(result["plain"], rel=TOLERANCE["fp32"])
+
+
+def test_a_buffer_that_holds_the_batch_is_whole_on_data_ranks(parity: Of) -> None:
+    result = parity(4)["carried_rows"]
+    assert result["losses"] == pytest.approx(result["plain losses"], rel=TOLERANCE["fp32"])
+    states, plain = (torch.tensor(result[name]) for name in ("states", "plain states"))
+    torch.testing.assert_close(states, plain)
 
 
 def test_bf16_trains_on_fp32_master_weights(parity: Of) -> None:

@@ -1,0 +1,186 @@
+"""Operators that draw random numbers or keep statistics, on one device: evaluated, run again in the
+backward, and cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import CASES, Traced, parallelize, traced
+from plan_building import build_plan
+from torch import nn
+from torch.nn import functional as F
+from traced import WIDTH
+
+from costmodel.factors import analyse
+from executor.runtime import Runtime
+from planner.blocks import cut_blocks
+from planner.trace import trace
+
+ROWS = 4
+
+
+class DropPath(nn.Module):
+    """Rows dropped by a uniform number of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(x.shape[0], 1, 1) < 0.7) if self.training else x
+
+
+class First(nn.Module):
+    """An LSTM without its state."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
+def of_layer(
+    layer: Callable[[], nn.Module], *, recompute: str = "none", microbatches: int = 1
+) -> tuple[nn.Module, Runtime]:
+    """A model with one such layer, and its runtime on one device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH))
+    graph = trace(model, batch(), loss_fn=F.mse_loss, batch_size=ROWS // microbatches)
+    table = analyse(graph)
+    of = Traced(graph=cut_blocks(graph, table), table=table)
+    plan = build_plan(
+        of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=microbatches, recompute=recompute
+    )
+    runtime = parallelize(model, plan, of)
+    runtime.seed = 1
+    return model, runtime
+
+
+class DropWeights(nn.Module):
+    """One mask of the weights for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, F.dropout(self.weight, 0.5))
+
+
+class DropTokens(nn.Module):
+    """Rows and sequence in one dim."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x.flatten(0, 1), 0.5).view(x.shape)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, ROWS, WIDTH, WIDTH, generator=generator)
+    return x, y
+
+
+def plain(model: nn.Module) -> float:
+    x, y = batch()
+    with torch.no_grad():
+        return float(F.mse_loss(model.eval()(x), y))
+
+
+# --- evaluated ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (DropPath, r"aten.rand.default\) draws random numbers"),
+        (lambda: First(0.5), r"aten.lstm.input\) draws random numbers"),
+        (lambda: nn.RReLU(), r"aten.rrelu.default\) draws random numbers"),
+        (lambda: nn.AlphaDropout(0.3), r"aten.alpha_dropout.default\) draws random numbers"),
+        (lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True), "takes the statistics"),
+        (lambda: nn.BatchNorm1d(WIDTH), "takes the statistics of the batch"),
+    ],
+    ids=["drop path", "lstm", "rrelu", "alpha dropout", "instance norm", "batch norm"],
+)
+def test_what_a_graph_of_training_can_not_evaluate_is_refused(
+    layer: Callable[[], nn.Module], why: str
+) -> None:
+    _, runtime = of_layer(layer)
+    before = {name: x.clone() for name, x in runtime.full_state_dict().items()}
+    with pytest.raises(ValueError, match=rf"eval_step: .*{why}.* \.eval\(\)"):
+        runtime.eval_step(batch())
+    after = runtime.full_state_dict()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: First(0.0),
+        lambda: nn.Dropout1d(0.5),
+        lambda: nn.InstanceNorm1d(WIDTH, affine=True),
+        lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+        lambda: nn.BatchNorm1d(WIDTH).eval(),
+    ],
+    ids=["lstm", "channels", "instance norm", "untracked", "frozen batch norm"],
+)
+def test_the_rest_is_evaluated_as_plain_pytorch_does(layer: Callable[[], nn.Module]) -> None:
+    model, runtime = of_layer(layer)
+    assert float(runtime.eval_step(batch())) == pytest.approx(plain(model), rel=1e-6)
+
+
+def test_attention_is_evaluated_without_its_dropout() -> None:
+    case = CASES["gpt2_dropout"]
+    of = traced(case, ROWS)
+    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    model = case.model()
+    runtime = parallelize(model, plan, of)
+    with torch.no_grad():
+        expected = float(case.loss(model.eval(), case.batch(ROWS, 0)))
+    assert float(runtime.eval_step(case.batch(ROWS, 0))) == pytest.approx(expected, rel=1e-6)
+
+
+# --- run again in the backward --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: First(0.5),
+        lambda: nn.RReLU(),
+        lambda: nn.AlphaDropout(0.3),
+        lambda: nn.Dropout(0.3),
+        DropPath,
+        lambda: nn.InstanceNorm1d(WIDTH, track_running_stats=True),
+        lambda: nn.BatchNorm1d(WIDTH),
+    ],
+    ids=["lstm", "rrelu", "alpha dropout", "dropout", "drop path", "instance norm", "batch norm"],
+)
+def test_recompute_changes_nothing(layer: Callable[[], nn.Module]) -> None:
+    """Masks drawn and statistics kept by the step are those of the step without recompute."""
+    found = []
+    for recompute in ("none", "full"):
+        _, runtime = of_layer(layer, recompute=recompute)
+        torch.manual_seed(3)
+        runtime.train_step(batch())
+        found.append((runtime.full_gradients(), runtime.full_state_dict()))
+    for kept, again in zip(*found, strict=True):
+        assert kept.keys() == again.keys()
+        torch.testing.assert_close(again, kept)
+
+
+# --- in micro-batches -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer", [DropWeights, DropTokens, DropPath, lambda: nn.Dropout(0.3)],
+    ids=["weights", "tokens", "rows", "activations"],
+)  # fmt: skip
+def test_masks_do_not_depend_on_the_number_of_micro_batches(
+    layer: Callable[[], nn.Module],
+) -> None:
+    """Down to micro-batches of one row, in which nothing has a batch dim that shows."""
+    losses = []
+    for count in (1, 2, ROWS):
+        _, runtime = of_layer(layer, microbatches=count)
+        losses.append(float(runtime.train_step(batch())))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)

@@ -1,0 +1,372 @@
+"""Models as users write them: trained on four ranks as plain PyTorch trains them, or refused in one
+sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import Results, results_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from user_models import USERS, Lora
+from user_parts import LENGTH, VOCAB, WIDTH, Mlp, Stack, UserModel, sequences, tokens, vectors
+from user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plain_steps, prepare
+
+from costmodel.factors import analyse
+from costmodel.graph import Graph
+from meshwright import Cluster, Overrides, auto_parallelize
+from planner.blocks import cut_blocks
+from planner.check import check_plan, fingerprint
+from planner.evaluate import Evaluation
+from planner.evaluator import Evaluator
+from planner.plan import Plan, PlanError, StagePlan
+from planner.trace import TraceError, trace
+
+FEW = "hold a trained parameter, and every stage needs one"
+REFUSED = {  # by run, what is said
+    "frozen backbone pp4": FEW,
+    "frozen backbone pp2×tp2": FEW,
+    "einsum attention pp4": FEW,
+}
+RUNS = [f"{name} {layout}" for name in USERS for layout in LAYOUTS]
+
+
+# --- four ranks -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    refused: dict[str, str]
+    results: Results
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    folder = tmp_path_factory.mktemp("users")
+    refused = prepare(folder, list(USERS))
+    worker = Path(__file__).with_name("user_code_worker.py")
+    return Launched(refused=refused, results=results_of(worker, folder, ranks=RANKS, timeout_s=580))
+
+
+@pytest.mark.parametrize("run", [r for r in RUNS if r not in REFUSED])
+def test_trains_as_plain_pytorch_does(launched: Launched, run: str) -> None:
+    """Losses, gradients (and which there are none of) and state of two steps."""
+    assert run not in launched.refused, launched.refused[run]
+    found = launched.results[run]
+    assert "failed" not in found, found["failed"]
+    tolerance = USERS[run.rsplit(" ", 1)[0]].tolerance
+    assert found["loss"] < tolerance
+    assert found["gradient"][0] < tolerance, found["gradient"][1]
+    assert found["state"][0] < tolerance, found["state"][1]
+    assert found["names"] == found["extra"] == []
+    if run.endswith("dp2×tp2"):
+        assert found["held"] < 1  # something was sharded
+
+
+@pytest.mark.parametrize("run", REFUSED)
+def test_layout_is_refused(launched: Launched, run: str) -> None:
+    assert REFUSED[run] in launched.refused[run]
+
+
+# --- half precision -------------------------------------------------------------------------------
+
+CASTS = {
+    "own statistics": "operands of products are cast to bfloat16",
+    "hidden statistics": "operands of products are cast to bfloat16",
+    "autocast": "operands of products are cast to bfloat16",
+    "devices": "operands of products are cast to bfloat16",
+    "float buffers": "floating buffers are in the compute dtype too",
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_half_precision_trains_what_has_float_tensors(name: str) -> None:
+    """Tensors of two dtypes meet; what was done about it is noted, and the losses are those of
+    fp32 up to bf16's rounding."""
+    user = USERS[name]
+    result = auto_parallelize(
+        built(user), Cluster.local(1, measure=False), example_inputs=batch_of(user, 0),
+        global_batch_size=ROWS, loss_fn=user.loss_fn, precision="bf16",
+        overrides=Overrides(num_microbatches=1),
+    )  # fmt: skip
+    runtime = result.runtime
+    assert runtime is not None
+    assert any(CASTS[name] in note for note in runtime.graph.notes)
+    wanted = plain_steps(user, 1)
+    loss = float(result.train_step(batch_of(user, 0)))
+    assert loss == pytest.approx(wanted.losses[0], rel=0.03)
+    statistics = [
+        b for b in runtime.graph.updates if runtime.graph.values[b].dtype.is_floating_point
+    ]
+    assert all(runtime.graph.values[b].dtype == torch.float32 for b in statistics)
+
+
+# --- what is frozen -------------------------------------------------------------------------------
+
+WIDE, DEPTH, BATCH, RANK = 256, 4, 64, 128
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(WIDE) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDE, VOCAB)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _wide(kind: str) -> nn.Module:
+    """Trained whole, from the third layer on, by its head alone, or by adapters in every layer,
+    with the weights beside them or without."""
+    torch.manual_seed(0)
+    model = Wide()
+    if kind == "upper half":
+        model.layers[: DEPTH // 2].requires_grad_(False)
+    if kind == "head":
+        model.layers.requires_grad_(False)
+    if "adapters" in kind:
+        model.requires_grad_(False)
+        for layer in model.layers:
+            layer.up, layer.down = Lora(layer.up, RANK), Lora(layer.down, RANK)
+    if kind == "adapters and weights":
+        model.requires_grad_(True)
+    return model
+
+
+# beside a bf16 weight, in fp32: gradient, master, Adam's two moments, a bucket of gradients
+TRAINED_BYTES = 4 + 4 + 4 + 4 + 4
+KINDS = ("whole", "upper half", "head", "adapters", "adapters and weights")
+
+
+def _wide_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(BATCH, WIDE), torch.randint(VOCAB, (BATCH,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_the_work_that_plain_pytorch_runs(kind: str) -> None:
+    """No weight gradient of a frozen weight, and no backward below the first trained one."""
+    batch = _wide_batch()
+    model = _wide(kind)
+    with FlopCounterMode(display=False) as plain:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+    result = auto_parallelize(
+        _wide(kind), Cluster.local(1, measure=False), example_inputs=batch, precision="fp32",
+        global_batch_size=BATCH, loss_fn=F.cross_entropy,
+        overrides=Overrides(num_microbatches=1, recompute="none"),
+    )  # fmt: skip
+    with FlopCounterMode(display=False) as ours:
+        result.train_step(batch)
+    assert ours.get_total_flops() == plain.get_total_flops()
+    trained = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert {n for n, p in result.named_parameters() if p.grad is not None} == trained
+
+
+def _priced(kind: str) -> tuple[Graph, Evaluation]:
+    """Data parallel on 8 H100, one step of large rows so that products outweigh launches."""
+    rows = 1 << 17
+    with torch.device("meta"):
+        batch = torch.empty(2, WIDE), torch.zeros(2, dtype=torch.long)
+    graph = trace(_wide(kind), batch, loss_fn=F.cross_entropy, batch_size=rows, precision="bf16")
+    table = analyse(graph)
+    graph = cut_blocks(graph, table)
+    names = tuple(b.name for b in graph.blocks)
+    plan = Plan(
+        model=fingerprint(graph), global_batch_size=rows, precision="bf16", schedule="1f1b",
+        num_microbatches=1,
+        stages=(StagePlan(blocks=names, ranks=tuple(range(8)), dp=8, tp=1, recompute="none"),),
+    )  # fmt: skip
+    cluster = Cluster.from_catalog("h100-sxm", num_nodes=1)
+    priced = Evaluator(graph=graph, table=table, cluster=cluster, optimizer="adamw").price(plan)
+    return graph, priced
+
+
+def test_frozen_parameters_are_priced_so() -> None:
+    priced = {kind: _priced(kind)[1].stages[0] for kind in KINDS}
+    whole, half, head, adapters, all_of_it = (priced[kind] for kind in KINDS)
+    for less, more in ((half, whole), (head, half), (adapters, all_of_it)):
+        assert less.reduce_s < more.reduce_s
+        assert less.optimizer_s < more.optimizer_s
+        assert less.backward_s < more.backward_s
+        assert less.activation_bytes < more.activation_bytes  # what only those gradients would read
+        assert less.forward_s == pytest.approx(more.forward_s)
+    # below the first trained weight there is no backward: half of the layers' is left, or none
+    assert head.weight_s == pytest.approx(head.backward_s, rel=0.02)
+    layers = whole.backward_s - head.backward_s
+    assert half.backward_s - head.backward_s == pytest.approx(layers / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_static_bytes_are_those_of_inference(kind: str) -> None:
+    """bf16 weights: 2 B each; trained ones also fp32 masters, gradients and Adam's moments."""
+    graph, priced = _priced(kind)
+    sizes = {v: graph.values[v] for v in graph.parameters}
+    count = sum(m.numel for m in sizes.values())
+    trained = sum(m.numel for m in sizes.values() if m.requires_grad)
+    stage = priced.stages[0]
+    assert stage.static_bytes - stage.passing_bytes == 2 * count + TRAINED_BYTES * trained
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+class SparseTable(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH, **options), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+class SeveralLosses(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(x)
+        return {"main": F.cross_entropy(logits, labels), "z": logits.square().mean()}
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 20)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], True)
+        return F.cross_entropy(self.head(out[:, 0]), labels)
+
+
+class HiddenWrite(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            x.clamp_(-1, 1)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class ClippedWeights(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-1, 1)
+        return F.cross_entropy(super().forward(x), labels)
+
+
+def _dict_loss(output: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"main": F.cross_entropy(output, labels)}
+
+
+def _packed_batch(rows: int) -> tuple[torch.Tensor, ...]:
+    x, labels = sequences(rows)
+    return x, torch.full((rows,), LENGTH), labels
+
+
+REFUSALS: dict[str, tuple[UserModel, str]] = {
+    "sparse table": (
+        UserModel(build=lambda: SparseTable(sparse=True), batch=tokens),
+        "sparse=True: .* drop it, and take a dense optimizer",
+    ),
+    "table with max_norm": (
+        UserModel(build=lambda: SparseTable(max_norm=1.0), batch=tokens),
+        "written to in place; write it out of place",
+    ),
+    "several losses": (
+        UserModel(build=SeveralLosses, batch=vectors),
+        r"a dict of \['main', 'z'\] where a scalar loss is needed; .* sum of several losses",
+    ),
+    "loss_fn of a dict": (
+        UserModel(build=Stack, batch=vectors, loss_fn=_dict_loss),
+        r"loss_fn gives a dict of \['main'\] where a scalar loss is needed",
+    ),
+    "packed sequence": (
+        UserModel(build=Packed, batch=_packed_batch), "can't be traced: at .*test_user_code.py",
+    ),
+    "write under no_grad": (
+        UserModel(build=HiddenWrite, batch=vectors), r"clamp_.* under no_grad .* write x = x \+",
+    ),
+    "weights clipped in forward": (
+        UserModel(build=ClippedWeights, batch=vectors),
+        "changes parameter head.weight in place; make it a buffer, or change it between steps",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_the_way_out(name: str) -> None:
+    user, message = REFUSALS[name]
+    with pytest.raises(TraceError, match=message):
+        trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn)
+
+
+def test_rows_that_no_plan_divides_are_refused() -> None:
+    user = USERS["dataclass output"]
+
+    def plan(rows: int) -> Plan:
+        return auto_parallelize(
+            built(user), Cluster.local(RANKS, measure=False), example_inputs=batch_of(user, 0),
+            global_batch_size=rows, precision="fp32", overrides=Overrides(dp=4, tp=1, pp=1),
+        ).plan  # fmt: skip
+
+    assert plan(RANKS).microbatch_rows == RANKS  # one row for each rank
+    with pytest.raises(ValueError, match="4 does not divide global_batch_size=6; legal: 1, 2, 3"):
+        plan(6)
+
+
+# --- written buffers and stages -------------------------------------------------------------------
+
+
+def test_stages_do_not_part_readers_of_a_buffer_from_its_writer() -> None:
+    user = USERS["hidden statistics"]
+    graph = trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn)
+    table = analyse(graph)
+    graph = cut_blocks(graph, table)
+    names = [b.name for b in graph.blocks]
+    ((buffer, value),) = graph.updates.items()
+    writer = next(k for k, b in enumerate(graph.blocks) if value in b.outputs)
+    reader = max(k for k, b in enumerate(graph.blocks) if buffer in b.buffers)
+    assert writer < reader
+
+    def check(cut: int) -> None:
+        stages = tuple(
+            StagePlan(blocks=tuple(part), ranks=(k,), dp=1, tp=1)
+            for k, part in enumerate((names[:cut], names[cut:]))
+        )
+        plan = Plan(
+            model=fingerprint(graph), global_batch_size=ROWS, precision="fp32", schedule="1f1b",
+            num_microbatches=1, stages=stages,
+        )  # fmt: skip
+        check_plan(plan, graph, table)
+
+    check(writer)
+    check(reader + 1)
+    for cut in range(writer + 1, reader + 1):
+        with pytest.raises(PlanError, match="a buffer that the forward writes"):
+            check(cut)
+
+
+# --- blocks at other batches ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def test_blocks_are_cut_alike_at_any_batch(rows: int) -> None:
+    """A plan names blocks, and is lowered at its own micro-batch."""
+    user = USERS["parametrized"]
+
+    def cut(at: int, like: Graph | None) -> Graph:
+        graph = trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn, batch_size=at)
+        return cut_blocks(graph, analyse(graph), like)
+
+    whole = cut(ROWS, None)
+    again = cut(rows, whole)
+    assert [(b.name, len(b.ops)) for b in again.blocks] == [
+        (b.name, len(b.ops)) for b in whole.blocks
+    ]
+    if rows > 1:  # one row looks like no batch at all
+        alone = cut(rows, None)
+        assert [b.name for b in alone.blocks] == [b.name for b in whole.blocks]
