@@ -261,8 +261,7 @@ def show(name: str, rows: Sequence[Row]) -> None:
     order = spearman([row.predicted_s for row in rows], [row.measured_s for row in rows])
     bias = statistics.fmean(row.error for row in rows)
     print(
-        f"  {len(rows)} plans: mean error {mean:.1%}, bias {bias:+.1%}, "
-        f"Spearman {order:.3f}",
+        f"  {len(rows)} plans: mean error {mean:.1%}, bias {bias:+.1%}, Spearman {order:.3f}",
         flush=True,
     )
 

@@ -38,6 +38,7 @@ def _attempt(run: Run) -> dict[str, Any]:
     except PlanError as error:  # the same on every rank, before anything is sent
         result = {"refused": str(error)}
     except Exception:  # noqa: BLE001 - whatever it is belongs to this run
+        traceback.print_exc()  # others may wait for this rank, and never hear of it
         result = {"failed": traceback.format_exc()}
     failed: list[Any] = [None] * launch.world_size()
     dist.all_gather_object(failed, result.get("failed"))

@@ -1,0 +1,14 @@
+"""Models that people train, by name, built from their configs with random weights.
+
+Each comes in a small size, to be run, and in a published one, to be planned (build it under
+`torch.device("meta")`). No line of the planner or the executor knows any of them.
+"""
+
+from __future__ import annotations
+
+import zoo_torchvision  # noqa: F401 - an import adds to the zoo
+import zoo_transformers  # noqa: F401
+import zoo_written  # noqa: F401
+from zoo_registry import PUBLISHED, SIZES, SMALL, ZOO, Built, Entry
+
+__all__ = ["PUBLISHED", "SIZES", "SMALL", "ZOO", "Built", "Entry"]

@@ -1,0 +1,56 @@
+"""A part of `scripts/model_coverage`: what transformers, torch and users have is traced and ruled;
+some of it, under plans of every kind, trains as plain PyTorch does. One launch of 4 ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from model_coverage import EXACT, error_of, executed, traced
+from model_zoo import SMALL, ZOO
+
+TIMEOUT_S = 600
+INSTALLED = tuple(name for name, e in ZOO.items() if e.library not in ("torchvision", "timm"))
+# what depends on all that comes before it in the batch: it runs in full on every rank
+WHOLE = {"aten.masked_scatter.default"}
+# Two towers that meet in a contrastive loss, an image inside a text, relative positions, scans in
+# chunks, sliding windows, fused projections, an encoder that all of a decoder reads, skips over
+# stages. Experts, with sinks and latent attention, have tests of their own (test_hf_experts.py).
+CELLS = (
+    "CLIP/dp4", "LLaVA/pp4", "DeBERTa-v3/dp2×tp2", "Mamba-2/dp2×tp2", "Gemma 3/tp4",
+    "Phi-3/dp2×tp2", "T5/tp4", "Whisper/pp2×tp2", "U-Net/pp2×tp2", "SegFormer/pp2×tp2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_operator_has_a_rule(name: str) -> None:
+    found = traced(name, SMALL)
+    assert set(found.unruled) <= WHOLE
+    assert found.blocks >= 1
+
+
+@pytest.fixture(scope="module")
+def results() -> Mapping[str, Mapping[str, Any]]:
+    return executed(CELLS, TIMEOUT_S)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_model_trains_as_on_one_device(
+    results: Mapping[str, Mapping[str, Any]], cell: str
+) -> None:
+    found = results[cell]
+    error = error_of(found)
+    assert error is not None and error < EXACT, found
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.endswith("tp4")])
+def test_most_parameters_are_sharded_where_links_cost_nothing(
+    results: Mapping[str, Mapping[str, Any]], cell: str
+) -> None:
+    assert results[cell]["held"] < 0.4
