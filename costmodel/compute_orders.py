@@ -261,7 +261,6 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 )
 
 
-
 def stages_of_devices(
     name: str, *, num_stages: int, num_devices: int | None = None
 ) -> tuple[tuple[int, ...], ...]:

@@ -353,5 +353,3 @@ def test_in_flight_rejects_unknown_names_and_stages() -> None:
         in_flight("zigzag", stage=0, num_stages=2, num_microbatches=2)
     with pytest.raises(ValueError, match="stage=2"):
         in_flight("1f1b", stage=2, num_stages=2, num_microbatches=2)
-
-
