@@ -245,6 +245,12 @@ def _reduce(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) ->
 
 
 def _slice(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) -> torch.Tensor:
+    return local_part(x, b, axis.size, axis.rank).contiguous()
+
+
+def _slice_gradient(
+    x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any
+) -> torch.Tensor:
     """Memory of its own: as the gradient of a leaf, a part of another's would be added to."""
     part = local_part(x, b, axis.size, axis.rank)
     return part.clone(memory_format=torch.contiguous_format)
@@ -279,7 +285,7 @@ MOVES: dict[tuple[str, str], tuple[Move, Move]] = {
     ("P", "Rp"): (_reduce, _reduce),
     ("P", "S"): (_scatter, _gather),
     ("S", "S"): (_swap, _swap),
-    ("S", "R"): (_gather, _slice),
+    ("S", "R"): (_gather, _slice_gradient),
     ("S", "Rp"): (_gather, _scatter),
     ("Rp", "R"): (_keep, _mask),
 }

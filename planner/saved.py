@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 
 from costmodel.graph import Op, argument
 from costmodel.pricing import Pricer
+from costmodel.rule_language import divided
 from costmodel.saved import Call, keep
 from costmodel.storage import Held, Local, Origin, Storage, compact, fresh, permuted, reshaped
-from costmodel.strategies import REPLICATE, Placement, R, largest_part
+from costmodel.strategies import REPLICATE, Placement, R, Strategy, largest_part
 from planner.layouts import Assignment, BlockLayouts, default_state
 
 ALIASES = frozenset((("R", "Rp"), ("Rp", "R")))  # moves that change the gradient's state alone
@@ -211,7 +212,7 @@ class _Walk:
         operands = [self._value(v, p) for v, p in zip(op.operands, chosen.operands, strict=True)]
         results = zip(op.results, chosen.results, strict=True)
         call = Call(
-            op=op,
+            op=self._counted_here(op, chosen),
             operands=tuple(operands),
             results=tuple(local(self.pricer, v, p) for v, p in results),
             saves=self.layouts.table.ops[op.name].saves,
@@ -228,6 +229,15 @@ class _Walk:
                 self.makers.setdefault(storage, op.name)
         for value, state, held in zip(op.results, chosen.results, found.results, strict=True):
             self._bind(value, state, held)
+
+    def _counted_here(self, op: Op, chosen: Strategy) -> Op:
+        """The call as a rank makes it, with its own part of what arguments count (groups)."""
+        made, split = self.layouts.table.ops[op.name], chosen.split_factor
+        if split not in made.counts.values() or split not in made.sizes:
+            return op
+        part = largest_part(made.sizes[split], self.layouts.degree)
+        args, kwargs = divided(op, made, op.args, op.kwargs, {split: part})
+        return replace(op, args=tuple(args), kwargs=kwargs)
 
     def _bind(self, value: str, state: Placement, held: Held) -> None:
         """Each result moved to the state in which it waits for its readers."""

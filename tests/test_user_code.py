@@ -198,7 +198,7 @@ def test_frozen_parameters_are_priced_so() -> None:
         assert less.activation_bytes < more.activation_bytes  # what only those gradients would read
         assert less.forward_s == pytest.approx(more.forward_s)
     # below the first trained weight there is no backward: half of the layers' is left, or none
-    assert head.weight_s == pytest.approx(head.backward_s, rel=0.02)
+    assert head.weight_s <= head.backward_s < 0.1 * whole.backward_s  # the host issues it, at least
     layers = whole.backward_s - head.backward_s
     assert half.backward_s - head.backward_s == pytest.approx(layers / 2, rel=0.02)
 
