@@ -74,13 +74,19 @@ class Results:
     def __getitem__(self, name: str) -> Any:
         if name not in self.found:
             pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
-        return self.found[name]
+        result = self.found[name]
+        for end in ("refused", "failed"):
+            if isinstance(result, dict) and end in result:
+                pytest.fail(f"{name} {end}: {result[end]}")
+        return result
 
 
-def results_of(script: Path, folder: Path, *, ranks: int, timeout_s: float) -> Results:
-    """Run `script`, which writes `results.json` into the folder that is its argument."""
+def results_of(
+    script: Path, folder: Path, *, ranks: int, timeout_s: float, name: str = ""
+) -> Results:
+    """Run `script`, which writes `results{name}.json` into the folder that is its argument."""
     run = launch(script, str(folder), ranks=ranks, timeout_s=timeout_s)
-    written = folder / "results.json"
+    written = folder / f"results{name}.json"
     return Results(found=json.loads(written.read_text()) if written.exists() else {}, run=run)
 
 

@@ -7,10 +7,8 @@ go on from what they saved.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from indivisible_worker import ODD, RELOADED, TRAINED
-from launching import Launch, launch
+from launching import Results, results_of
 from models import CASES, Traced
 from plan_building import build_plan
 from planning import case, cluster, cut
@@ -210,27 +208,9 @@ def _words(count: int) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Te
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Results of a launch by check."""
-
-    results: dict[str, Any]
-    run: Launch
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.results:
-            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
-        for end in ("refused", "failed"):
-            if end in self.results[name]:
-                pytest.fail(f"{name} {end}: {self.results[name][end]}")
-        return self.results[name]
-
-
-def _launched(folder: Path, ranks: int) -> Found:
+def _launched(folder: Path, ranks: int) -> Results:
     script = Path(worker.__file__)
-    run = launch(script, str(folder), ranks=ranks, timeout_s=TIMEOUT_S)
-    written = folder / f"results{ranks}.json"
-    return Found(results=json.loads(written.read_text()) if written.exists() else {}, run=run)
+    return results_of(script, folder, ranks=ranks, timeout_s=TIMEOUT_S, name=f"{ranks}")
 
 
 @pytest.fixture(scope="module")
@@ -239,30 +219,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path) -> Found:
+def four(folder: Path) -> Results:
     torch.save(initialised(ODD["gpt2"].model(), worker.SEED), folder / "gpt2-initial.pt")
     return _launched(folder, 4)
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, four: Found) -> dict[str, Any]:
+def alone(folder: Path, four: Results) -> dict[str, Any]:
     """One process goes on from what four saved, and saves again."""
     assert four["save"]
     return worker.resumed(folder, "gpt2", "alone")
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, alone: dict[str, Any]) -> Found:
+def two(folder: Path, alone: dict[str, Any]) -> Results:
     return _launched(folder, 2)
 
 
-def test_every_rank_ends_in_order(four: Found) -> None:
+def test_every_rank_ends_in_order(four: Results) -> None:
     assert four.run.ok, four.run.tail()
     assert not any(rank.killed or rank.children_left for rank in four.run.ranks)
 
 
 @pytest.mark.parametrize(("case", "plan"), TRAINED)
-def test_parts_of_unequal_size_train_as_one_device(four: Found, case: str, plan: str) -> None:
+def test_parts_of_unequal_size_train_as_one_device(four: Results, case: str, plan: str) -> None:
     found = four[f"{case} {plan}"]
     assert found["loss"] <= TOLERANCE
     assert found["gradient"][0] <= TOLERANCE, found["gradient"]
@@ -270,19 +250,19 @@ def test_parts_of_unequal_size_train_as_one_device(four: Found, case: str, plan:
     assert not found["names"]
 
 
-def test_ranks_hold_parts_as_torch_cuts_them(four: Found) -> None:
+def test_ranks_hold_parts_as_torch_cuts_them(four: Results) -> None:
     assert four["held"] == {"rows": [33, 33, 33, 32], "shape": [131, 32], "whole": True}
 
 
 @pytest.mark.parametrize("plan", ["tp4", "zero2", "zero3"])
-def test_the_norm_counts_every_element_once(four: Found, plan: str) -> None:
+def test_the_norm_counts_every_element_once(four: Results, plan: str) -> None:
     found = four[f"clip {plan}"]
     assert found["norm"] == pytest.approx(found["wanted"], rel=TOLERANCE)
     assert found["after"] == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("plan", RELOADED)
-def test_checkpoints_hold_whole_tensors(four: Found, alone: dict[str, Any], plan: str) -> None:
+def test_checkpoints_hold_whole_tensors(four: Results, alone: dict[str, Any], plan: str) -> None:
     found = four[f"resume {plan}"]
     assert found["same"]
     assert found["loss"] == pytest.approx(four["save"]["loss"], rel=TOLERANCE)
@@ -290,7 +270,7 @@ def test_checkpoints_hold_whole_tensors(four: Found, alone: dict[str, Any], plan
 
 
 def test_a_checkpoint_of_four_ranks_goes_to_one_and_to_two(
-    four: Found, alone: dict[str, Any], two: Found
+    four: Results, alone: dict[str, Any], two: Results
 ) -> None:
     assert alone["same"]
     assert alone["loss"] == pytest.approx(four["save"]["loss"], rel=TOLERANCE)
@@ -301,5 +281,5 @@ def test_a_checkpoint_of_four_ranks_goes_to_one_and_to_two(
 
 
 @pytest.mark.parametrize("plan", ["tp4", "zero3"])
-def test_weights_are_initialised_and_read_by_parts(four: Found, plan: str) -> None:
+def test_weights_are_initialised_and_read_by_parts(four: Results, plan: str) -> None:
     assert four[f"weights {plan}"] == {"seeded": True, "read": True}

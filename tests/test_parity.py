@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import Launch, launch
+from launching import Results, results_of
 from models import CASES, GLOBAL_BATCH, make_plan, parallelize
 from parity_cells import Cell, graph_of, plan_of
 from parity_checks import (
@@ -51,23 +50,7 @@ TIMEOUT_S = 600
 WORLDS = (2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parity:
-    """Results of a launch by cell or check."""
-
-    results: dict[str, Any]
-    run: Launch
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.results:
-            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
-        for end in ("refused", "failed"):
-            if end in self.results[name]:
-                pytest.fail(f"{name} {end}: {self.results[name][end]}")
-        return self.results[name]
-
-
-Of = Callable[[int], Parity]
+Of = Callable[[int], Results]
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def parity(folder: Path) -> Of:
     """The launch of a number of ranks, on first demand."""
-    launched: dict[int, Parity] = {}
+    launched: dict[int, Results] = {}
 
-    def of(world: int) -> Parity:
+    def of(world: int) -> Results:
         if world not in launched:
             cells = [c for c in (*all_cells(), *CELLS) if c.world == world]
             store(folder, cells)
             if world == 4:
                 (folder / "dropout.json").write_text(json.dumps(_dropout_alone()))
             worker = Path(__file__).with_name("parity_worker.py")
-            run = launch(worker, str(folder), ranks=world, timeout_s=TIMEOUT_S)
-            written = folder / f"results{world}.json"
-            results = json.loads(written.read_text()) if written.exists() else {}
-            launched[world] = Parity(results=results, run=run)
+            launched[world] = results_of(
+                worker, folder, ranks=world, timeout_s=TIMEOUT_S, name=f"{world}"
+            )
         return launched[world]
 
     return of
