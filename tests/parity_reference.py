@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from models import CASES, Case, Traced, parallelize
 from parity_cells import Cell, graph_of, plan_of
+from torch import nn
 
 from planner.plan import Plan
 
@@ -42,15 +43,26 @@ def plain_loop(case: Case, rows: int, *, parts: int = 1) -> Reference:
     """Ordinary PyTorch on one device, a batch of `rows` in `parts` micro-batches of equal
     weight."""
     model = case.model()
-    optimizer = case.optimizer(model.parameters())
-    losses, gradients = [], []
     part = rows // parts
-    for step in range(STEPS):
+
+    def loss(step: int, k: int) -> torch.Tensor:
+        return case.loss(model, _rows(case.batch(rows, step), k * part, (k + 1) * part))
+
+    return trained(model, case.optimizer(model.parameters()), loss, steps=STEPS, parts=parts)
+
+
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[int, int], torch.Tensor], *, steps: int, parts: int,
+) -> Reference:  # fmt: skip
+    """An ordinary training loop; `loss_of` a step and one of its `parts` micro-batches, of equal
+    weight."""
+    losses, gradients = [], []
+    for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
-        batch = case.batch(rows, step)
         for k in range(parts):
-            loss = case.loss(model, _rows(batch, k * part, (k + 1) * part)) / parts
+            loss = loss_of(step, k) / parts
             loss.backward()
             total += float(loss.detach())
         losses.append(total)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from models import Traced, parallelize
-from parity_reference import Reference, compare
+from parity_reference import Reference, compare, trained
 from torch import nn
 from torch.utils import _pytree as pytree
 from user_models import USERS
@@ -119,21 +119,11 @@ def plain_steps(user: UserModel, parts: int) -> Reference:
     """Ordinary PyTorch on one device, in `parts` micro-batches of equal weight."""
     model = built(user)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    losses, gradients = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for k in range(parts):
-            loss = _loss(user, model, _rows(batch_of(user, step), k, ROWS // parts)) / parts
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
-        optimizer.step()
-    state = {n: x.detach().clone() for n, x in model.state_dict().items()}
-    return Reference(losses=losses, gradients=gradients, state=state)
+
+    def loss(step: int, k: int) -> torch.Tensor:
+        return _loss(user, model, _rows(batch_of(user, step), k, ROWS // parts))
+
+    return trained(model, optimizer, loss, steps=STEPS, parts=parts)
 
 
 def _rows(batch: Any, k: int, count: int) -> Any:
