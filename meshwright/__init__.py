@@ -1,30 +1,55 @@
-"""Meshwright decides how to train a PyTorch model on a cluster, says why, and runs the decision."""
+"""Meshwright decides how to train a PyTorch model on a cluster, says why, and runs the decision.
 
-from costmodel.add_rule import RuleError, rule
-from executor.launch import distributed
-from executor.reduced import Reduced
-from meshwright.api import auto_parallelize
-from meshwright.model import ParallelModel
-from planner.leaf import leaf
-from planner.overrides import OverrideError, Overrides
-from planner.plan import Plan, PlanError
-from planner.search import InfeasibleError
-from planner.trace import TraceError
-from profiles.cluster import Cluster
+Names are imported when they are first asked for: a rank that runs a plan file never loads the
+tracer's or the search's modules unless it traces or searches.
+"""
 
-__all__ = [
-    "Cluster",
-    "InfeasibleError",
-    "OverrideError",
-    "Overrides",
-    "ParallelModel",
-    "Plan",
-    "PlanError",
-    "Reduced",
-    "RuleError",
-    "TraceError",
-    "auto_parallelize",
-    "distributed",
-    "leaf",
-    "rule",
-]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api import auto_parallelize as auto_parallelize
+    from meshwright.costmodel.rules.language import RuleError as RuleError
+    from meshwright.costmodel.user_rules.add import rule as rule
+    from meshwright.executor.parameters.reduced import Reduced as Reduced
+    from meshwright.executor.ranks.launch import distributed as distributed
+    from meshwright.model import ParallelModel as ParallelModel
+    from meshwright.planner.overrides.overrides import OverrideError as OverrideError
+    from meshwright.planner.overrides.overrides import Overrides as Overrides
+    from meshwright.planner.plan.plan import Plan as Plan
+    from meshwright.planner.plan.plan import PlanError as PlanError
+    from meshwright.planner.search.search import InfeasibleError as InfeasibleError
+    from meshwright.planner.tracing.trace import TraceError as TraceError
+    from meshwright.planner.tracing.user_module.leaf import leaf as leaf
+    from meshwright.profiles.cluster import Cluster as Cluster
+
+# name -> the module that defines it
+_HOMES = {
+    "Cluster": "profiles.cluster",
+    "InfeasibleError": "planner.search.search",
+    "OverrideError": "planner.overrides.overrides",
+    "Overrides": "planner.overrides.overrides",
+    "ParallelModel": "model",
+    "Plan": "planner.plan.plan",
+    "PlanError": "planner.plan.plan",
+    "Reduced": "executor.parameters.reduced",
+    "RuleError": "costmodel.rules.language",
+    "TraceError": "planner.tracing.trace",
+    "auto_parallelize": "api",
+    "distributed": "executor.ranks.launch",
+    "leaf": "planner.tracing.user_module.leaf",
+    "rule": "costmodel.user_rules.add",
+}
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

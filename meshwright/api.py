@@ -13,29 +13,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.add_rule import verified
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
-from costmodel.memory import optimizer_bytes
-from costmodel.target import Target, target_named
-from executor import launch
-from executor.compile import backend_of
-from executor.runtime import Runtime
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.memory.states import optimizer_bytes
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.target import Target, target_named
+from meshwright.costmodel.user_rules.add import verified
+from meshwright.executor.lowering.compile import backend_of
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.model import ParallelModel
-from planner.answers import Answers
-from planner.blocks import cut_blocks
-from planner.check import check_plan, check_runs
-from planner.evaluate import Prediction
-from planner.evaluator import Evaluator
-from planner.explain import explain_plan, explain_search
-from planner.overrides import Overrides, check_overrides
-from planner.plan import PRECISIONS, Plan, PlanError
-from planner.report import Report
-from planner.search import InfeasibleError, Search
-from planner.stage_costs import StageCoster
-from planner.trace import batch_rows, trace
-from profiles.cluster import Cluster
-from profiles.profile import Profile, load_profile
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.overrides.overrides import Overrides, check_overrides
+from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.plan import PRECISIONS, Plan, PlanError
+from meshwright.planner.pricing.evaluate import Prediction
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.report.deferred import Answers
+from meshwright.planner.report.explain import explain_plan, explain_search
+from meshwright.planner.report.report import Report
+from meshwright.planner.search.search import InfeasibleError, Search
+from meshwright.planner.tracing.trace import batch_rows, trace
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.profile import Profile, load_profile
 
 Decision = tuple[Plan, Report, Prediction]
 

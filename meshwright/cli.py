@@ -18,15 +18,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from costmodel.target import TARGETS
-from executor import launch
 from meshwright import override_flags, profile_command
 from meshwright.api import auto_parallelize
+from meshwright.costmodel.target import TARGETS
+from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
-from planner.plan import Plan, compress_names, compress_ranks
-from planner.report import describe, mesh_words, policy_counts, sensitivity_lines
-from planner.search import InfeasibleError
-from profiles.cluster import Cluster
+from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
+from meshwright.planner.report.report import describe, mesh_words, policy_counts, sensitivity_lines
+from meshwright.planner.search.search import InfeasibleError
+from meshwright.profiles.cluster import Cluster
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from executor import checkpoint, launch, weights
-from executor.checkpoint import Saving
-from executor.norms import clip_
-from executor.runtime import Runtime
-from executor.timeline import MeasuredStep, timed_step
-from executor.watch import progress
-from planner.evaluate import Prediction
-from planner.overrides import Overrides
-from planner.plan import Plan
-from planner.report import Report
-from planner.trace import batch_rows, input_leaves
+from meshwright.executor.checkpoint import checkpoint, weights
+from meshwright.executor.checkpoint.checkpoint import Saving
+from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.ranks import launch
+from meshwright.executor.ranks.watch import progress
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluate import Prediction
+from meshwright.planner.report.report import Report
+from meshwright.planner.tracing.trace import batch_rows, input_leaves
 
 
 class ParallelModel:

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from planner.override_values import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE
-from planner.overrides import Overrides
-from planner.plan import PLACEMENTS
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE
+from meshwright.planner.plan.plan import PLACEMENTS
 
 _WHAT = {
     "tp": "tensor-parallel degree",

@@ -21,15 +21,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph, Op
-from costmodel.signature import signature
-from costmodel.strategies import Strategy, strategies
-from planner.blocks import op_flops
-from planner.divisors import divisors
-from planner.trace import batch_rows, trace
-from profiles.cluster import Cluster
-from profiles.import_measurements import (
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.sharding.local_call import signature
+from meshwright.costmodel.sharding.strategies import Strategy, strategies
+from meshwright.planner.blocks.cut import op_flops
+from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.tracing.trace import batch_rows, trace
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.collectives import (
+    COLLECTIVES,
+    SIZES_BYTES,
+    CollectiveTiming,
+    launch_local,
+    shapes,
+)
+from meshwright.profiles.measure.imports import (
     CollectiveRow,
     is_gpu,
     read_collectives_csv,
@@ -37,18 +44,11 @@ from profiles.import_measurements import (
     timings_for,
     world_of_log,
 )
-from profiles.measure_collectives import (
-    COLLECTIVES,
-    SIZES_BYTES,
-    CollectiveTiming,
-    launch_local,
-    shapes,
-)
-from profiles.measure_ops import Skipped, Timing, measure_all
-from profiles.neighbours import neighbours
-from profiles.op_signature import OpSignature
-from profiles.profile import cores_busy, device_name, is_device_of, published_id
-from profiles.store import DeviceId, Measurements, Store, export_json, import_json
+from meshwright.profiles.measure.operators import Skipped, Timing, measure_all
+from meshwright.profiles.neighbours import neighbours
+from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
+from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from profiles.curve import FULL, Curve
+from meshwright.profiles.curve import FULL, Curve
 
 CATALOG_DIR = Path(__file__).parent / "catalog"
 SOURCE_KINDS = ("datasheet", "published", "measured", "fitted", "assumed")

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from profiles.catalog_reader import (
+from meshwright.profiles.catalog_reader import (
     Entry,
     catalog_names,
     device_of_driver,
     read_entry,
     unknown_name,
 )
-from profiles.curve import FULL, Curve
-from profiles.device import DTYPES, Device, Link, Rates, check_whole
-from profiles.measure_cpu import measure_cpu, total_memory_bytes
+from meshwright.profiles.curve import FULL, Curve
+from meshwright.profiles.device import DTYPES, Device, Link, Rates, check_whole
+from meshwright.profiles.measure.cpu import measure_cpu, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
 

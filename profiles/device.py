@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from profiles.catalog_reader import unknown_name
-from profiles.curve import FULL, Curve, as_curve
+from meshwright.profiles.catalog_reader import unknown_name
+from meshwright.profiles.curve import FULL, Curve, as_curve
 
 DTYPES = ("fp32", "bf16", "fp16")
 

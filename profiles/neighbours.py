@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from profiles.measure_ops import measure
-from profiles.op_signature import OpSignature
+from meshwright.profiles.measure.operators import measure
+from meshwright.profiles.op_signature import OpSignature
 
 START_S = 60.0  # a new process imports torch first
 EACH_S = 0.02

@@ -25,12 +25,12 @@ from fractions import Fraction
 
 import torch
 
-from profiles.catalog_reader import catalog_names, device_of_driver, read_entry
-from profiles.cluster import Cluster
-from profiles.measure_collectives import CollectiveTiming
-from profiles.measure_ops import Timing
-from profiles.op_signature import OpSignature
-from profiles.store import DeviceId, Measurements, Store
+from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.collectives import CollectiveTiming
+from meshwright.profiles.measure.operators import Timing
+from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.store import DeviceId, Measurements, Store
 
 log = logging.getLogger(__name__)
 

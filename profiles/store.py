@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from profiles.device import check_number, check_whole
-from profiles.measure_collectives import CollectiveTiming
-from profiles.measure_ops import Timing
-from profiles.op_signature import OpSignature
+from meshwright.profiles.device import check_number, check_whole
+from meshwright.profiles.measure.collectives import CollectiveTiming
+from meshwright.profiles.measure.operators import Timing
+from meshwright.profiles.op_signature import OpSignature
 
 log = logging.getLogger(__name__)
 

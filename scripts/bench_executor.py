@@ -33,16 +33,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import bench_baselines as by_hand
-import bench_ranks as measure
 import torch
-from bench_baselines import Setting, Trainer, mean_loss
-from bench_ranks import SIDES, WARM_UP, Step
 
-from executor import launch
-from planner.overrides import Overrides
+from meshwright.executor.ranks import launch
+from meshwright.planner.overrides.overrides import Overrides
+from scripts.ranks import baselines as by_hand
+from scripts.ranks import measure
+from scripts.ranks.baselines import Setting, Trainer, mean_loss
+from scripts.ranks.measure import SIDES, WARM_UP, Step
 
 LAUNCH_TIMEOUT_S = 400.0
 STARTUP, STARTUP_TARGET_S = "startup", 10.0

@@ -14,8 +14,8 @@ from itertools import product
 
 import numpy as np
 
-from planner.even_cut import cut_evenly
-from planner.inter_op import StageTable, minimal_shortfall, solve_inter_op
+from meshwright.planner.inter_op.equal_meshes import cut_evenly
+from meshwright.planner.inter_op.partition import StageTable, minimal_shortfall, solve_inter_op
 
 GIB = 2.0**30
 

@@ -16,27 +16,23 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
-from compare_experts import compare, show, summary
-from expert_plans import experts
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from costmodel.factors import analyse
-from planner.blocks import cut_blocks
-from planner.overrides import Overrides
-from planner.report import describe, seconds
-from planner.search import Search, SearchResult
-from planner.trace import trace
-from profiles.cluster import Cluster
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.report.report import describe, seconds
+from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.tracing.trace import trace
+from meshwright.profiles.cluster import Cluster
+from scripts.experts.compare import compare, show, summary
+from scripts.experts.plans import experts
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int, length: int) -> torch.nn.Module:

@@ -8,17 +8,13 @@ the same mesh and rows, schedules of the same shape) is remembered by the `Evalu
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from planner.evaluator import Evaluator
-from planner.plan import Plan
-from planner.published import make_plan
-from planner.rows import read_row
-from planner.validate import traced
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.published.predict import traced
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import make_plan
 
 MODEL = {
     "model": "GPT-3", "layers": "96", "hidden": "12288", "heads": "96", "vocab": "51200",

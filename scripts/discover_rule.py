@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from costmodel.add_rule import RuleError, overload_of, target_of
-from costmodel.discover import Proposal, discover
+from meshwright.costmodel.user_rules.add import RuleError, overload_of, target_of
+from scripts.discovery.discover import Proposal, discover
 
 
 def example_of(text: str) -> tuple[list[Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ is fitted and the rest held out. A fit starts at the catalog's numbers and minim
 
 where the fraction y of a knot is that of the next one times a value between the least that lets
 more bytes take more time and 1, which is the logistic function of t: where no row says otherwise, a
-link is efficient. Predictions are those of `costmodel.collectives`, for whole nodes.
+link is efficient. Predictions are those of `costmodel.kernels.collectives`, for whole nodes.
 
 Printed per link: the numbers fitted, and the mean absolute error of two predictions on the fitted
 and on the held-out rows: of the fit, and of the catalog as it is. Then the catalog's on rows that
@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.collectives import Group, collective_time
-from profiles.cluster import Cluster, Link
-from profiles.curve import Curve
-from profiles.import_measurements import CollectiveRow, read_collectives_csv
+from meshwright.costmodel.kernels.collectives import Group, collective_time
+from meshwright.profiles.cluster import Cluster, Link
+from meshwright.profiles.curve import Curve
+from meshwright.profiles.measure.imports import CollectiveRow, read_collectives_csv
 
 Vector = NDArray[np.float64]
 KNOTS = tuple(2.0**exponent for exponent in (16, 20, 23, 26, 29))

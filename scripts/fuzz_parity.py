@@ -14,9 +14,7 @@ import tempfile
 from pathlib import Path
 
 # the generator lives with the tests
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from fuzzing import fuzz
+from tests.parity.fuzzing import fuzz
 
 PER_LAUNCH = 50
 

@@ -29,20 +29,17 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from coverage_worker import LAYOUTS, RANKS
-from launching import launch
-from model_zoo import PUBLISHED, SMALL, ZOO, Built
-
-from costmodel.factors import analyse
-from costmodel.graph import Graph
 from meshwright import Cluster, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.report import describe
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.report.report import describe
+from meshwright.planner.tracing.trace import trace
+from scripts.zoo.coverage_worker import LAYOUTS, RANKS
+from scripts.zoo.models import PUBLISHED, SMALL, ZOO, Built
+from tests.helpers.launching import launch
 
-WORKER = Path(__file__).with_name("coverage_worker.py")
+WORKER = Path(__file__).parent / "zoo" / "coverage_worker.py"
 NODES = (1, 8)  # of 8 H100 each
 EXACT = 1e-4  # largest relative error of a loss, gradient or buffer that counts as parity
 TIMEOUT_S = 900

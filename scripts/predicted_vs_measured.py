@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 import transformers
-from rank_correlation import spearman
 from torch import nn
 from torch.nn import functional as F
 
-from executor import launch
 from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
+from meshwright.executor.ranks import launch
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.report.report import describe
+from meshwright.planner.search.search import InfeasibleError
 from meshwright.profile_command import profile_model
-from planner.overrides import Overrides
-from planner.report import describe
-from planner.search import InfeasibleError
+from scripts.rank_correlation import spearman
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
 TURNS, WARM_UP = 7, 2

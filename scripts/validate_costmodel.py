@@ -15,16 +15,12 @@ import argparse
 import collections
 import csv
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from rank_correlation import spearman
-
-from planner.validate import Unpriced, predict_row
+from meshwright.planner.published.predict import Unpriced, predict_row
+from scripts.rank_correlation import spearman
 
 # family -> (text in the row's source, test on the row)
 FAMILIES = (
@@ -116,7 +112,11 @@ def main() -> None:
     parser.add_argument("--source", default="", help="only sources that contain this text")
     parser.add_argument("--rows", action="store_true", help="print every row")
     args = parser.parse_args()
-    path = args.data / "step_times.csv" if args.data else Path(__file__).with_name("published.csv")
+    path = (
+        args.data / "step_times.csv"
+        if args.data
+        else Path(__file__).parent / "experts" / "published.csv"
+    )
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
     refused: collections.Counter[str] = collections.Counter()

@@ -36,8 +36,9 @@ def parse(path: str) -> ast.Module:
 
 
 def module_name(path: str) -> str:
-    """`planner/trace.py` -> `planner.trace`, `planner/__init__.py` -> `planner`."""
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    """`planner/tracing/trace.py` -> `planner.trace`, `planner/__init__.py` -> `planner`."""
+    dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"meshwright.{dotted}" if dotted.split(".")[0] in ROOMS[:-1] else dotted
 
 
 def imported(path: str, node: ast.AST) -> list[str]:
@@ -87,10 +88,10 @@ def imports_to_the_right(path: str, tree: ast.Module) -> list[str]:
 
 
 def solver_imports(path: str, tree: ast.Module) -> list[str]:
-    if path == "planner/solvers.py":
+    if path == "planner/intra_op/solvers.py":
         return []
     return [
-        f"{path}:{line} imports {name}; only planner/solvers.py may"
+        f"{path}:{line} imports {name}; only planner/intra_op/solvers.py may"
         for line, name in located_imports(path, tree)
         if name.split(".")[0] in ("pulp", "highspy")
     ]
@@ -98,7 +99,7 @@ def solver_imports(path: str, tree: ast.Module) -> list[str]:
 
 def process_group_uses(path: str, tree: ast.Module) -> list[str]:
     """Imports of `torch.distributed`, and its use as an attribute of an imported `torch`."""
-    if path.startswith("executor/") or path == "profiles/measure_collectives.py":
+    if path.startswith("executor/") or path == "profiles/measure/collectives.py":
         return []
     lines = [
         line for line, name in located_imports(path, tree) if is_within(name, "torch.distributed")
@@ -206,7 +207,7 @@ def test_no_import_cycle() -> None:
         (imports_to_the_right, "planner/exporters/a.py", "from ... import executor"),
         (imports_to_the_right, "profiles/a.py", "importlib.import_module('costmodel.rules')"),
         (imports_to_the_right, "executor/a.py", "from tests import test_schedule"),
-        (solver_imports, "planner/search.py", "import pulp as lp"),
+        (solver_imports, "planner/search/search.py", "import pulp as lp"),
         (solver_imports, "meshwright/api.py", "def f():\n    from highspy import Highs"),
         (process_group_uses, "planner/a.py", "import torch.distributed as dist"),
         (process_group_uses, "planner/a.py", "from torch import distributed"),
@@ -225,9 +226,9 @@ def test_rule_catches(rule: Rule, path: str, source: str) -> None:
     [
         (imports_to_the_right, "executor/a.py", "from planner.plan import Plan\nfrom . import b"),
         (imports_to_the_right, "profiles/a.py", "import executors, plannerlib.executor"),
-        (solver_imports, "planner/solvers.py", "import pulp, highspy"),
+        (solver_imports, "planner/intra_op/solvers.py", "import pulp, highspy"),
         (process_group_uses, "executor/a.py", "import torch.distributed as dist"),
-        (process_group_uses, "profiles/measure_collectives.py", "import torch.distributed"),
+        (process_group_uses, "profiles/measure/collectives.py", "import torch.distributed"),
         (process_group_uses, "planner/a.py", "from torch import distributions, nn"),
         (prints, "meshwright/cli.py", "print('done')"),
         (prints, "planner/a.py", "report.print()"),

@@ -16,13 +16,22 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from costmodel.graph import Op, argument
-from costmodel.pricing import Pricer
-from costmodel.rule_language import divided
-from costmodel.saved import Call, keep
-from costmodel.storage import Held, Local, Origin, Storage, compact, fresh, permuted, reshaped
-from costmodel.strategies import REPLICATE, Placement, R, Strategy, largest_part
-from planner.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.storage import (
+    Held,
+    Local,
+    Origin,
+    Storage,
+    compact,
+    fresh,
+    permuted,
+    reshaped,
+)
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.language import divided
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.strategies import REPLICATE, Placement, R, Strategy, largest_part
 
 ALIASES = frozenset((("R", "Rp"), ("Rp", "R")))  # moves that change the gradient's state alone
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodel.cost import Cost, Setting, total
-from costmodel.graph import Block, Op
-from costmodel.pricing import Pricer
-from costmodel.strategies import RP, Placement, R, Strategy
-from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.saved import LOSSES, BlockMemory, block_memory
-from planner.selective import POLICIES, repeated_ops
+from meshwright.costmodel.blocks.memory import LOSSES, BlockMemory, block_memory
+from meshwright.costmodel.blocks.selective import POLICIES, repeated_ops
+from meshwright.costmodel.graph import Block, Op
+from meshwright.costmodel.operators.cost import Cost, Setting, total
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

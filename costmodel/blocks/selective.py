@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph, Op
-from costmodel.pricing import ATTENTION
-from costmodel.saved import Call, keep
-from costmodel.storage import Local, fresh
-from planner.blocks import op_flops
+from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.storage import Local, fresh
+from meshwright.costmodel.operators.pricing import ATTENTION
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.planner.blocks.cut import op_flops
 
 POLICIES = ("selective", "alternate")
 

@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.cost import COST_FIELDS, DTYPE_BYTES, Setting
-from costmodel.draws import COUNTED, draws
-from costmodel.graph import Block, Op, Ref
-from costmodel.leaf_rules import LEAVES
-from costmodel.memory import model_state_bytes, working_bytes
-from costmodel.pricing import Pricer
-from costmodel.strategies import Placement
-from costmodel.target import Target
-from planner.block_price import BlockPrice
-from planner.functional import SIDE_EFFECTS
-from planner.selective import POLICIES
+from meshwright.costmodel.blocks.price import BlockPrice
+from meshwright.costmodel.blocks.selective import POLICIES
+from meshwright.costmodel.graph import Block, Op, Ref
+from meshwright.costmodel.memory.states import model_state_bytes, working_bytes
+from meshwright.costmodel.operators.cost import COST_FIELDS, DTYPE_BYTES, Setting
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.draws import COUNTED, draws
+from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.target import Target
+from meshwright.planner.tracing.values.functional import SIDE_EFFECTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,8 @@ from functools import cache
 
 import numpy as np
 
-from profiles.cluster import Cluster, Link
-from profiles.curve import FULL, Curve, FloatOrArray
+from meshwright.profiles.cluster import Cluster, Link
+from meshwright.profiles.curve import FULL, Curve, FloatOrArray
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from profiles.cluster import Device
+from meshwright.profiles.cluster import Device
 
 
 def stream_seconds(device: Device, nbytes: float) -> float:

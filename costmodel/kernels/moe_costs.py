@@ -11,8 +11,8 @@ want a token, of whose k copies (p-1)/p are for others of their node. Both legs 
 
 from __future__ import annotations
 
-from costmodel.collectives import Group, collective_time
-from profiles.cluster import Cluster
+from meshwright.costmodel.kernels.collectives import Group, collective_time
+from meshwright.profiles.cluster import Cluster
 
 
 def exchange_seconds(

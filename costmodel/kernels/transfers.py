@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.collectives import collective_time, group_for, p2p_time
-from costmodel.cost import OpProfile
-from costmodel.target import Target
-from profiles.cluster import Cluster
+from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
+from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.target import Target
+from meshwright.profiles.cluster import Cluster
 
 
 def send_seconds(

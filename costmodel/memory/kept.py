@@ -24,10 +24,8 @@ from types import MappingProxyType
 
 import torch
 
-from costmodel.graph import Op, argument
-from costmodel.leaf_costs import saved_by_leaf
-from costmodel.leaf_rules import LEAVES
-from costmodel.storage import (
+from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.memory.storage import (
     Held,
     Local,
     Storage,
@@ -39,6 +37,8 @@ from costmodel.storage import (
     placed,
     reshaped,
 )
+from meshwright.costmodel.operators.leaf_costs import saved_by_leaf
+from meshwright.costmodel.rules.leaf import LEAVES
 
 SINGLE = 4  # bytes of what kernels accumulate in single precision at least
 INDEX = 8  # bytes of an index

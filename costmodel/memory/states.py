@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.target import EAGER, Target
+from meshwright.costmodel.target import EAGER, Target
 
 # moments kept per parameter, bytes (fp32)
 OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(

@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch
 
-from costmodel.auto_rules import VIEWS, is_pointwise
-from costmodel.graph import Op, argument
-from costmodel.shuffle_rules import permutation
+from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.rules.auto import VIEWS, is_pointwise
+from meshwright.costmodel.rules.shuffle import permutation
 
 Sizes = tuple[float, ...]
 Origin = Literal["made", "input", "raw", "stored"]

@@ -8,9 +8,9 @@ from dataclasses import fields as dataclass_fields
 from operator import attrgetter
 from typing import Protocol
 
-from costmodel.collectives import Group, collective_time, group_for
-from costmodel.target import EAGER, Target
-from profiles.cluster import Cluster
+from meshwright.costmodel.kernels.collectives import Group, collective_time, group_for
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.profiles.cluster import Cluster
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.auto_rules import is_pointwise
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.auto import is_pointwise
+from meshwright.costmodel.sharding.factors import FactorTable
 
 SOFTMAX = frozenset(("softmax", "_softmax"))
 # norms (rsqrt is part of one), reductions and copies

@@ -6,10 +6,10 @@ results each rank keeps its rows, whose gradients are gathered again in the back
 
 from __future__ import annotations
 
-from costmodel.cost import Cost, Setting
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.strategies import strategies
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import strategies
 
 
 def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:

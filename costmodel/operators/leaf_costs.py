@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from costmodel.compute import stream_seconds
-from costmodel.graph import Op
-from costmodel.leaf_rules import Work, leaf_of
-from costmodel.storage import Held, Storage
-from profiles.cluster import Device
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.kernels.compute import stream_seconds
+from meshwright.costmodel.memory.storage import Held, Storage
+from meshwright.costmodel.rules.leaf import Work, leaf_of
+from meshwright.profiles.cluster import Device
 
 BACKWARD = 2.0  # gradients of what it takes and of its weights
 

@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from costmodel.collectives import Group
-from costmodel.compute import stream_seconds
-from costmodel.cost import DTYPE_BYTES, NOTHING, Cost, Setting
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.memory import optimizer_step_bytes
-from costmodel.strategies import Placement
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.kernels.collectives import Group
+from meshwright.costmodel.kernels.compute import stream_seconds
+from meshwright.costmodel.memory.states import optimizer_step_bytes
+from meshwright.costmodel.operators.cost import DTYPE_BYTES, NOTHING, Cost, Setting
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import Placement
 
 
 @dataclass(slots=True, kw_only=True)

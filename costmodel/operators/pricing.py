@@ -20,20 +20,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from costmodel.collectives import Group, collective_time
-from costmodel.compute import attention_seconds, matmul_seconds, stream_seconds
-from costmodel.cost import DTYPE_BYTES, NOTHING, Cost, Setting
-from costmodel.factors import FactorTable
-from costmodel.fusion import Fusion, is_free
-from costmodel.gathering import splits_batch, whole_batch
-from costmodel.graph import Graph, Op, argument
-from costmodel.leaf_costs import leaf_seconds
-from costmodel.leaf_rules import LEAVES, leaf_of
-from costmodel.moe_costs import exchange_seconds
-from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
-from costmodel.parameter_costs import ParameterPricer, unit_numels
-from costmodel.signature import signature
-from costmodel.strategies import (
+from meshwright.costmodel.graph import Graph, Op, argument
+from meshwright.costmodel.kernels.collectives import Group, collective_time
+from meshwright.costmodel.kernels.compute import attention_seconds, matmul_seconds, stream_seconds
+from meshwright.costmodel.kernels.moe_costs import exchange_seconds
+from meshwright.costmodel.operators.cost import DTYPE_BYTES, NOTHING, Cost, Setting
+from meshwright.costmodel.operators.fusion import Fusion, is_free
+from meshwright.costmodel.operators.gathering import splits_batch, whole_batch
+from meshwright.costmodel.operators.leaf_costs import leaf_seconds
+from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
+from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.local_call import signature
+from meshwright.costmodel.sharding.strategies import (
     Placement,
     R,
     Strategy,

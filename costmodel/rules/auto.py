@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from costmodel.graph import Op, Ref, TensorMeta, argument
-from costmodel.index_rules import INDEXING
-from costmodel.rule_language import Dims, Kind, OpFactors, Rule, bind, place_of
-from costmodel.shuffle_rules import SHUFFLES
+from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
+from meshwright.costmodel.rules.index import INDEXING
+from meshwright.costmodel.rules.language import Dims, Kind, OpFactors, Rule, bind, place_of
+from meshwright.costmodel.rules.shuffle import SHUFFLES
 
 Metas = Sequence[TensorMeta]
 

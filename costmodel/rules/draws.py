@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from costmodel.graph import Op, argument
+from meshwright.costmodel.graph import Op, argument
 
 DROPOUTS = frozenset({"dropout", "feature_dropout"})
 ATTENTION = "scaled_dot_product_attention"

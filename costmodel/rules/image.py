@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from costmodel.graph import Op, Ref, argument
-from costmodel.rule_language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.graph import Op, Ref, argument
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
 
 
 def _dims(prefix: str, count: int) -> str:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import torch
 
-from costmodel.graph import Op, Ref, argument
-from costmodel.rule_language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.graph import Op, Ref, argument
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
 
 
 def _entries(rank: int, places: Sequence[int]) -> list[str]:

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import torch
 
-from costmodel.graph import Op, TensorMeta, argument
+from meshwright.costmodel.graph import Op, TensorMeta, argument
 
 Kind = Literal["map", "sum", "mean", "inner", "whole"]
 Dims = tuple[tuple[str, ...], ...]

@@ -21,8 +21,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from costmodel.graph import Op
-from costmodel.rule_language import Metas, OpFactors, Rule, factors, replicated, words
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, factors, replicated, words
 
 LEAF, RANDOM_LEAF = "leaf", "random_leaf"
 LEAVES = frozenset((LEAF, RANDOM_LEAF))

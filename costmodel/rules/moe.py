@@ -1,4 +1,4 @@
-"""Rules of mixture-of-experts operators (their definitions: `planner/moe_operators.py`).
+"""Rules of mixture-of-experts operators (their definitions: `planner/operators/moe.py`).
 
     dispatch         x[b, s, h], experts[b, s, k]                -> y[b, s, k, h]
     grouped_linear   x[b, s, k, i], w[e, i, o], experts[b, s, k] -> y[b, s, k, o]
@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from costmodel.graph import Op, argument
-from costmodel.rule_language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
 
 DISPATCH, COMBINE, GROUPED = "dispatch", "combine", "grouped_linear"
 EXPERT_FACTOR = "e"

@@ -11,10 +11,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from costmodel import auto_rules, image_rules, leaf_rules, moe_rules, user_rules
-from costmodel.graph import Op, argument
-from costmodel.rule_language import Dims, Metas, OpFactors, Rule, ein, replicated
-from costmodel.saves import saves_of
+from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.rules import auto as auto_rules
+from meshwright.costmodel.rules import image as image_rules
+from meshwright.costmodel.rules import leaf as leaf_rules
+from meshwright.costmodel.rules import moe as moe_rules
+from meshwright.costmodel.rules import user as user_rules
+from meshwright.costmodel.rules.language import Dims, Metas, OpFactors, Rule, ein, replicated
+from meshwright.costmodel.rules.saves import saves_of
 
 RULES: dict[str, Rule] = {}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from costmodel.graph import Op, TensorMeta, argument
+from meshwright.costmodel.graph import Op, TensorMeta, argument
 
 NOTHING = (
     "add sub neg rsub sum mean to _to_copy type_as float half bfloat16 contiguous clone alias "

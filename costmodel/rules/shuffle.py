@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from costmodel.graph import Op, Ref, TensorMeta, argument
-from costmodel.rule_language import Dims, Kind, OpFactors, Rule, bind, ein
+from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
+from meshwright.costmodel.rules.language import Dims, Kind, OpFactors, Rule, bind, ein
 
 Metas = Sequence[TensorMeta]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from costmodel.graph import Op
-from costmodel.rule_language import Metas, Misfit, OpFactors, factors
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.rules.language import Metas, Misfit, OpFactors, factors
 
 
 class RuleError(ValueError):

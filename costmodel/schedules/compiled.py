@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from costmodel.schedule import Action, Instruction, Streams
+from meshwright.costmodel.schedules.schedule import Action, Instruction, Streams
 
 
 class Cost(IntEnum):

@@ -1,12 +1,12 @@
 """Pipeline schedules as instruction streams: one stream per device, read by two readers.
 
-The simulator (`costmodel.simulate`) prices the streams and the executor runs the same streams, so
-what was predicted is what runs. A schedule is nothing but a placement of stages on devices and the
-order in which each device computes (`costmodel.compute_orders`). Communication is derived from that
-order and from the edges of the stage graph, never written by hand: the inputs of a compute are
-received just before it, its results sent just after it, and stages of one device exchange theirs
-without a message. Of an overlapped F and B both inputs come before the two and both results leave
-after them.
+The simulator (`costmodel.schedules.simulate`) prices the streams and the executor runs the same
+streams, so what was predicted is what runs. A schedule is nothing but a placement of stages on
+devices and the order in which each device computes (`costmodel.schedules.orders`). Communication is
+derived from that order and from the edges of the stage graph, never written by hand: the inputs of
+a compute are received just before it, its results sent just after it, and stages of one device
+exchange theirs without a message. Of an overlapped F and B both inputs come before the two and both
+results leave after them.
 
 Two properties follow for any edges (i, j) with i < j, skip edges included. The streams cannot
 deadlock, because F(j, k) already comes after F(i, k) along the chain of stages and B(i, k) after
@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import overload
 
-from costmodel.compute_orders import (
+from meshwright.costmodel.schedules.orders import (
     SCHEDULES,
     Action,
     Compute,

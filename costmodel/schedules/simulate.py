@@ -7,8 +7,8 @@ at a time, in the order sent. An overlapped F and B (F&B) are one thing: they st
 of both are there, take F + B less what the overlap saves, and send their results when both are
 done. At the end each stage reduces its gradients and steps its optimizer, one after the other.
 
-What waits for what is compiled once per schedule (`costmodel.event_program`); a price is one pass
-over it, and events are put together only for those who look at them.
+What waits for what is compiled once per schedule (`costmodel.schedules.compiled`); a price is one
+pass over it, and events are put together only for those who look at them.
 
 What comes out for equal stages, with F, B = I + W seconds each, transfers that cost nothing and no
 reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
@@ -55,8 +55,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from costmodel.event_program import Cost, Program, program_of
-from costmodel.schedule import Action, Instruction
+from meshwright.costmodel.schedules.compiled import Cost, Program, program_of
+from meshwright.costmodel.schedules.schedule import Action, Instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

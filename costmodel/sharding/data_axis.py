@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.strategies import (
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import (
     PARTIAL,
     REPLICATE,
     RP,

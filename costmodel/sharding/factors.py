@@ -16,11 +16,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from costmodel.graph import Graph, Op
-from costmodel.leaf_rules import LEAVES, leaf_of
-from costmodel.moe_rules import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, copies_of
-from costmodel.rule_language import Kind, OpFactors
-from costmodel.rules import factors_of
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.language import Kind, OpFactors
+from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, copies_of
+from meshwright.costmodel.rules.registry import factors_of
 
 AtomDims = tuple[tuple[int, ...], ...]
 

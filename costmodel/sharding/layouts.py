@@ -13,9 +13,9 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph, Op
-from costmodel.strategies import (
+from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import (
     ALIASES,
     DISPLAY,
     PARTIAL,

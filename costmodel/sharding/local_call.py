@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from costmodel.draws import draws
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op, map_refs
-from costmodel.leaf_rules import LEAVES
-from costmodel.rule_language import divided
-from costmodel.strategies import Placement, Strategy, largest_part
-from profiles.op_signature import Operand, OperandIndex, OpSignature
+from meshwright.costmodel.graph import Graph, Op, map_refs
+from meshwright.costmodel.rules.draws import draws
+from meshwright.costmodel.rules.language import divided
+from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import Placement, Strategy, largest_part
+from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 
 COPIES = frozenset({"cat", "stack"})  # views by their rules, copies by what they do
 STRIDE_BOUND = frozenset({"contiguous", "clone", "detach", "alias"})

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 
-from costmodel import rules, user_rules
-from costmodel.graph import Graph, Op, TensorMeta, map_refs
-from costmodel.rule_language import Dims, OpFactors, divided, place_of, words
-from costmodel.user_rules import RuleError, UserRule
-from costmodel.verify_rule import Fault, Trial, faults, meta_of, random_operands, splits
+from meshwright.costmodel.graph import Graph, Op, TensorMeta, map_refs
+from meshwright.costmodel.rules import registry as rules
+from meshwright.costmodel.rules import user as user_rules
+from meshwright.costmodel.rules.language import Dims, OpFactors, divided, place_of, words
+from meshwright.costmodel.rules.user import RuleError, UserRule
+from meshwright.costmodel.user_rules.verify import (
+    Fault,
+    Trial,
+    faults,
+    meta_of,
+    random_operands,
+    splits,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from costmodel.graph import Op, TensorMeta, map_refs
-from costmodel.leaf_rules import LEAVES, leaf_of
-from costmodel.rule_language import OpFactors, divided
+from meshwright.costmodel.graph import Op, TensorMeta, map_refs
+from meshwright.costmodel.rules.language import OpFactors, divided
+from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 

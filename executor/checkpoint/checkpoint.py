@@ -38,11 +38,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from executor import background, checkpoint_folder, checkpoint_optimizer
-from executor.background import Background
-from executor.build import stages_of_parameters
-from executor.checkpoint_parts import LoadPlanner, Parts, SavePlanner, Writers
-from executor.checkpoint_ranks import (
+from meshwright.executor.checkpoint import folder as checkpoint_folder
+from meshwright.executor.checkpoint import optimizer as checkpoint_optimizer
+from meshwright.executor.checkpoint.parts import LoadPlanner, Parts, SavePlanner, Writers
+from meshwright.executor.checkpoint.weights import initialise_buffers
+from meshwright.executor.ranks import background
+from meshwright.executor.ranks.agree import (
     WAITING,
     failing,
     gloo_group,
@@ -52,9 +53,10 @@ from executor.checkpoint_ranks import (
     told_by_all,
     told_to_first,
 )
-from executor.runtime import Runtime
-from executor.watch import progress
-from executor.weights import initialise_buffers
+from meshwright.executor.ranks.background import Background
+from meshwright.executor.ranks.watch import progress
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.stages.build import stages_of_parameters
 
 FORMAT = 1
 NOTES, PLAN = "training.pt", "plan.json"

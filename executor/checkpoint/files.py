@@ -1,6 +1,6 @@
 """Files of weights, read piece by piece: each source knows the names, shapes and where they lie.
 
-`fill` reads what the pieces (`executor.checkpoint_parts`) need:
+`fill` reads what the pieces (`executor.checkpoint.parts`) need:
 
 - a `torch.save` file, mapped into memory: the pages that hold the box;
 - safetensors, one file or several with an index: the bytes of the box;
@@ -21,8 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from executor.checkpoint_folder import published
-from executor.checkpoint_parts import LoadPlanner, Piece
+from meshwright.executor.checkpoint.folder import published
+from meshwright.executor.checkpoint.parts import LoadPlanner, Piece
 
 FORMATS = (
     "a file of torch.save (.pt, .pth, .bin), a .safetensors file, a folder with "

@@ -1,7 +1,7 @@
 """Weights of a running plan: initialised from a seed, or read from files, only as far as each rank
 needs them.
 
-A rank's part of a tensor is a few boxes of it (`executor.checkpoint_parts`): one for a plain shard,
+A rank's part of a tensor is a few boxes of it (`executor.checkpoint.parts`): one for a plain shard,
 one per fused projection for a strided one, smaller under ZeRO. Each box is copied, or read, to
 where it is kept: a rank reads the elements it stores, each once, and no other. The whole of a
 tensor is on a rank only while its module is being initialised.
@@ -15,19 +15,19 @@ from pathlib import Path
 
 import torch
 
-from executor.checkpoint_parts import Parts, boxes
-from executor.initialise import initialise
-from executor.parameters import as_torch, settle
-from executor.runtime import Runtime
-from executor.weight_files import open_source
-from executor.weight_names import SHOWN, Wanted, match_names
+from meshwright.executor.checkpoint.files import open_source
+from meshwright.executor.checkpoint.initialise import initialise
+from meshwright.executor.checkpoint.names import SHOWN, Wanted, match_names
+from meshwright.executor.checkpoint.parts import Parts, boxes
+from meshwright.executor.parameters.parameters import as_torch, settle
+from meshwright.executor.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 
 def init_weights(runtime: Runtime, seed: int = 0) -> None:
     """Give the plan of a model on meta the values of a single device's initialisation with `seed`
-    (see `executor.initialise`), each rank its part.
+    (see `executor.checkpoint.initialise`), each rank its part.
 
     Every rank calls this with the same seed; nothing is communicated. What is real in the model
     keeps its value. Raises ValueError, on all ranks alike, where nothing is on meta, or a tensor

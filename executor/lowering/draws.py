@@ -9,11 +9,11 @@ import math
 import torch
 from torch import nn
 
-from costmodel.draws import DROPOUTS, FLAGS, INTEGERS, NORMAL, UNIFORM
-from costmodel.graph import Graph, Op, Ref, argument
-from costmodel.strategies import Placement
-from executor.reshard import local_part
-from planner.plan import PlanError
+from meshwright.costmodel.graph import Graph, Op, Ref, argument
+from meshwright.costmodel.rules.draws import DROPOUTS, FLAGS, INTEGERS, NORMAL, UNIFORM
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.executor.lowering.reshard import local_part
+from meshwright.planner.plan.plan import PlanError
 
 _LOW = 0xFFFFFFFF
 _SECOND = 0x5851F42D  # tells the second stream of a pair from the first
@@ -173,7 +173,8 @@ def single_rows(graph: Graph) -> frozenset[str]:
 
 
 def drawn(op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> nn.Module:
-    """The module that draws in the place of an operator of `costmodel.draws.COUNTED`."""
+    """The module that draws in the place of an operator of
+    `meshwright.costmodel.rules.draws.COUNTED`."""
     if op.short in DROPOUTS:
         p = float(argument(op, 1, "p", 0.0))
         return CounterDropout(grid, salt, p, features=op.short == "feature_dropout")

@@ -15,29 +15,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from costmodel.draws import ATTENTION, COUNTED, draws
-from costmodel.graph import Op, argument, map_refs
-from costmodel.leaf_rules import LEAVES
-from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from costmodel.rule_language import divided
-from costmodel.strategies import COPY_DIMS, Placement, R, Strategy
-from executor.deferred import DeferredProduct
-from executor.draws import DropoutAttention, IndexGrid, drawn, single_rows
-from executor.experts import FindRoute, GroupedProduct, Leg, Return, Send, refused
-from executor.implementations import (
+from meshwright.costmodel.graph import Op, argument, map_refs
+from meshwright.costmodel.rules.draws import ATTENTION, COUNTED, draws
+from meshwright.costmodel.rules.language import divided
+from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.strategies import COPY_DIMS, Placement, R, Strategy
+from meshwright.executor.lowering.deferred import DeferredProduct
+from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
+from meshwright.executor.lowering.experts import (
+    FindRoute,
+    GroupedProduct,
+    Leg,
+    Return,
+    Send,
+    refused,
+)
+from meshwright.executor.lowering.implementations import (
     GlobalLoss,
     ParallelEmbedding,
     ScaledMean,
     SyncBatchNorm,
 )
-from executor.leaves import LeafCall, part_number
-from executor.no_grad import read_by
-from executor.reshard import Axis, Reshard
-from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.plan import PlanError
+from meshwright.executor.lowering.leaves import LeafCall, part_number
+from meshwright.executor.lowering.no_grad import read_by
+from meshwright.executor.lowering.reshard import Axis, Reshard
+from meshwright.planner.plan.plan import PlanError
 
 if TYPE_CHECKING:
-    from executor.lower import Lowering
+    from meshwright.executor.lowering.lower import Lowering
 
 State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
 PRODUCTS = ("linear", "addmm", "mm", "matmul")

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from costmodel.auto_rules import is_pointwise
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from executor.reshard import Axis
-from planner.moe_operators import expert_order, grouped_rows, grouped_weights, inverse_of
-from planner.plan import PlanError
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.auto import is_pointwise
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.planner.operators.moe import expert_order, grouped_rows, grouped_weights, inverse_of
+from meshwright.planner.plan.plan import PlanError
 
 # --- on the wire ----------------------------------------------------------------------------------
 

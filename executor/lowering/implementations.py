@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from costmodel.strategies import RP, P
-from executor.reshard import Axis, Reshard, all_reduce
+from meshwright.costmodel.sharding.strategies import RP, P
+from meshwright.executor.lowering.reshard import Axis, Reshard, all_reduce
 
 
 class ParallelEmbedding(nn.Module):

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from costmodel.graph import Op
-from costmodel.leaf_rules import RANDOM_LEAF, leaf_of
-from costmodel.strategies import Strategy
-from executor.reshard import Axis
-from planner.leaf_program import Program
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.rules.leaf import RANDOM_LEAF, leaf_of
+from meshwright.costmodel.sharding.strategies import Strategy
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.planner.operators.leaf import Program
 
 MIXER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring numbers
 SEEDS = 2**63

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph, Op
-from costmodel.leaf_rules import LEAVES
-from costmodel.strategies import Placement, R
-from executor.compile import CompiledBlock
-from executor.deferred import Later
-from executor.emitter import Emitter, State
-from executor.experts import legs
-from executor.regions import repeat, repeat_whole, with_keepers
-from executor.reshard import Axis
-from planner.blocks import class_hash
-from planner.data_axis import DataLayout
-from planner.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.sharding.data_axis import DataLayout
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.executor.lowering.compile import CompiledBlock
+from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.emitter import Emitter, State
+from meshwright.executor.lowering.experts import legs
+from meshwright.executor.lowering.regions import repeat, repeat_whole, with_keepers
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.planner.blocks.cut import class_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from costmodel.graph import Graph, Op
+from meshwright.costmodel.graph import Graph, Op
 
 
 def read_by(op: Op, name: str, node: fx.Node, graph: Graph) -> fx.Node:

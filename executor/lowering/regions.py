@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils.checkpoint import checkpoint
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Op
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.sharding.factors import FactorTable
 
 
 class Repeated(nn.Module):

@@ -1,12 +1,12 @@
 """Moving a tensor between states on one mesh axis: one autograd function, one table.
 
-A state covers value and gradient (see `costmodel.strategies`), so each transition has one forward
-and one backward action, and the backward of `a -> b` is what its gradient's state demands.
+A state covers value and gradient (see `costmodel.sharding.strategies`), so each transition has one
+forward and one backward action, and the backward of `a -> b` is what its gradient's state demands.
 Collectives are plain and blocking on the tensor's own stream; on an axis of one rank every
 transition is the identity and is never emitted.
 
 A dim that the axis doesn't divide is cut as torch's `Shard` cuts it: n ranks hold ⌈size/n⌉ elements
-each but the last, which holds what is left (`costmodel.strategies` allows no empty part).
+each but the last, which holds what is left (`costmodel.sharding.strategies` allows no empty part).
 Collectives move equal parts, filled up with zeros that are cut off again on arrival.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from costmodel.strategies import Placement, largest_part
+from meshwright.costmodel.sharding.strategies import Placement, largest_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from costmodel.strategies import Placement
-from costmodel.target import BUCKET_BYTES
-from executor.meshes import Place
-from executor.parameters import StageParameter, local_of, wrap_like
-from executor.reshard import (
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.executor.lowering.reshard import (
     Axis,
     all_gather,
     local_part,
     reduce_scatter_flat,
     split_parts,
 )
+from meshwright.executor.parameters.parameters import StageParameter, local_of, wrap_like
+from meshwright.executor.ranks.meshes import Place
 
 LARGE_BYTES = BUCKET_BYTES // 8  # to copy such a gradient costs more than to reduce it by itself
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
-from executor.meshes import Place
-from executor.parameters import StageParameter
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.ranks.meshes import Place
 
 log = logging.getLogger(__name__)
 

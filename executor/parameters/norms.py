@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
-from executor.meshes import Place
-from executor.parameters import StageParameter, local_of
+from meshwright.executor.parameters.parameters import StageParameter, local_of
+from meshwright.executor.ranks.meshes import Place
 
 ROW = 4096  # elements
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from costmodel.strategies import Placement, R
-from executor.meshes import Holders, Place
-from executor.reshard import local_part
+from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.executor.lowering.reshard import local_part
+from meshwright.executor.ranks.meshes import Holders, Place
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from costmodel.target import BUCKET_BYTES
-from executor.gradients import LARGE_BYTES
-from executor.meshes import Place
-from executor.parameters import StageParameter
-from executor.reshard import all_gather_flat
+from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.executor.lowering.reshard import all_gather_flat
+from meshwright.executor.parameters.gradients import LARGE_BYTES
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.ranks.meshes import Place
 
 IN_FLIGHT = 2
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-from executor.meshes import Holders, Place, StageMesh
-from executor.parameters import StageParameter, local_of
-from planner.plan import Plan, PlanError
+from meshwright.executor.parameters.parameters import StageParameter, local_of
+from meshwright.executor.ranks.meshes import Holders, Place, StageMesh
+from meshwright.planner.plan.plan import Plan, PlanError
 
 # a placement on another mesh than the module's, which older versions of torch lack
 _PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)

@@ -4,8 +4,9 @@ They talk over a gloo group of their own: beside NCCL, whose collectives a GPU w
 and beside training's gloo groups, whose order of collectives a save in the background would
 disturb.
 
-A save or a load is several phases for the watch (`executor.watch`): what a rank does by itself, and
-between, what it waits for. So who hangs is blamed, and each part has the timeout to itself.
+A save or a load is several phases for the watch (`executor.ranks.watch`): what a rank does by
+itself, and between, what it waits for. So who hangs is blamed, and each part has the timeout to
+itself.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from executor import launch
-from executor.background import Background
-from executor.watch import progress
+from meshwright.executor.ranks import launch
+from meshwright.executor.ranks.background import Background
+from meshwright.executor.ranks.watch import progress
 
 WAITING = "waiting for the other ranks' checkpoint"
 T = TypeVar("T")

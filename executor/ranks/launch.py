@@ -23,8 +23,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from executor import background
-from executor.watch import FIRST_STEP_FACTOR, Watch, progress, say
+from meshwright.executor.ranks import background
+from meshwright.executor.ranks.watch import FIRST_STEP_FACTOR, Watch, progress, say
 
 T = TypeVar("T")
 

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from executor.experts import legs
-from executor.reshard import Axis
-from planner.experts import check_experts_run, folds
-from planner.layouts import Assignment
-from planner.plan import Plan
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.executor.lowering.experts import legs
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.planner.plan.expert_parallel import check_experts_run, folds
+from meshwright.planner.plan.plan import Plan
 
 Edge = tuple[int, int]  # stages, in the order of the data
 FORWARD, BACKWARD = "forward", "backward"  # ways along an edge

@@ -8,10 +8,10 @@ the model makes in training alone.
 
 from __future__ import annotations
 
-from costmodel.draws import ATTENTION, DROPOUTS, draws
-from costmodel.graph import Graph, Op
-from costmodel.leaf_rules import LEAVES
-from planner.stage_sums import keeps_statistics
+from meshwright.costmodel.blocks.stage import keeps_statistics
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.draws import ATTENTION, DROPOUTS, draws
+from meshwright.costmodel.rules.leaf import LEAVES
 
 FOLLOWING = DROPOUTS | LEAVES | {ATTENTION}
 

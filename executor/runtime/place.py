@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from executor.build import stages_of_parameters
-from executor.fully_sharded import check_sharding
-from executor.launch import world_size
-from executor.meshes import Place, alone, join, stage_meshes
-from planner.evaluate import crossings
-from planner.layouts import Assignment
-from planner.plan import Plan, PlanError
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.executor.parameters.zero3 import check_sharding
+from meshwright.executor.ranks.launch import world_size
+from meshwright.executor.ranks.meshes import Place, alone, join, stage_meshes
+from meshwright.executor.stages.build import stages_of_parameters
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing.evaluate import crossings
 
 
 def place_of(

@@ -13,32 +13,37 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.schedule import Action, Instruction, build_schedule, stages_of_devices
-from executor import background
-from executor.batches import Batches, Rows
-from executor.build import Builder, BuiltStage
-from executor.checkpoint_ranks import gloo_group, told_by
-from executor.compile import backend_of
-from executor.deferred import Later
-from executor.evaluating import check_evaluable
-from executor.fully_sharded import collect
-from executor.gradients import Reducer, deliver, exchange_tied, lay_out
-from executor.launch import device_here
-from executor.loss_scale import LossScale, StepGuard
-from executor.meshes import Place
-from executor.parameters import StageParameter, load, settle
-from executor.pipeline import Observer, Phase, PipelineRun, RunStage
-from executor.places import place_of, stages_of_ranks
-from executor.refresh import Refresh
-from executor.reshard import all_gather, local_part
-from executor.watch import progress
-from planner.check import check_runs
-from planner.data_axis import loss_is_summed
-from planner.evaluate import crossings
-from planner.layouts import Assignment
-from planner.plan import Plan
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import (
+    Action,
+    Instruction,
+    build_schedule,
+    stages_of_devices,
+)
+from meshwright.costmodel.sharding.data_axis import loss_is_summed
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.executor.lowering.compile import backend_of
+from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.reshard import all_gather, local_part
+from meshwright.executor.parameters.gradients import Reducer, deliver, exchange_tied, lay_out
+from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
+from meshwright.executor.parameters.parameters import StageParameter, load, settle
+from meshwright.executor.parameters.refresh import Refresh
+from meshwright.executor.parameters.zero3 import collect
+from meshwright.executor.ranks import background
+from meshwright.executor.ranks.agree import gloo_group, told_by
+from meshwright.executor.ranks.launch import device_here
+from meshwright.executor.ranks.meshes import Place
+from meshwright.executor.ranks.watch import progress
+from meshwright.executor.runtime.evaluating import check_evaluable
+from meshwright.executor.runtime.place import place_of, stages_of_ranks
+from meshwright.executor.stages.batches import Batches, Rows
+from meshwright.executor.stages.build import Builder, BuiltStage
+from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
+from meshwright.planner.plan.check import check_runs
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluate import crossings
 
 
 class Runtime:

@@ -34,11 +34,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from costmodel.schedule import Action, Instruction
-from costmodel.simulate import Event, chrome_trace, event_of
-from executor.checkpoint_ranks import gloo_group, on_first
-from executor.pipeline import Phase
-from executor.runtime import Runtime
+from meshwright.costmodel.schedules.schedule import Action, Instruction
+from meshwright.costmodel.schedules.simulate import Event, chrome_trace, event_of
+from meshwright.executor.ranks.agree import gloo_group, on_first
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.stages.pipeline import Phase
 
 ROUNDS = 8  # of questions for the time
 COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from costmodel.graph import Graph
-from executor.meshes import Place
-from planner.data_axis import DataLayout
-from planner.plan import Plan
-from planner.trace import input_leaves
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.data_axis import DataLayout
+from meshwright.executor.ranks.meshes import Place
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.tracing.trace import input_leaves
 
 Rows = list[dict[str, torch.Tensor]]  # per micro-batch, by value name
 

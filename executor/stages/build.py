@@ -9,28 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph, Op
-from costmodel.schedule import SCHEDULES, Action
-from costmodel.strategies import RP, Placement, R
-from executor.deferred import Later
-from executor.emitter import State
-from executor.fully_sharded import shard_stage
-from executor.gradients import Layout
-from executor.lower import Lowered, Lowering, buffer_state, crossing
-from executor.meshes import BACKWARD, FORWARD, Edge, Place
-from executor.parameters import StageParameter, expose, make_parameter
-from executor.reshard import local_part
-from executor.stage import BlockModule, StageProgram
-from executor.transfer import Channel, held, slices
-from planner.data_axis import DataLayout, data_layout
-from planner.evaluate import crossings, stage_of
-from planner.experts import expert_weights
-from planner.layouts import Assignment, BlockLayouts
-from planner.plan import Plan, PlanError
-from planner.selective import selective_ops
-from planner.stage_sums import recomputable
-from planner.written_buffers import updates_of
+from meshwright.costmodel.blocks.selective import selective_ops
+from meshwright.costmodel.blocks.stage import recomputable
+from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.schedules.schedule import SCHEDULES, Action
+from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.strategies import RP, Placement, R
+from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.emitter import State
+from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state, crossing
+from meshwright.executor.lowering.reshard import local_part
+from meshwright.executor.parameters.gradients import Layout
+from meshwright.executor.parameters.parameters import StageParameter, expose, make_parameter
+from meshwright.executor.parameters.zero3 import shard_stage
+from meshwright.executor.ranks.meshes import BACKWARD, FORWARD, Edge, Place
+from meshwright.executor.stages.stage import BlockModule, StageProgram
+from meshwright.executor.stages.transfer import Channel, held, slices
+from meshwright.planner.plan.expert_parallel import expert_weights
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.written_buffers import updates_of
+from meshwright.planner.pricing.evaluate import crossings, stage_of
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

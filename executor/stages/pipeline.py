@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from costmodel.schedule import Action, Instruction
-from executor.deferred import Later, accumulate
-from executor.gradients import Reducer
-from executor.stage import Pass, StageProgram
-from executor.transfer import Channel
-from executor.watch import progress
+from meshwright.costmodel.schedules.schedule import Action, Instruction
+from meshwright.executor.lowering.deferred import Later, accumulate
+from meshwright.executor.parameters.gradients import Reducer
+from meshwright.executor.ranks.watch import progress
+from meshwright.executor.stages.stage import Pass, StageProgram
+from meshwright.executor.stages.transfer import Channel
 
 LOOKAHEAD = 2  # receives posted ahead of the one being waited for
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others

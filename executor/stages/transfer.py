@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from costmodel.strategies import Placement
-from executor.meshes import StageMesh
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.executor.ranks.meshes import StageMesh
 
 Box = tuple[tuple[int, int], ...]
 

@@ -17,9 +17,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph, Op, map_refs
-from costmodel.moe_rules import inside_experts
+from meshwright.costmodel.graph import Block, Graph, Op, map_refs
+from meshwright.costmodel.rules.moe import inside_experts
+from meshwright.costmodel.sharding.factors import FactorTable
 
 ROWS = 8  # at which work is compared, so that the cuts are the same for any batch
 MAX_BLOCKS = 16  # that a model without repeats is cut into

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from planner.stage_chain import Floats
+from meshwright.planner.inter_op.table import Floats
 
 ROUNDING = 1e-12
 """Improvements below this fraction of a cost are rounding, and are not pursued."""

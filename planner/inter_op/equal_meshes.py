@@ -15,8 +15,8 @@ sum under ``T`` comes from another pass, from the last stage to the first and wi
 
     f_k[i] = min over j of g[l(k), i, j] + f_{k+1}[j]     with     t[l(k), i, j] <= T,
 
-and ``planner.staircase`` minimises over ``T``.  ``F`` without a bound and ``F`` at the least ``T``
-nearly meet where blocks are alike, and then close the staircase at once.
+and ``planner.inter_op.bounded_sum`` minimises over ``T``.  ``F`` without a bound and ``F`` at the
+least ``T`` nearly meet where blocks are alike, and then close the staircase at once.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.stage_chain import Floats, Ints, Masks
-from planner.staircase import Staircase, Step
+from meshwright.planner.inter_op.bounded_sum import Staircase, Step
+from meshwright.planner.inter_op.table import Floats, Ints, Masks
 
 _ANY_TIME = float(np.finfo(np.float64).max)
 """A bound that every legal stage meets and no illegal one."""

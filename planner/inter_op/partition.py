@@ -11,13 +11,13 @@ where ``s`` counts a stage's position from the end (the last stage is 1).
 Schedules that fill the pipeline with less than whole stages have ``Σ g_i`` in place of ``Σ t_i``,
 ``g_i`` being the stage's fill.
 
-The table is first reduced to what an optimal partition may need (``planner.stage_options``).  Write
-``F(T)`` for the least ``Σ g_i`` over partitions with ``max t_i <= T``.  ``F`` falls with ``T``, so
-the objective is the least ``F(T) + (m-1)·T`` over a staircase (``planner.staircase``), climbed from
-the smallest ``T`` at which the devices suffice, where the program is cheapest and, with many
-micro-batches, the optimum is near.  ``F(T)``, or a lower bound on it that already excludes ``T``,
-comes from ``planner.stage_dp``; the bisection of memory in ``minimal_shortfall`` rests on
-``planner.stage_chain``.
+The table is first reduced to what an optimal partition may need
+(``planner.inter_op.stage_options``).  Write ``F(T)`` for the least ``Σ g_i`` over partitions with
+``max t_i <= T``.  ``F`` falls with ``T``, so the objective is the least ``F(T) + (m-1)·T`` over a
+staircase (``planner.inter_op.bounded_sum``), climbed from the smallest ``T`` at which the devices
+suffice, where the program is cheapest and, with many micro-batches, the optimum is near.  ``F(T)``,
+or a lower bound on it that already excludes ``T``, comes from ``planner.inter_op.stage_dp``; the
+bisection of memory in ``minimal_shortfall`` rests on ``planner.inter_op.table``.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.stage_chain import Cell, Chain, StageTable, any_partition, smallest_limit
-from planner.stage_dp import LeastSum
-from planner.stage_options import Options, memory_lines, stage_options
-from planner.staircase import Staircase
+from meshwright.planner.inter_op.bounded_sum import Staircase
+from meshwright.planner.inter_op.stage_dp import LeastSum
+from meshwright.planner.inter_op.stage_options import Options, memory_lines, stage_options
+from meshwright.planner.inter_op.table import Cell, Chain, StageTable, any_partition, smallest_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

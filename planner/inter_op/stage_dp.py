@@ -1,7 +1,7 @@
 """The least sum of stage times under a bound on each of them, and the partition that attains it.
 
 ``least_sum`` computes ``F(T)``, the least ``Σ g`` of the stages' fills over partitions whose stages
-all take at most ``T``, in the notation of ``planner.stage_chain`` and in two steps.
+all take at most ``T``, in the notation of ``planner.inter_op.table`` and in two steps.
 
 Relaxed.  ``h[j, d]`` is the least cost of blocks ``0..j-1`` on exactly ``d`` devices when every
 stage is taken at the earliest position it could have, one more than the fewest stages that can
@@ -32,7 +32,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from planner.stage_chain import (
+from meshwright.planner.inter_op.bounded_sum import ROUNDING, Step
+from meshwright.planner.inter_op.stage_options import Options
+from meshwright.planner.inter_op.table import (
     Cell,
     Chain,
     Floats,
@@ -44,8 +46,6 @@ from planner.stage_chain import (
     device_bounds,
     first_hit,
 )
-from planner.stage_options import Options
-from planner.staircase import ROUNDING, Step
 
 Stages: TypeAlias = tuple[int, ...]
 """A partition: the options of its stages, the first stage first."""

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.stage_chain import Cell, Chain, Floats, Ints, Shorts, StageTable
+from meshwright.planner.inter_op.table import Cell, Chain, Floats, Ints, Shorts, StageTable
 
 AnyArray: TypeAlias = NDArray[Any]
 _COMPARED = 8

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.solvers import objective_of, solve_pairwise
+from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
 
 Pair = tuple[str, str]
 Scope = tuple[str, ...]  # the nodes that a factor knows: one or two in a problem

@@ -28,14 +28,14 @@ from functools import partial
 
 import numpy as np
 
-from costmodel.cost import Cost
-from costmodel.graph import Op
-from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from costmodel.pricing import Pricer
-from costmodel.strategies import RP, Placement, R, Strategy
-from planner.elimination import Elimination, PairwiseProblem, Scope, restricted
-from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.solvers import Certificate, solve_pairwise
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
+from meshwright.planner.intra_op.elimination import Elimination, PairwiseProblem, Scope, restricted
+from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ sorting, exchanging) is one operator here, so that it can be planned and priced 
 copy for "expert" E meets none and comes out as zeros (routers that drop tokens).
 
 The copies keep their token's place: which rank holds them is the cost model's business
-(`costmodel/moe_rules.py`), and the executor's where experts are shared out (`executor/experts.py`).
+(`costmodel/rules/moe.py`), and the executor's where experts are shared out
+(`executor/lowering/experts.py`).
 
 A grouped product sorts the copies by expert, x_e being those of expert e, and multiplies
 

@@ -1,8 +1,8 @@
 """Overrides: what the user has decided, as restrictions on the search before it starts.
 
 A value that can't be and two overrides that can't both hold are refused here, where nothing but the
-overrides is known; what takes the model's blocks to see is refused by `planner.restrictions`, what
-takes the cluster and the batch by `check_overrides`.
+overrides is known; what takes the model's blocks to see is refused by
+`planner.overrides.restrictions`, what takes the cluster and the batch by `check_overrides`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from costmodel.schedule import SCHEDULES
-from planner.divisors import divisors
-from planner.override_values import (
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.planner.overrides.values import (
     BY_BLOCK,
     CHOICES,
     COUNTS,
@@ -26,7 +25,8 @@ from planner.override_values import (
     check_stages,
     check_value,
 )
-from planner.plan import RUNS
+from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.plan.plan import RUNS
 
 _DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"

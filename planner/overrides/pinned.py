@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from costmodel.graph import Graph
-from planner.layouts import Entry
-from planner.overrides import Overrides
-from planner.plan import Plan, compress_names
-from planner.ranks import placement_of
-from planner.shardings import express_shardings, resolve_shardings
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan, compress_names
+from meshwright.planner.plan.ranks import placement_of
+from meshwright.planner.plan.shardings import express_shardings, resolve_shardings
 
 
 def plan_overrides(plan: Plan, graph: Graph) -> Overrides:

@@ -15,13 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES
-from planner.experts import has_experts
-from planner.override_values import BY_BLOCK, MESH, OverrideError
-from planner.overrides import Overrides, left_schedules, runnable, schedules_with, spelled
-from planner.plan import compress_names, expand_names
-from planner.shardings import glob
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.planner.overrides.overrides import (
+    Overrides,
+    left_schedules,
+    runnable,
+    schedules_with,
+    spelled,
+)
+from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError
+from meshwright.planner.plan.expert_parallel import has_experts
+from meshwright.planner.plan.plan import compress_names, expand_names
+from meshwright.planner.plan.shardings import glob
 
 OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value per stage
 

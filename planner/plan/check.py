@@ -10,14 +10,20 @@ from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Block, Graph
-from costmodel.schedule import SCHEDULES
-from costmodel.strategies import Placement, R, can_hold, transition
-from planner.divisors import divisors
-from planner.experts import check_experts, runs_experts
-from planner.layouts import Assignment, BlockLayouts, Entry, default_state, translate
-from planner.plan import (
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import (
+    Assignment,
+    BlockLayouts,
+    Entry,
+    default_state,
+    translate,
+)
+from meshwright.costmodel.sharding.strategies import Placement, R, can_hold, transition
+from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
+from meshwright.planner.plan.plan import (
     PRECISIONS,
     RECOMPUTE,
     RUNS,
@@ -28,9 +34,9 @@ from planner.plan import (
     compress_names,
     compress_ranks,
 )
-from planner.ranks import check_ranks
-from planner.shardings import check_matched, resolve_block
-from planner.written_buffers import inseparable
+from meshwright.planner.plan.ranks import check_ranks
+from meshwright.planner.plan.shardings import check_matched, resolve_block
+from meshwright.planner.plan.written_buffers import inseparable
 
 Known = dict[Any, Any]
 

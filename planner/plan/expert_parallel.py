@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.moe_rules import DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
-from costmodel.strategies import stays_with_experts
-from planner.layouts import Assignment
-from planner.plan import PlanError, StagePlan
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.moe import DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.sharding.strategies import stays_with_experts
+from meshwright.planner.plan.plan import PlanError, StagePlan
 
 
 def has_experts(graph: Graph) -> bool:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.schedule import stages_of_devices
-from planner.plan import PLACEMENTS, Plan, PlanError, StagePlan, compress_ranks
+from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, compress_ranks
 
 
 def check_ranks(plan: Plan) -> None:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
-from costmodel.graph import Block, Graph
-from costmodel.moe_rules import GROUPED
-from planner.layouts import FOLLOW, Entry
-from planner.plan import PlanError
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.rules.moe import GROUPED
+from meshwright.costmodel.sharding.layouts import FOLLOW, Entry
+from meshwright.planner.plan.plan import PlanError
 
 # what `colwise` and the like mean for a module with several operators
 MAIN_OPS = frozenset(

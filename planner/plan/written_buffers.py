@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from costmodel.graph import Block, Graph
+from meshwright.costmodel.graph import Block, Graph
 
 
 def updates_of(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:

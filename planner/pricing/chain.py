@@ -18,13 +18,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from costmodel.cost import Setting
-from costmodel.graph import Block
-from costmodel.strategies import Placement
-from planner.intra_op import BlockTable
-from planner.ladder import settled
-from planner.layouts import Assignment, translate
-from planner.stage_sums import FIELDS, joined, scaled
+from meshwright.costmodel.blocks.stage import FIELDS, joined, scaled
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.sharding.layouts import Assignment, translate
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.planner.intra_op.program import BlockTable
+from meshwright.planner.pricing.recompute_levels import settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

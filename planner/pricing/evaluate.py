@@ -9,17 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from costmodel.cost import OpProfile
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.schedule import build_schedule, in_flight, peak_activation, stages_of_devices
-from costmodel.simulate import StageTimes, Timeline, simulate
-from costmodel.strategies import Placement, R
-from costmodel.target import EAGER, Target
-from planner.layouts import Assignment
-from planner.plan import Plan, StagePlan
-from planner.stage_costs import StageCoster
-from planner.stage_sums import (
+from meshwright.costmodel.blocks.stage import (
     FIELDS,
     Again,
     StageCosts,
@@ -28,8 +18,23 @@ from planner.stage_sums import (
     parameter_sums,
     stage_costs,
 )
-from planner.transfers import send_seconds
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.kernels.transfers import send_seconds
+from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.schedules.schedule import (
+    build_schedule,
+    in_flight,
+    peak_activation,
+    stages_of_devices,
+)
+from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

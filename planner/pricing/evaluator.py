@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from costmodel.cost import OpProfile
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.target import EAGER, Target
-from planner.check import Known, check_plan
-from planner.evaluate import Evaluation, evaluate
-from planner.plan import Plan
-from planner.stage_costs import StageCoster
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.planner.plan.check import Known, check_plan
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from functools import cache
 
 import numpy as np
 
-from planner.stage_sums import FIELDS, Again, again_of
+from meshwright.costmodel.blocks.stage import FIELDS, Again, again_of
 
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)  # λ tried where either may bind; any of them gives a bound
 FEW = 64  # partial solutions that are completed for a cutoff, and compared with all others

@@ -8,7 +8,7 @@ multiple of 1/n:
     λ = ⌈n · (bytes₀ - room) / (bytes₀ - bytes₁)⌉ / n,      time = (1-λ)·time₀ + λ·time₁
 
 where both bytes count what one recomputed block holds during its backward. Which blocks, and
-exactly how many, is decided for the chosen stages by `planner/recompute.py`.
+exactly how many, is decided for the chosen stages by `planner/pricing/recompute.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.cost import Setting
-from planner.plan import RECOMPUTE
-from planner.stage_sums import FIELDS, StageCosts, stage_costs
+from meshwright.costmodel.blocks.stage import FIELDS, StageCosts, stage_costs
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.planner.plan.plan import RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,28 +14,28 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.cost import OpProfile, Setting
-from costmodel.factors import FactorTable
-from costmodel.fusion import Fusion, fuse
-from costmodel.graph import Block, Graph
-from costmodel.pricing import Pricer
-from costmodel.strategies import Placement, R, Strategy, divides
-from costmodel.target import EAGER, Target
-from planner.block_price import (
+from meshwright.costmodel.blocks.price import (
     PassPrice,
     pass_depends_on,
     price_block,
     price_pass,
     repeated_by_policy,
 )
-from planner.blocks import ModelFlops, crossing, model_flops, op_flops
-from planner.chain import Chain
-from planner.check import fingerprint
-from planner.intra_op import BlockProgram, BlockTable
-from planner.layouts import Assignment, BlockLayouts, Entry
-from planner.stage_sums import components, parameter_sums
-from planner.transfers import send_seconds
-from profiles.cluster import Cluster
+from meshwright.costmodel.blocks.stage import components, parameter_sums
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.kernels.transfers import send_seconds
+from meshwright.costmodel.operators.cost import OpProfile, Setting
+from meshwright.costmodel.operators.fusion import Fusion, fuse
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
+from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.planner.blocks.cut import ModelFlops, crossing, model_flops, op_flops
+from meshwright.planner.intra_op.program import BlockProgram, BlockTable
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.pricing.chain import Chain
+from meshwright.profiles.cluster import Cluster
 
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
 

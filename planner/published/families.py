@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from planner.reference_models import Latent
+from meshwright.planner.published.models import Latent
 
 _LATENT = Latent(q_rank=1536)
 

@@ -1,9 +1,10 @@
 """Training frameworks whose published runs are priced: what each does beside the plan.
 
 A published row names its framework, hardly ever its kernels. What is taken for granted about each
-is written here, in the terms of `costmodel.target.Target` and of the reference models, and is
-reported with every prediction as an assumption. Numbers that were fitted or assumed have a name and
-their source first; where a source was fitted, it was on every other of its models in order of size.
+is written here, in the terms of `meshwright.costmodel.target.Target` and of the reference models,
+and is reported with every prediction as an assumption. Numbers that were fitted or assumed have a
+name and their source first; where a source was fitted, it was on every other of its models in order
+of size.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from costmodel.target import MEGATRON, Target
+from meshwright.costmodel.target import MEGATRON, Target
 
 # the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
 # checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed

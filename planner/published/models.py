@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.reference_moe import MoE
+from meshwright.planner.published.moe_layer import MoE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,16 @@ import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
-from planner.blocks import cut_blocks
-from planner.evaluate import Prediction
-from planner.evaluator import Evaluator
-from planner.published import Setup, Unpriced, make_plan
-from planner.reference_models import TransformerDims, build
-from planner.repeat import deepen
-from planner.rows import read_row
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.pricing.evaluate import Prediction
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.published.models import TransformerDims, build
+from meshwright.planner.published.repeat import deepen
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import Setup, Unpriced, make_plan
+from meshwright.planner.tracing.trace import trace
 
 TRACED_LAYERS = 4
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from costmodel.graph import Block, Graph, Op, Ref, map_refs
+from meshwright.costmodel.graph import Block, Graph, Op, Ref, map_refs
 
 
 def deepen(graph: Graph, stack: str, count: int) -> Graph:

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from costmodel.target import BUCKET_BYTES
-from planner.families import facts_of
-from planner.frameworks import Framework, framework_of, with_experts
-from planner.published import Setup, Unpriced
-from planner.reference_models import TransformerDims
-from profiles.cluster import Cluster
+from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.planner.published.families import facts_of
+from meshwright.planner.published.frameworks import Framework, framework_of, with_experts
+from meshwright.planner.published.models import TransformerDims
+from meshwright.planner.published.setup import Setup, Unpriced
+from meshwright.profiles.cluster import Cluster
 
 # the first pattern that "gpu | interconnect" matches, to a catalog node
 _NODES = (

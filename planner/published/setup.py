@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from costmodel.graph import Graph
-from planner.check import fingerprint
-from planner.frameworks import Framework
-from planner.plan import Plan, StagePlan
-from planner.reference_models import TransformerDims
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.published.frameworks import Framework
+from meshwright.planner.published.models import TransformerDims
+from meshwright.profiles.cluster import Cluster
 
 
 class Unpriced(ValueError):

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from costmodel.schedule import SCHEDULES
-from planner.candidates import Draft
-from planner.check import check_runs
-from planner.divided import Excluded, excluded
-from planner.equal_stages import Drafted, EqualStages, Node, Slot, Way
-from planner.experts import runs_experts
-from planner.leanest import Lean, lean_slots, leanest, shortfall_bytes
-from planner.plan import RUNS, Plan, PlanError
-from planner.search import OPTIMISM, OVERSHOOT, Search, SearchResult
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.planner.plan.check import check_runs
+from meshwright.planner.plan.expert_parallel import runs_experts
+from meshwright.planner.plan.plan import RUNS, Plan, PlanError
+from meshwright.planner.report.indivisible import Excluded, excluded
+from meshwright.planner.search.candidates import Draft
+from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot, Way
+from meshwright.planner.search.least_memory import Lean, lean_slots, leanest, shortfall_bytes
+from meshwright.planner.search.search import OPTIMISM, OVERSHOOT, Search, SearchResult
 
 T = TypeVar("T")
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.alternatives import Alternative, alternatives
-from planner.candidates import Candidate, Draft, make_candidate
-from planner.evaluator import Evaluator
-from planner.explain import alternative_row
-from planner.override_values import OverrideError
-from planner.overrides import Overrides
-from planner.relax import each_dropped, varied
-from planner.report import describe, seconds
-from planner.search import InfeasibleError, Search, SearchResult
-from planner.sensitivity import Flip, Rival, Sensitivity
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.report.alternatives import Alternative, alternatives
+from meshwright.planner.report.explain import alternative_row
+from meshwright.planner.report.report import describe, seconds
+from meshwright.planner.report.sensitivity import Flip, Rival, Sensitivity
+from meshwright.planner.search.candidates import Candidate, Draft, make_candidate
+from meshwright.planner.search.relaxations import each_dropped, varied
+from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
 
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters

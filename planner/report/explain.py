@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.strategies import transition
-from planner.alternatives import Alternative
-from planner.check import check_plan, check_runs
-from planner.data_axis import DataLayout, data_layout
-from planner.divided import divided, divided_notes, excluded
-from planner.divisors import divisors
-from planner.evaluate import Evaluation
-from planner.layouts import Assignment
-from planner.plan import Plan, PlanError
-from planner.report import (
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.sharding.strategies import transition
+from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.report.alternatives import Alternative
+from meshwright.planner.report.indivisible import divided, divided_notes, excluded
+from meshwright.planner.report.report import (
     GIB,
     Report,
     Row,
@@ -26,8 +26,8 @@ from planner.report import (
     stage_rows,
     why_slower,
 )
-from planner.search import SearchResult
-from profiles.cluster import Cluster
+from meshwright.planner.search.search import SearchResult
+from meshwright.profiles.cluster import Cluster
 
 MAX_EXCLUDED = 6  # that are named in the notes
 

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.strategies import indivisible, splitting_degrees, strategies
-from planner.blocks import op_flops
-from planner.layouts import Assignment
-from planner.plan import Plan
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.sharding.strategies import indivisible, splitting_degrees, strategies
+from meshwright.planner.blocks.cut import op_flops
+from meshwright.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

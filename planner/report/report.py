@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from planner.evaluate import Evaluation
-from planner.plan import RECOMPUTE, Plan, StagePlan, compress_names, compress_ranks
-from planner.stage_sums import StageCosts
+from meshwright.costmodel.blocks.stage import StageCosts
+from meshwright.planner.plan.plan import RECOMPUTE, Plan, StagePlan, compress_names, compress_ranks
+from meshwright.planner.pricing.evaluate import Evaluation
 
 GIB = 2**30
 MAX_REFUSALS = 2  # products that an alternative can't split, in the text

@@ -17,10 +17,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.evaluator import Evaluator
-from planner.plan import Plan
-from profiles.cluster import Cluster
-from profiles.device import Link
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.device import Link
 
 ENDS = (1 / 4, 4.0)
 HALVINGS = 5  # of log 4: a factor is found to 4 %

@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodel.graph import Block
-from costmodel.schedule import in_flight
-from costmodel.strategies import Placement
-from planner.equal_stages import Drafted
-from planner.evaluate import Evaluation, evaluate, price_stages
-from planner.layouts import Assignment, BlockLayouts, Entry
-from planner.plan import Plan, StagePlan, recompute_of
-from planner.recompute import choose_policies
-from planner.shardings import express_shardings
-from planner.space import Mesh, groups_of
-from planner.stage_costs import StageCoster
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
+from meshwright.planner.plan.shardings import express_shardings
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
+from meshwright.planner.pricing.recompute import choose_policies
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.equal_stages import Drafted
+from meshwright.planner.search.space import Mesh, groups_of
+from meshwright.profiles.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from costmodel.cost import Setting
-from costmodel.schedule import in_flight
-from planner.bounds import chained_s, slowest_s
-from planner.chain import Chain
-from planner.even_cut import cut_evenly
-from planner.ladder import Ladder, Share, ladder
-from planner.space import Mesh, Space
-from planner.stage_costs import MODES, StageCoster
-from planner.stage_sums import FIELDS, StageCosts, scaled
+from meshwright.costmodel.blocks.stage import FIELDS, StageCosts, scaled
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.planner.inter_op.equal_meshes import cut_evenly
+from meshwright.planner.pricing.chain import Chain
+from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder
+from meshwright.planner.pricing.stage_costs import MODES, StageCoster
+from meshwright.planner.search.bounds import chained_s, slowest_s
+from meshwright.planner.search.space import Mesh, Space
 
 FILLS_LESS = ("zb_v", "dualpipe_v", "zb_h2")
 CHAINED = ("gpipe", "1f1b", "eager_1f1b")
@@ -233,7 +233,7 @@ class EqualStages:
 
     def _sent(self, way: Way, schedule: str, stages: int) -> float:
         """Seconds that sends add to a stage's turn: 1F1B holds too few micro-batches to hide them
-        (`costmodel/simulate.py`)."""
+        (`costmodel/schedules/simulate.py`)."""
         if schedule != "1f1b":
             return 0.0
         return 2 * float(np.median(way.chain.send_s)) * (stages - 1) / stages

@@ -5,7 +5,8 @@ A stage is taken for an equal share of the model, recomputes all it may, and hol
 
     static + h·activation + reserved  bytes, h the micro-batches that its first stage has in flight.
 
-The way that needs least is then cut into stages exactly (`planner.inter_op.minimal_shortfall`).
+The way that needs least is then cut into stages exactly
+(`planner.inter_op.partition.minimal_shortfall`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.schedule import in_flight
-from planner.equal_stages import EqualStages, Slot, Way
-from planner.ladder import ladder
-from planner.space import Space
-from planner.stage_sums import scaled
-from planner.unequal_stages import UnequalStages
+from meshwright.costmodel.blocks.stage import scaled
+from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.planner.pricing.recompute_levels import ladder
+from meshwright.planner.search.equal_stages import EqualStages, Slot, Way
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.unequal_stages import UnequalStages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,15 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from costmodel.memory import model_state_bytes
-from planner.candidates import Draft
-from planner.leanest import lean_slots, leans
-from planner.override_values import OverrideError
-from planner.overrides import Overrides
-from planner.report import describe, seconds
+from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.report.report import describe, seconds
+from meshwright.planner.search.candidates import Draft
+from meshwright.planner.search.least_memory import lean_slots, leans
 
 if TYPE_CHECKING:
-    from planner.search import Search
+    from meshwright.planner.search.search import Search
 
 MOST = 64  # times as many nodes, at most
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most

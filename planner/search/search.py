@@ -19,25 +19,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from costmodel.cost import OpProfile
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.target import EAGER, Target
-from planner.candidates import Candidate, Draft, Step, make_candidate, make_draft
-from planner.chain import boundary_index
-from planner.check import check_plan
-from planner.equal_stages import Drafted, EqualStages, Node, Slot
-from planner.leanest import lean_slots, leanest
-from planner.overrides import OverrideError, Overrides
-from planner.relax import Relaxation, relaxations, way_out
-from planner.report import describe
-from planner.restrictions import Restrictions, restrict
-from planner.shardings import resolve_shardings
-from planner.solvers import Certificate
-from planner.space import Mesh, Space
-from planner.stage_costs import StageCoster
-from planner.unequal_stages import UnequalStages
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.planner.intra_op.solvers import Certificate
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.pricing.chain import boundary_index
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.report.report import describe
+from meshwright.planner.search.candidates import Candidate, Draft, Step, make_candidate, make_draft
+from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot
+from meshwright.planner.search.least_memory import lean_slots, leanest
+from meshwright.planner.search.relaxations import Relaxation, relaxations, way_out
+from meshwright.planner.search.space import Mesh, Space
+from meshwright.planner.search.unequal_stages import UnequalStages
+from meshwright.profiles.cluster import Cluster
 
 T = TypeVar("T")
 

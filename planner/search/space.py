@@ -23,15 +23,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES, stages_of_devices
-from planner.divisors import divisors
-from planner.experts import fewest_experts
-from planner.overrides import OverrideError
-from planner.restrictions import Restrictions
-from planner.written_buffers import inseparable
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.planner.overrides.overrides import OverrideError
+from meshwright.planner.overrides.restrictions import Restrictions
+from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.plan.expert_parallel import fewest_experts
+from meshwright.planner.plan.written_buffers import inseparable
+from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps

@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.schedule import in_flight
-from planner.equal_stages import Drafted, EqualStages, Way
-from planner.inter_op import (
+from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.planner.inter_op.partition import (
     InterOpSolution,
     MemoryShortfall,
     StageTable,
     minimal_shortfall,
     solve_inter_op,
 )
-from planner.ladder import ladder
-from planner.space import SPLIT_BACKWARD, Mesh, Space
+from meshwright.planner.pricing.recompute_levels import ladder
+from meshwright.planner.search.equal_stages import Drafted, EqualStages, Way
+from meshwright.planner.search.space import SPLIT_BACKWARD, Mesh, Space
 
 DP_GAP = 0.002  # the DP may stop this close to its bound; its answer is priced by simulation anyway
 

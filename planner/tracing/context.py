@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from planner.hooks import refused_hooks
-from planner.leaf import TRACE
-from planner.sources import condition, user_frame
+from meshwright.planner.tracing.user_module.hooks import refused_hooks
+from meshwright.planner.tracing.user_module.leaf import TRACE
+from meshwright.planner.tracing.user_module.sources import condition, user_frame
 
 log = logging.getLogger(__name__)
 

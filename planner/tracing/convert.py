@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from costmodel.graph import Graph, Ref, TensorMeta, map_refs, short_name, verify_graph
-from costmodel.leaf_rules import Leaf
-from planner.alike import Alike
-from planner.copied_calls import MARKS, CopiedCalls
-from planner.functional import (
+from meshwright.costmodel.graph import Graph, Ref, TensorMeta, map_refs, short_name, verify_graph
+from meshwright.costmodel.rules.leaf import Leaf
+from meshwright.planner.tracing.leaves.record import OPERATORS
+from meshwright.planner.tracing.similar.copied_calls import MARKS, CopiedCalls
+from meshwright.planner.tracing.user_module.similar_layers import Alike
+from meshwright.planner.tracing.values.functional import (
     RESHAPES,
     Builder,
     Place,
@@ -32,7 +33,7 @@ from planner.functional import (
     functional_call,
     partition,
 )
-from planner.fx_nodes import (
+from meshwright.planner.tracing.values.fx_nodes import (
     Unknown,
     check_dense,
     is_dynamic,
@@ -46,9 +47,8 @@ from planner.fx_nodes import (
     source_of,
     where,
 )
-from planner.leaves import OPERATORS
-from planner.operator_names import plain_name
-from planner.traced_state import TracedState
+from meshwright.planner.tracing.values.operator_names import plain_name
+from meshwright.planner.tracing.values.traced_state import TracedState
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")

@@ -22,20 +22,25 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from costmodel.graph import Graph
-from planner.alike import Alike, find_alike
-from planner.convert import convert
-from planner.functional import TraceError
-from planner.fx_nodes import mixed_operands
-from planner.hf_adapter import adapted
-from planner.hooks import check_hooks
-from planner.leaves import Leaves
-from planner.sources import user_frame
-from planner.stand_ins import Irregular, StandIns
-from planner.trace_context import explain, quiet, recorded_gradients, unvalidated
-from planner.trace_ways import Way, ways, writes_floats
-from planner.untraceable import Untraceable, around, further, place_of
-from planner.weightless import weightless
+from meshwright.costmodel.graph import Graph
+from meshwright.planner.tracing.context import explain, quiet, recorded_gradients, unvalidated
+from meshwright.planner.tracing.convert import convert
+from meshwright.planner.tracing.dtypes import Way, ways, writes_floats
+from meshwright.planner.tracing.leaves.record import Leaves
+from meshwright.planner.tracing.similar.stand_ins import Irregular, StandIns
+from meshwright.planner.tracing.transformers.adapter import adapted
+from meshwright.planner.tracing.user_module.fake_copy import weightless
+from meshwright.planner.tracing.user_module.hooks import check_hooks
+from meshwright.planner.tracing.user_module.similar_layers import Alike, find_alike
+from meshwright.planner.tracing.user_module.sources import user_frame
+from meshwright.planner.tracing.user_module.untraceable import (
+    Untraceable,
+    around,
+    further,
+    place_of,
+)
+from meshwright.planner.tracing.values.functional import TraceError
+from meshwright.planner.tracing.values.fx_nodes import mixed_operands
 
 log = logging.getLogger(__name__)
 

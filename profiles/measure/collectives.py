@@ -1,11 +1,12 @@
 """Times collectives with the backend that will run, over message sizes and group shapes.
 
-    torchrun --standalone --nproc-per-node N -m profiles.measure_collectives --output FILE
+    torchrun --standalone --nproc-per-node N -m meshwright.profiles.measure.collectives --output
+    FILE
 
 Every rank takes part. The world is tiled by groups of one shape, which all talk at the same time,
 as they do in a step: two groups on two cores are slower than one. Sizes are those of the full
-tensor M, as the cost model counts (`costmodel/collectives.py`); of one message for "p2p". What is
-timed is the call as the executor makes it: out of place, its result in fresh memory.
+tensor M, as the cost model counts (`costmodel/kernels/collectives.py`); of one message for "p2p".
+What is timed is the call as the executor makes it: out of place, its result in fresh memory.
 
 Repetitions follow one another without a barrier, because a collective waits for its ranks itself;
 of each rank the median is kept, of a group's ranks the slowest.
@@ -109,10 +110,10 @@ def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[Collectiv
         output, log = Path(folder, "collectives.json"), Path(folder, "log")
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(ranks), "-m", "profiles.measure_collectives",
+            "--nproc-per-node", str(ranks), "-m", "meshwright.profiles.measure.collectives",
             "--backend", backend, "--budget", str(budget_s), "--output", str(output),
         ]  # fmt: skip
-        here = str(Path(__file__).resolve().parents[1])
+        here = str(Path(__file__).absolute().parents[3])
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with log.open("w") as said:

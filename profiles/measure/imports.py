@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiles.catalog_reader import catalog_names, device_of_driver, read_entry
-from profiles.cluster import Cluster
-from profiles.measure_collectives import CollectiveTiming
+from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.collectives import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 # name of the nccl-tests program -> collective

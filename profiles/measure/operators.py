@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from profiles.op_signature import OpSignature, is_floating
+from meshwright.profiles.op_signature import OpSignature, is_floating
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from costmodel.graph import Op, Ref, refs
-from costmodel.rule_language import Dims, Kind, OpFactors, divided, signature_of
-from costmodel.verify_rule import Tensors, Trial, called, cut_dim, perform
+from meshwright.costmodel.graph import Op, Ref, refs
+from meshwright.costmodel.rules.language import Dims, Kind, OpFactors, divided, signature_of
+from meshwright.costmodel.user_rules.verify import Tensors, Trial, called, cut_dim, perform
 
 PARTS = 2
 SMALLEST = 4  # a part of one element broadcasts

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
-from planner.blocks import cut_blocks
-from planner.moe_operators import combine, dispatch
-from planner.reference_models import Transformer, TransformerDims
-from planner.reference_moe import GroupedLinear
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.operators.moe import combine, dispatch
+from meshwright.planner.published.models import Transformer, TransformerDims
+from meshwright.planner.published.moe_layer import GroupedLinear
+from meshwright.planner.tracing.trace import trace
 
 TOPK = 2
 CLASSES = 1024

@@ -15,15 +15,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from expert_plans import Expert
-
-from planner.evaluate import Prediction
-from planner.evaluator import Evaluator
-from planner.overrides import Overrides
-from planner.pinned import plan_overrides
-from planner.plan import RUNS, Plan
-from planner.report import GIB, describe, seconds
-from planner.search import InfeasibleError, Search, SearchResult
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.pinned import plan_overrides
+from meshwright.planner.plan.plan import RUNS, Plan
+from meshwright.planner.pricing.evaluate import Prediction
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.report.report import GIB, describe, seconds
+from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from scripts.experts.plans import Expert
 
 TOLERANCE = 0.005
 PIN_TOLERANCE = 0.01

@@ -18,20 +18,19 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from alpa_models import RESNET_50, RESNET_101, moe, traced, wide_resnet
-
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.target import Target
-from planner.check import fingerprint
-from planner.frameworks import framework_of, with_experts
-from planner.overrides import Overrides
-from planner.plan import Plan, PlanError
-from planner.published import Setup, Unpriced, make_plan
-from planner.rows import read_row
-from planner.shardings import resolve_shardings
-from planner.validate import traced as traced_dims
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.target import Target
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.published.frameworks import framework_of, with_experts
+from meshwright.planner.published.predict import traced as traced_dims
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import Setup, Unpriced, make_plan
+from meshwright.profiles.cluster import Cluster
+from scripts.experts.alpa import RESNET_50, RESNET_101, moe, traced, wide_resnet
 
 PUBLISHED = Path(__file__).with_name("published.csv")
 SOURCES = ("SC21", "Alpa OSDI22", "torchtitan", "DGXC")

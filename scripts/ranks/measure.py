@@ -20,19 +20,19 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from bench_baselines import Batch, Setting, Trainer, adamw, loss_of
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
-from executor import launch
-from executor.runtime import Runtime
 from meshwright import Cluster, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.check import check_plan
-from planner.overrides import Overrides
-from planner.plan import Plan
-from planner.search import Search
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.search.search import Search
+from meshwright.planner.tracing.trace import trace
+from scripts.ranks.baselines import Batch, Setting, Trainer, adamw, loss_of
 
 SIDES = ("ours", "theirs")
 WARM_UP, MEMORY_STEPS = 2, 3
@@ -210,7 +210,7 @@ def run_ranks(
     """
     command = [sys.executable, *arguments]
     if link_gbit is not None:
-        emulated = str(Path(__file__).with_name("emulated_cluster"))
+        emulated = str(Path(__file__).parent.with_name("emulated_cluster"))
         command = [emulated, "--hosts", str(ranks), "--gbit", f"{link_gbit:g}", "--", *command]
     elif ranks > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -9,7 +9,6 @@ Compared are the loss of one step, every gradient and every buffer after it.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +20,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from model_zoo import SMALL, ZOO, Built
-from parity_launch import on_ranks, run_all
-from parity_reference import difference
-
-from executor import launch
 from meshwright import Cluster, OverrideError, Overrides, auto_parallelize
-from planner.report import describe
-from planner.trace import split_batch
-from profiles.device import Link
+from meshwright.executor.ranks import launch
+from meshwright.planner.report.report import describe
+from meshwright.planner.tracing.trace import split_batch
+from meshwright.profiles.device import Link
+from scripts.zoo.models import SMALL, ZOO, Built
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import difference
 
 ROWS = 8
 RANKS = 4

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from zoo_registry import IMAGES, SMALL, Built, entry, ids, pixels
+
+from scripts.zoo.registry import IMAGES, SMALL, Built, entry, ids, pixels
 
 _KEPT: list[Any] = []  # libraries of operators live as long as their objects
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo_registry import (
+
+from scripts.zoo.from_torchvision import declare_torchvision_operators
+from scripts.zoo.registry import (
     IMAGES,
     SMALL,
     VOCAB,
@@ -22,7 +24,6 @@ from zoo_registry import (
     pixels,
     random_numbers,
 )
-from zoo_torchvision import declare_torchvision_operators
 
 Options = Mapping[str, Any]
 Make = Callable[[int, int, int], Any]

@@ -6,9 +6,6 @@ Each comes in a small size, to be run, and in a published one, to be planned (bu
 
 from __future__ import annotations
 
-import zoo_torchvision  # noqa: F401 - an import adds to the zoo
-import zoo_transformers  # noqa: F401
-import zoo_written  # noqa: F401
-from zoo_registry import PUBLISHED, SIZES, SMALL, ZOO, Built, Entry
+from scripts.zoo.registry import PUBLISHED, SIZES, SMALL, ZOO, Built, Entry
 
 __all__ = ["PUBLISHED", "SIZES", "SMALL", "ZOO", "Built", "Entry"]

@@ -7,7 +7,8 @@ import itertools
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo_registry import IMAGES, SMALL, VOCAB, Built, entry, ids, pixels, random_numbers
+
+from scripts.zoo.registry import IMAGES, SMALL, VOCAB, Built, entry, ids, pixels, random_numbers
 
 
 class Seq2Seq(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from costmodel.target import COMPILED, EAGER, MEGATRON, TARGETS, Target, target_named
+from meshwright.costmodel.target import COMPILED, EAGER, MEGATRON, TARGETS, Target, target_named
 
 
 @pytest.mark.parametrize(

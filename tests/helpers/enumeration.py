@@ -14,18 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planning import Traced, linears, odd_cluster
-
-from costmodel.schedule import stages_of_devices
-from planner.candidates import place_stages
-from planner.chain import Chain
-from planner.evaluate import Evaluation, evaluate, price_stages
-from planner.layouts import Assignment
-from planner.plan import Plan, StagePlan, recompute_of
-from planner.space import groups_of
-from planner.stage_costs import MODES, StageCoster
-from planner.stage_sums import StageCosts
-from profiles.cluster import Cluster
+from meshwright.costmodel.blocks.stage import StageCosts
+from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
+from meshwright.planner.pricing.chain import Chain
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
+from meshwright.planner.pricing.stage_costs import MODES, StageCoster
+from meshwright.planner.search.candidates import place_stages
+from meshwright.planner.search.space import groups_of
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import Traced, linears, odd_cluster
 
 ZEROS = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")

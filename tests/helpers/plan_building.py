@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from costmodel.graph import Block, Graph
-from costmodel.schedule import stages_of_devices
-from planner.check import fingerprint
-from planner.plan import Plan, PlanError, StagePlan, recompute_of
-from planner.shardings import resolve_shardings
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
+from meshwright.planner.plan.shardings import resolve_shardings
 
 CUTS = ("front", "back", "even")
 MIXED = ("full", "none", "selective")  # policies of a stage's blocks in turn
@@ -60,8 +60,8 @@ def build_plan(
 
 
 def ranks_of(meshes: Sequence[tuple[int, int]], placement: str) -> list[tuple[int, ...]]:
-    """Ranks of each device group, as `planner.ranks` defines the placements; "tp,pp,dp" needs equal
-    meshes."""
+    """Ranks of each device group, as `planner.plan.ranks` defines the placements; "tp,pp,dp" needs
+    equal meshes."""
     if placement == "tp,pp,dp":
         (dp, tp), p = meshes[0], len(meshes)
         return [tuple((d * p + g) * tp + t for d in range(dp) for t in range(tp)) for g in range(p)]

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 import transformers
-from models import CASES, Traced
-from models import traced as trace_case
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.cost import Cost
-from costmodel.factors import analyse
-from costmodel.pricing import Pricer
-from costmodel.strategies import Placement, transition
-from planner.block_price import price_block
-from planner.blocks import cut_blocks
-from planner.layouts import Assignment, BlockLayouts
-from planner.trace import trace
-from profiles.cluster import Cluster, Link
+from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.strategies import Placement, transition
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.tracing.trace import trace
+from meshwright.profiles.cluster import Cluster, Link
+from tests.models.models import CASES, Traced
+from tests.models.models import traced as trace_case
 
 
 @cache

@@ -22,21 +22,29 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from threaded_ranks import Mesh, Rank, Ranks, alone
 from torch import nn
 from torch.testing import assert_close
 
-from costmodel.draws import draws
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph, Op, Ref, argument, map_refs
-from costmodel.strategies import REPLICATE, RP, P, Placement, R, Strategy, strategies
-from costmodel.verify_rule import called
-from executor.emitter import Emitter, State, local_view
-from executor.lower import Lowering
-from executor.reshard import Axis, join_parts, local_part
-from planner.data_axis import DataLayout
-from planner.layouts import Assignment
-from planner.trace import input_leaves, trace
+from meshwright.costmodel.graph import Graph, Op, Ref, argument, map_refs
+from meshwright.costmodel.rules.draws import draws
+from meshwright.costmodel.sharding.data_axis import DataLayout
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.sharding.strategies import (
+    REPLICATE,
+    RP,
+    P,
+    Placement,
+    R,
+    Strategy,
+    strategies,
+)
+from meshwright.costmodel.user_rules.verify import called
+from meshwright.executor.lowering.emitter import Emitter, State, local_view
+from meshwright.executor.lowering.lower import Lowering
+from meshwright.executor.lowering.reshard import Axis, join_parts, local_part
+from meshwright.planner.tracing.trace import input_leaves, trace
+from tests.helpers.threaded_ranks import Mesh, Rank, Ranks, alone
 
 EXCHANGING = {"cross_entropy", "batch_norm"}
 PRECISION = torch.float64

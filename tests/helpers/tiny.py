@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
 from meshwright import ParallelModel, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.check import fingerprint
-from planner.plan import Plan, StagePlan
-from planner.trace import trace
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.tracing.trace import trace
+from meshwright.profiles.cluster import Cluster
 
 WIDTH, VOCAB, SEQUENCE, ROWS = 16, 24, 6, 8
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from costmodel.graph import Graph, map_refs
-from planner.functional import overload
-from planner.trace import input_leaves, split_batch, trace
+from meshwright.costmodel.graph import Graph, map_refs
+from meshwright.planner.tracing.trace import input_leaves, split_batch, trace
+from meshwright.planner.tracing.values.functional import overload
 
 WIDTH, ROWS, SEQUENCE, VOCAB = 8, 3, 6, 20
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
 
-from executor import launch
 from meshwright import (
     Cluster,
     InfeasibleError,
@@ -24,7 +22,9 @@ from meshwright import (
     PlanError,
 )
 from meshwright.api import _check_world
-from planner.plan import RUNS
+from meshwright.executor.ranks import launch
+from meshwright.planner.plan.plan import RUNS
+from tests.helpers.tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import Plan
 from meshwright.cli import main
-from planner.report import describe
+from meshwright.planner.report.report import describe
 
 TARGETS = """
 import torch

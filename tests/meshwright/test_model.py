@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ROWS, Net, batch, loss, net, planned
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import (
-    Overrides,
-    ParallelModel,
-)
+from meshwright import Overrides, ParallelModel
+from tests.helpers.tiny import ROWS, Net, batch, loss, net, planned
 
 
 def plain_gradients(model: nn.Module, inputs: Any, targets: Any) -> tuple[float, dict[str, Any]]:

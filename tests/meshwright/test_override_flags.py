@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from costmodel.schedule import SCHEDULES
+from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.override_flags import add_arguments, overrides_of
-from planner.override_values import FORBIDDABLE
-from planner.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.values import FORBIDDABLE
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
 from meshwright import profile_command
 from meshwright.cli import main
 from meshwright.profile_command import calls, microbatch_rows, profile_model, progress
-from profiles import measure_ops
-from profiles.cluster import Cluster
-from profiles.measure_collectives import COLLECTIVES, SIZES_BYTES, CollectiveTiming
-from profiles.profile import MEASURED, cores_busy, load_profile
-from profiles.store import DeviceId, Measurements, Store, export_json
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure import operators as measure_ops
+from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, CollectiveTiming
+from meshwright.profiles.profile import MEASURED, cores_busy, load_profile
+from meshwright.profiles.store import DeviceId, Measurements, Store, export_json
+from tests.helpers import tiny
 
 TARGET = """
 import tiny

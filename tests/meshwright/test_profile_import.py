@@ -8,19 +8,19 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.cost import Setting
-from costmodel.pricing import Pricer
 from meshwright.cli import main
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.profile_command import import_profile
-from profiles.cluster import Cluster
-from profiles.import_measurements import CollectiveRow, is_gpu, timings_for, world_of_log
-from profiles.measure_collectives import CollectiveTiming
-from profiles.profile import INTERPOLATED, MEASURED, load_profile
-from profiles.store import DeviceId, Measurements, Store, export_json, import_json
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.collectives import CollectiveTiming
+from meshwright.profiles.measure.imports import CollectiveRow, is_gpu, timings_for, world_of_log
+from meshwright.profiles.profile import INTERPOLATED, MEASURED, load_profile
+from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
+from tests.helpers import tiny
 
 MIB = 2**20
 PAIR = Cluster.from_catalog("dgx-a100", num_nodes=2)

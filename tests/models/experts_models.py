@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from branching_models import Experts, MoE
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright.moe import MoE as LibraryMoE
 from meshwright.moe import combine, dispatch, grouped_linear
+from tests.models.branching_models import Experts, MoE
 
 VOCAB, SEQUENCE, WIDTH, INNER, EXPERTS, TOPK, LAYERS = 48, 8, 16, 24, 4, 2, 2
 

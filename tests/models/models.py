@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 import transformers
-from branching_models import MoE, UNet, moe_loss, t5
-from plan_building import build_plan
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
-from executor.runtime import Runtime
-from planner.blocks import cut_blocks
-from planner.check import check_plan
-from planner.plan import Plan
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.plan_building import build_plan
+from tests.models.branching_models import MoE, UNet, moe_loss, t5
 
 transformers.logging.set_verbosity_error()
 

@@ -20,17 +20,17 @@ from random import Random
 from typing import Any
 
 import torch
-from models import Case, Traced, sgd, token_loss, uneven
-from plan_building import build_plan
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.graph import Block
-from costmodel.schedule import SCHEDULES
-from planner.check import check_plan, check_runs
-from planner.divisors import divisors
-from planner.layouts import BlockLayouts
-from planner.plan import Plan, PlanError, StagePlan, recompute_of
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding.layouts import BlockLayouts
+from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
+from tests.helpers.plan_building import build_plan
+from tests.models.models import Case, Traced, sgd, token_loss, uneven
 
 ROWS = 24  # divided by 1 to 4 micro-batches and by most numbers of ranks
 SEQUENCE, VOCAB, CLASSES, SIDE = 8, 24, 6, 5

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from traced import WIDTH
 
-from costmodel.graph import Graph, map_refs
-from planner.check import fingerprint
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph, map_refs
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import WIDTH
 
 DEPTH = 6
 
@@ -70,7 +70,7 @@ class Refusals(logging.Handler):
 
 def refusals(model: nn.Module, batch: Any, **options: Any) -> list[str]:
     """Check that a trace is the full one; why it was made in full, empty where it was not."""
-    logger, handler = logging.getLogger("planner.trace"), Refusals()
+    logger, handler = logging.getLogger("meshwright.planner.tracing.trace"), Refusals()
     level = logger.level
     logger.setLevel(logging.DEBUG)
     logger.addHandler(handler)

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fuzzing import Draw
-from parity_launch import on_ranks, run_all
-from parity_reference import compare, runtime_loop
-from random_models import case_of
-
-from executor import launch
+from meshwright.executor.ranks import launch
+from tests.models.random_models import case_of
+from tests.parity.fuzzing import Draw
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import compare, runtime_loop
 
 
 def run_draw(folder: Path, seed: str) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from launching import launch
-from models import Traced, traced
-from parity_reference import Reference, plain_loop
-from random_models import ROWS, Spec, case_of, draw_microbatches, draw_plan, draw_spec
-
-from planner.plan import Plan
+from meshwright.planner.plan.plan import Plan
+from tests.helpers.launching import launch
+from tests.models.models import Traced, traced
+from tests.models.random_models import ROWS, Spec, case_of, draw_microbatches, draw_plan, draw_spec
+from tests.parity.parity_reference import Reference, plain_loop
 
 TOLERANCE = 1e-4  # random models have no tuned sizes; what is wrong is wrong by percents
 TIMEOUT_S = 900

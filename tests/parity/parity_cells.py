@@ -17,11 +17,10 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from models import CASES, GLOBAL_BATCH, Traced, traced
-from plan_building import CUTS, build_plan
-
-from costmodel.schedule import SCHEDULES
-from planner.plan import PRECISIONS, RECOMPUTE, Plan
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.planner.plan.plan import PRECISIONS, RECOMPUTE, Plan
+from tests.helpers.plan_building import CUTS, build_plan
+from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 
 Meshes = tuple[tuple[int, int], ...]
 

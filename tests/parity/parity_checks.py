@@ -15,9 +15,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, GLOBAL_BATCH, Traced, parallelize
-from parity_cells import Cell, plan_of
-from parity_reference import (
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from meshwright.costmodel.schedules.schedule import Action
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.stages.transfer import Channel
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.plan_building import build_plan
+from tests.models.models import CASES, GLOBAL_BATCH, Traced, parallelize
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_reference import (
     STEPS,
     compare,
     difference,
@@ -25,19 +38,6 @@ from parity_reference import (
     load_reference,
     runtime_loop,
 )
-from plan_building import build_plan
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-
-from costmodel.factors import analyse
-from costmodel.schedule import Action
-from executor import launch
-from executor.runtime import Runtime
-from executor.transfer import Channel
-from planner.blocks import cut_blocks
-from planner.plan import Plan
-from planner.trace import trace
 
 DROPOUT_SEED = 7
 SAVED = Cell.parse("gpt2_tied pp2xtp2 m2 zero1 front")

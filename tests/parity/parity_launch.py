@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor import launch
-from planner.plan import PlanError
+from meshwright.executor.ranks import launch
+from meshwright.planner.plan.plan import PlanError
 
 Run = Callable[[], dict[str, Any]]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from parity_cells import Cell
+from tests.parity.parity_cells import Cell
 
 TWO_RANKS = """
 gpt2_tied    dp2              1f1b m4 zero2 bf16

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import CASES, Case, Traced, parallelize
-from parity_cells import Cell, graph_of, plan_of
 from torch import nn
 
-from planner.plan import Plan
+from meshwright.planner.plan.plan import Plan
+from tests.models.models import CASES, Case, Traced, parallelize
+from tests.parity.parity_cells import Cell, graph_of, plan_of
 
 STEPS = 3
 FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers

@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models import CASES
-from parity_cells import Cell, plan_of
-from parity_checks import CHECKS
-from parity_launch import on_ranks, run_all
-from parity_matrix import cells_of
-from parity_reference import compare, load_graph, load_reference, runtime_loop
-
-from executor import launch
+from meshwright.executor.ranks import launch
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_checks import CHECKS
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_matrix import cells_of
+from tests.parity.parity_reference import compare, load_graph, load_reference, runtime_loop
 
 
 def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from fuzzing import draw, fuzz
-from random_models import draw_spec
+from tests.models.random_models import draw_spec
+from tests.parity.fuzzing import draw, fuzz
 
 PLANS, RANKS = 20, 4
 

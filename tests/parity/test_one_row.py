@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from traced import WIDTH, agree, shorts
 
-from costmodel.factors import analyse
-from costmodel.graph import Graph
 from meshwright import Cluster, Overrides, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.check import fingerprint
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import fingerprint
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import WIDTH, agree, shorts
 
 BATCH = 4
 

@@ -15,10 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from launching import Results, results_of
-from models import CASES, GLOBAL_BATCH, make_plan, parallelize
-from parity_cells import Cell, graph_of, plan_of
-from parity_checks import (
+from torch import fx
+
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.target import EAGER
+from meshwright.executor.lowering.lower import Lowered
+from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.pricing.evaluate import crossings, transfer_seconds
+from meshwright.planner.pricing.stage_costs import StageCoster
+from tests.helpers.launching import Results, results_of
+from tests.helpers.planning import cluster
+from tests.models.models import CASES, GLOBAL_BATCH, make_plan, parallelize
+from tests.parity.parity_cells import Cell, graph_of, plan_of
+from tests.parity.parity_checks import (
     ACCUMULATED,
     CELLS,
     DROPOUT,
@@ -30,18 +40,8 @@ from parity_checks import (
     UNEQUAL,
     train,
 )
-from parity_matrix import all_cells
-from parity_reference import STEPS, difference, plain_loop, store
-from planning import cluster
-from torch import fx
-
-from costmodel.schedule import SCHEDULES
-from costmodel.target import EAGER
-from executor.lower import Lowered
-from planner.check import check_plan, check_runs
-from planner.evaluate import crossings, transfer_seconds
-from planner.plan import PlanError
-from planner.stage_costs import StageCoster
+from tests.parity.parity_matrix import all_cells
+from tests.parity.parity_reference import STEPS, difference, plain_loop, store
 
 # fp32: two orders of one sum, of any element. Half precision: 32 roundings of 2^-8 or 2^-11, of the
 # norm of a tensor; what a plan loses or counts twice is a micro-batch's or a rank's part of it.

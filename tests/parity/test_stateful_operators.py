@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import CASES, Traced, parallelize, traced
-from plan_building import build_plan
 from torch import nn
 from torch.nn import functional as F
-from traced import WIDTH
 
-from costmodel.factors import analyse
-from executor.runtime import Runtime
-from planner.blocks import cut_blocks
-from planner.trace import trace
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.plan_building import build_plan
+from tests.helpers.traced import WIDTH
+from tests.models.models import CASES, Traced, parallelize, traced
 
 ROWS = 4
 

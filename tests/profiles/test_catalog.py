@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from profiles import cluster as cluster_module
-from profiles.catalog_reader import CATALOG_DIR, SOURCE_KINDS, catalog_names, read_file
-from profiles.cluster import Cluster
+from meshwright.profiles import cluster as cluster_module
+from meshwright.profiles.catalog_reader import CATALOG_DIR, SOURCE_KINDS, catalog_names, read_file
+from meshwright.profiles.cluster import Cluster
 
 FILES = sorted(CATALOG_DIR.glob("*.json"))
 PROMISED = (

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.collectives import group_for
-from profiles.cluster import Cluster
-from profiles.measure_collectives import COLLECTIVES, Shape, launch_local, shapes
+from meshwright.costmodel.kernels.collectives import group_for
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.collectives import COLLECTIVES, Shape, launch_local, shapes
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
@@ -64,7 +64,7 @@ def test_two_ranks_time_everything_and_leave_nothing_behind() -> None:
     sizes = {kind: sorted(c.nbytes for c in found if c.kind == kind) for kind in COLLECTIVES}
     assert len({tuple(s) for s in sizes.values()}) == 1  # all curves end alike
     listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True)
-    left = [x for x in listed.stdout.splitlines() if "profiles.measure_collectives" in x]
+    left = [x for x in listed.stdout.splitlines() if "meshwright.profiles.measure.collectives" in x]
     assert not [x for x in left if x.split()[0] in ("1", str(os.getpid()))]
 
 

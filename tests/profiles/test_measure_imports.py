@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from profiles.import_measurements import (
+from meshwright.profiles.measure.imports import (
     CollectiveRow,
     GemmRow,
     read_collectives_csv,

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from profiles import measure_ops
-from profiles.measure_ops import Skipped, Timing, TooLarge, measure, measure_all, operator
-from profiles.op_signature import Operand, OperandIndex, OpSignature
+from meshwright.profiles.measure import operators as measure_ops
+from meshwright.profiles.measure.operators import (
+    Skipped,
+    Timing,
+    TooLarge,
+    measure,
+    measure_all,
+    operator,
+)
+from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 
 CPU = torch.device("cpu")
 SHORT_S = 1e-3

@@ -4,8 +4,8 @@ import multiprocessing
 
 import pytest
 
-from profiles.neighbours import neighbours
-from profiles.op_signature import OperandIndex, OpSignature
+from meshwright.profiles.neighbours import neighbours
+from meshwright.profiles.op_signature import OperandIndex, OpSignature
 
 ADD = OpSignature.of_call(
     "aten.add.Tensor",

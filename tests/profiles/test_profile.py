@@ -11,12 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiles.cluster import Cluster
-from profiles.measure_collectives import CollectiveTiming
-from profiles.measure_ops import Timing
-from profiles.op_signature import OperandIndex, OpSignature
-from profiles.profile import INTERPOLATED, MEASURED, Profile, is_device_of, load_profile, profile_of
-from profiles.store import DeviceId, Measurements, Store
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.collectives import CollectiveTiming
+from meshwright.profiles.measure.operators import Timing
+from meshwright.profiles.op_signature import OperandIndex, OpSignature
+from meshwright.profiles.profile import (
+    INTERPOLATED,
+    MEASURED,
+    Profile,
+    is_device_of,
+    load_profile,
+    profile_of,
+)
+from meshwright.profiles.store import DeviceId, Measurements, Store
 
 HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiles.measure_collectives import CollectiveTiming
-from profiles.measure_ops import Timing
-from profiles.op_signature import OpSignature
-from profiles.store import (
+from meshwright.profiles.measure.collectives import CollectiveTiming
+from meshwright.profiles.measure.operators import Timing
+from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.store import (
     DeviceId,
     Measurements,
     Store,

@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.schedule import SCHEDULES, stages_of_devices
-from planner.overrides import check_overrides
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import bench_baselines as by_hand
-import bench_executor as bench
-from bench_ranks import SIDES, WARM_UP, Step, resident_bytes, status_bytes
+from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.planner.overrides.overrides import check_overrides
+from scripts import bench_executor as bench
+from scripts.ranks import baselines as by_hand
+from scripts.ranks.measure import SIDES, WARM_UP, Step, resident_bytes, status_bytes
 
 POSITIVE = st.floats(min_value=0.01, max_value=100)
 TINY = by_hand.Setting(layers=4, hidden=16, heads=2, vocabulary=32, length=8, rows=4)

@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner.check import check_plan
-from planner.published import Setup
-from planner.rows import read_row
-from planner.validate import traced
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import alpa_models
-import compare_experts
-import expert_plans
-from expert_plans import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, Expert, Mesh, staged
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.published.predict import traced
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import Setup
+from scripts.experts import alpa as alpa_models
+from scripts.experts import compare as compare_experts
+from scripts.experts import plans as expert_plans
+from scripts.experts.plans import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, Expert, Mesh, staged
 
 LAYERS = 8
 ROW = {

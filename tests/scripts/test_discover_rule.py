@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total
-from rule_cases_auto import AUTOMATIC
-from rule_cases_image import IMAGES
-from sharded_ops import sampled
 
-from costmodel.discover import SMALLEST, Proposal, discover
-from costmodel.draws import draws
-from costmodel.graph import TensorMeta, map_refs
-from costmodel.rule_language import Kind, OpFactors
-from costmodel.rules import factors_of
-from costmodel.verify_rule import meta_of
+from meshwright.costmodel.graph import TensorMeta, map_refs
+from meshwright.costmodel.rules.draws import draws
+from meshwright.costmodel.rules.language import Kind, OpFactors
+from meshwright.costmodel.rules.registry import factors_of
+from meshwright.costmodel.user_rules.verify import meta_of
+from scripts.discovery.discover import SMALLEST, Proposal, discover
+from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total
+from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
+from tests.costmodel.rules.rule_cases_image import IMAGES
+from tests.helpers.sharded_ops import sampled
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 # where a factor is: (operand, dim) ..., (result, dim) ..., and its kind
 Place = tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]], Kind]

@@ -11,10 +11,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from profiles.cluster import Cluster
-from profiles.import_measurements import CollectiveRow
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure.imports import CollectiveRow
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "fit_links.py"
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fit_links.py"
 
 
 @pytest.fixture(scope="module")

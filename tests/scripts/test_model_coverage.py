@@ -3,17 +3,13 @@ some of it, under plans of every kind, trains as plain PyTorch does. One launch 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-from model_coverage import EXACT, error_of, executed, traced
-from model_zoo import SMALL, ZOO
+from scripts.model_coverage import EXACT, error_of, executed, traced
+from scripts.zoo.models import SMALL, ZOO
 
 TIMEOUT_S = 600
 INSTALLED = tuple(name for name, e in ZOO.items() if e.library not in ("torchvision", "timm"))

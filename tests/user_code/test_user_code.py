@@ -9,23 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from launching import Results, results_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from user_models import USERS, Lora
-from user_parts import LENGTH, VOCAB, WIDTH, Mlp, Stack, UserModel, sequences, tokens, vectors
-from user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plain_steps, prepare
 
-from costmodel.factors import analyse
-from costmodel.graph import Graph
 from meshwright import Cluster, Overrides, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.check import check_plan, fingerprint
-from planner.evaluate import Evaluation
-from planner.evaluator import Evaluator
-from planner.plan import Plan, PlanError, StagePlan
-from planner.trace import TraceError, trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import check_plan, fingerprint
+from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
+from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.tracing.trace import TraceError, trace
+from tests.helpers.launching import Results, results_of
+from tests.user_code.user_models import USERS, Lora
+from tests.user_code.user_parts import (
+    LENGTH,
+    VOCAB,
+    WIDTH,
+    Mlp,
+    Stack,
+    UserModel,
+    sequences,
+    tokens,
+    vectors,
+)
+from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plain_steps, prepare
 
 FEW = "hold a trained parameter, and every stage needs one"
 REFUSED = {  # by run, what is said

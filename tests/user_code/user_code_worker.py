@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from parity_launch import on_ranks, run_all
-from user_runs import run
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.user_code.user_runs import run
 
 
 def main(folder: Path) -> None:

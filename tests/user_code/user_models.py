@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from user_parts import (
+
+from tests.user_code.user_parts import (
     CLASSES,
     HEADS,
     LAYERS,
@@ -30,7 +31,7 @@ from user_parts import (
     tokens,
     vectors,
 )
-from user_styles import STYLES
+from tests.user_code.user_styles import STYLES
 
 # --- outputs, inputs and losses -------------------------------------------------------------------
 

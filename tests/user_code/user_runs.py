@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Traced, parallelize
-from parity_reference import Reference, compare, trained
 from torch import nn
 from torch.utils import _pytree as pytree
-from user_models import USERS
-from user_parts import UserModel
 
-from costmodel.factors import analyse
-from costmodel.graph import Graph
-from executor import launch
-from executor.runtime import Runtime
 from meshwright import Cluster, Overrides, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.plan import Plan
-from planner.trace import split_batch, trace
-from profiles.device import Link
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.tracing.trace import split_batch, trace
+from meshwright.profiles.device import Link
+from tests.models.models import Traced, parallelize
+from tests.parity.parity_reference import Reference, compare, trained
+from tests.user_code.user_models import USERS
+from tests.user_code.user_parts import UserModel
 
 ROWS, RANKS, STEPS = 8, 4, 2
 LAYOUTS: Mapping[str, Overrides] = {

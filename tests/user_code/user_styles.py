@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from user_parts import (
+
+from tests.user_code.user_parts import (
     CLASSES,
     HEADS,
     LENGTH,

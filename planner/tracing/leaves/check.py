@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.graph import Op, TensorMeta
-from costmodel.leaf_rules import LEAF, Leaf, factors_of_spec
-from costmodel.rule_language import Misfit, OpFactors
-from planner.leaf_probe import LeafError, TensorLike, apart, on_fakes
-from planner.leaf_program import Program
-from planner.leaf_trial import try_rule
+from meshwright.costmodel.graph import Op, TensorMeta
+from meshwright.costmodel.rules.language import Misfit, OpFactors
+from meshwright.costmodel.rules.leaf import LEAF, Leaf, factors_of_spec
+from meshwright.planner.operators.leaf import Program
+from meshwright.planner.tracing.leaves.probe import LeafError, TensorLike, apart, on_fakes
+from meshwright.planner.tracing.leaves.trial import try_rule
 
 
 def check_rule(

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from costmodel.leaf_rules import Work
-from costmodel.rule_language import Dims
-from planner.alike import PLAIN
-from planner.functional import TraceError
-from planner.leaf_program import Program
+from meshwright.costmodel.rules.language import Dims
+from meshwright.costmodel.rules.leaf import Work
+from meshwright.planner.operators.leaf import Program
+from meshwright.planner.tracing.user_module.similar_layers import PLAIN
+from meshwright.planner.tracing.values.functional import TraceError
 
 T = TypeVar("T")
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__

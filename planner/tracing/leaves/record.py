@@ -20,12 +20,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from costmodel.leaf_rules import LEAF, RANDOM_LEAF, Leaf, Work
-from planner.alike import PLAIN, describe
-from planner.hooks import hooked, hooks_in, taken_hooks
-from planner.leaf import TRACE, Amount, Declaration, declared
-from planner.leaf_check import check_rule
-from planner.leaf_probe import (
+from meshwright.costmodel.rules.leaf import LEAF, RANDOM_LEAF, Leaf, Work
+from meshwright.planner.operators.leaf import Applied, Operand, Program, state_of, to_meta
+from meshwright.planner.tracing.leaves.check import check_rule
+from meshwright.planner.tracing.leaves.probe import (
     Given,
     LeafError,
     Probe,
@@ -35,9 +33,11 @@ from planner.leaf_probe import (
     for_real,
     on_fakes,
 )
-from planner.leaf_program import Applied, Operand, Program, state_of, to_meta
-from planner.stand_ins import Irregular, positions_of
-from planner.untraceable import Untraceable, around
+from meshwright.planner.tracing.similar.stand_ins import Irregular, positions_of
+from meshwright.planner.tracing.user_module.hooks import hooked, hooks_in, taken_hooks
+from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declaration, declared
+from meshwright.planner.tracing.user_module.similar_layers import PLAIN, describe
+from meshwright.planner.tracing.user_module.untraceable import Untraceable, around
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _SCHEMA = (

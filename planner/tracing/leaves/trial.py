@@ -19,12 +19,19 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from costmodel.graph import Op, TensorMeta
-from costmodel.leaf_rules import LEAF, Leaf, Work, factors_of_spec
-from costmodel.rule_language import OpFactors
-from costmodel.verify_rule import TOLERANCES, Fault, Trial, faults, meta_of, random_operands
-from planner.leaf_probe import LeafError, TensorLike, apart, on_fakes
-from planner.leaf_program import Program, UnseenWrite
+from meshwright.costmodel.graph import Op, TensorMeta
+from meshwright.costmodel.rules.language import OpFactors
+from meshwright.costmodel.rules.leaf import LEAF, Leaf, Work, factors_of_spec
+from meshwright.costmodel.user_rules.verify import (
+    TOLERANCES,
+    Fault,
+    Trial,
+    faults,
+    meta_of,
+    random_operands,
+)
+from meshwright.planner.operators.leaf import Program, UnseenWrite
+from meshwright.planner.tracing.leaves.probe import LeafError, TensorLike, apart, on_fakes
 
 SMALL = 4  # elements of a letter: two parts of two, which do not broadcast
 MAX_KERNELS = 2**11  # of one forward, and so for what follows

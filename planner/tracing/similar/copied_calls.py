@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from costmodel.graph import Op, Ref, map_refs
-from planner.alike import Alike
-from planner.functional import Builder, Slots
-from planner.stand_ins import ENTER, LEAVE, REPEATED, Irregular
-from planner.traced_state import TracedState
+from meshwright.costmodel.graph import Op, Ref, map_refs
+from meshwright.planner.tracing.similar.stand_ins import ENTER, LEAVE, REPEATED, Irregular
+from meshwright.planner.tracing.user_module.similar_layers import Alike
+from meshwright.planner.tracing.values.functional import Builder, Slots
+from meshwright.planner.tracing.values.traced_state import TracedState
 
 MARKS = (ENTER, LEAVE, REPEATED)
 

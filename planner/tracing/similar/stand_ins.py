@@ -31,7 +31,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from planner.alike import PLAIN, STATE, Alike, Place, held_state, snapshot
+from meshwright.planner.tracing.user_module.similar_layers import (
+    PLAIN,
+    STATE,
+    Alike,
+    Place,
+    held_state,
+    snapshot,
+)
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("enter(Tensor[] inputs, str member) -> ()")

@@ -19,7 +19,7 @@ from unittest import mock
 
 from torch import nn
 
-from planner import hf_experts
+from meshwright.planner.tracing.transformers import experts as hf_experts
 
 MASKING = "transformers.masking_utils"
 PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (

@@ -1,4 +1,4 @@
-"""The experts of transformers, written with the operators of `planner/moe_operators.py`.
+"""The experts of transformers, written with the operators of `planner/operators/moe.py`.
 
 A module whose class went through transformers' `use_experts_implementation` says by attributes how
 its experts are laid out, and looks its forward up by name at every call. With n tokens, k experts
@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from planner.moe_operators import combine, dispatch, grouped_linear
+from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 
 PLACE, INTERFACE, LOOKUP = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS", "get_interface"
 Forward = Callable[..., Tensor]

@@ -35,7 +35,7 @@ def condition(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    skipped = (Path(torch.__file__).parent, Path(__file__).parent)
+    skipped = (Path(torch.__file__).parent, Path(__file__).parents[3])
     own = [
         f
         for f in frames

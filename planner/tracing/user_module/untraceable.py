@@ -12,8 +12,8 @@ from types import TracebackType
 
 from torch import nn
 
-from planner.alike import describe
-from planner.functional import TraceError
+from meshwright.planner.tracing.user_module.similar_layers import describe
+from meshwright.planner.tracing.values.functional import TraceError
 
 
 class Untraceable(TraceError):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
+from meshwright.costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
 
 # results that carry no gradient, whatever the operands do
 CONSTANT_LIKE = frozenset({

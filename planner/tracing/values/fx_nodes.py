@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from costmodel.graph import TensorMeta
-from planner.functional import TraceError
-from planner.untraceable import Untraceable, around
+from meshwright.costmodel.graph import TensorMeta
+from meshwright.planner.tracing.user_module.untraceable import Untraceable, around
+from meshwright.planner.tracing.values.functional import TraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def where(node: fx.Node) -> str:
 
 def source_of(node: fx.Node) -> str:
     """file:line of the innermost call outside torch."""
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]))
     lines = [
         line.split('"')
         for line in (node.meta.get("stack_trace") or "").splitlines()

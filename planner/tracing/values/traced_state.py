@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from costmodel.graph import TensorMeta
-from planner.functional import Builder, Slots
+from meshwright.costmodel.graph import TensorMeta
+from meshwright.planner.tracing.values.functional import Builder, Slots
 
 
 class TracedState:

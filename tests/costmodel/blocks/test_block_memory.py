@@ -12,22 +12,31 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import CASES, GLOBAL_BATCH, SEQUENCE, VOCAB, Case, Traced, gpt2, traced
-from planning import cut
-from saved_tensors import Setup, chosen, counted, ledger, memories, predicted, pricer, setup
-from threaded_ranks import Ranks, talking_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from costmodel.fusion import fuse
-from costmodel.pricing import Pricer, Setting
-from costmodel.target import Target
-from planner.block_price import price_block
-from planner.layouts import Assignment, BlockLayouts, Entry
-from planner.saved import block_memory
-from planner.selective import selective_ops
-from profiles.cluster import Cluster
+from meshwright.costmodel.blocks.memory import block_memory
+from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.selective import selective_ops
+from meshwright.costmodel.operators.fusion import fuse
+from meshwright.costmodel.operators.pricing import Pricer, Setting
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
+from meshwright.costmodel.target import Target
+from meshwright.profiles.cluster import Cluster
+from tests.costmodel.memory.saved_tensors import (
+    Setup,
+    chosen,
+    counted,
+    ledger,
+    memories,
+    predicted,
+    pricer,
+    setup,
+)
+from tests.helpers.planning import cut
+from tests.helpers.threaded_ranks import Ranks, talking_ranks
+from tests.models.models import CASES, GLOBAL_BATCH, SEQUENCE, VOCAB, Case, Traced, gpt2, traced
 
 SMALL: Mapping[str, Any] = {"vocab_size": VOCAB, "attn_implementation": "eager"}
 

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import cluster
 
-from costmodel.cost import Setting
-from costmodel.memory import model_state_bytes
-from costmodel.target import EAGER, Target
-from planner.stage_sums import FIELDS, MAXIMA, Again, StageCosts, again_of, joined, stage_costs
+from meshwright.costmodel.blocks.stage import (
+    FIELDS,
+    MAXIMA,
+    Again,
+    StageCosts,
+    again_of,
+    joined,
+    stage_costs,
+)
+from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.target import EAGER, Target
+from tests.helpers.planning import cluster
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)

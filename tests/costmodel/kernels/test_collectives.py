@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.collectives import (
+from meshwright.costmodel.kernels.collectives import (
     COLLECTIVES,
     Group,
     bytes_sent,
@@ -22,8 +22,8 @@ from costmodel.collectives import (
     p2p_time,
     routes,
 )
-from profiles.cluster import Cluster, Link
-from profiles.curve import Curve
+from meshwright.profiles.cluster import Cluster, Link
+from meshwright.profiles.curve import Curve
 
 KINDS = st.sampled_from(COLLECTIVES)
 TENSOR_BYTES = st.integers(min_value=0, max_value=10**12).map(float)

@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.compute import attention_seconds, filling, matmul_seconds, stream_seconds
-from profiles.cluster import Cluster, Device
-from profiles.curve import Curve
+from meshwright.costmodel.kernels.compute import (
+    attention_seconds,
+    filling,
+    matmul_seconds,
+    stream_seconds,
+)
+from meshwright.profiles.cluster import Cluster, Device
+from meshwright.profiles.curve import Curve
 
 PLAIN = Device(
     name="toy",

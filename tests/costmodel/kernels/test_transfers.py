@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import cluster
 
-from costmodel.target import EAGER
-from planner.transfers import crosses_node, packed, send_seconds
+from meshwright.costmodel.kernels.transfers import crosses_node, packed, send_seconds
+from meshwright.costmodel.target import EAGER
+from tests.helpers.planning import cluster
 
 SIZES = st.integers(1, 40)
 NODES = st.integers(1, 9)

@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from models import Traced, make_plan
-from threaded_ranks import Mesh
 
-from costmodel.graph import Block
-from costmodel.pricing import Pricer, Setting
-from costmodel.storage import Held, Storage
-from costmodel.strategies import Placement
-from executor.build import parameter_states
-from executor.emitter import State
-from executor.lower import Lowered, Lowering, buffer_state
-from executor.reshard import Axis, local_part
-from executor.stage import BlockModule, StageProgram
-from planner.check import check_plan
-from planner.data_axis import data_layout
-from planner.layouts import Assignment, BlockLayouts
-from planner.saved import BlockMemory, block_memory
-from planner.stage_sums import recomputable
-from planner.trace import input_leaves
-from profiles.cluster import Cluster
+from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
+from meshwright.costmodel.blocks.stage import recomputable
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.memory.storage import Held, Storage
+from meshwright.costmodel.operators.pricing import Pricer, Setting
+from meshwright.costmodel.sharding.data_axis import data_layout
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.executor.lowering.emitter import State
+from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state
+from meshwright.executor.lowering.reshard import Axis, local_part
+from meshwright.executor.stages.build import parameter_states
+from meshwright.executor.stages.stage import BlockModule, StageProgram
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.tracing.trace import input_leaves
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.threaded_ranks import Mesh
+from tests.models.models import Traced, make_plan
 
 
 @dataclass(slots=True)

@@ -8,18 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total
-from rule_cases_auto import AUTOMATIC
-from rule_cases_image import IMAGES
-from saved_tensors import ledger
-from sharded_ops import called
 from torch import nn
 
-from costmodel.graph import Graph, Op, TensorMeta
-from costmodel.saved import Call, keep
-from costmodel.saves import saves_of
-from costmodel.storage import Held, Local, Storage, elementwise_strides, reshaped
-from planner.trace import input_leaves, trace
+from meshwright.costmodel.graph import Graph, Op, TensorMeta
+from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.storage import Held, Local, Storage, elementwise_strides, reshaped
+from meshwright.costmodel.rules.saves import saves_of
+from meshwright.planner.tracing.trace import input_leaves, trace
+from tests.costmodel.memory.saved_tensors import ledger
+from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total
+from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
+from tests.costmodel.rules.rule_cases_image import IMAGES
+from tests.helpers.sharded_ops import called
 
 # who of an operator's operands is trained
 TRAINED = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from costmodel.memory import (
+from meshwright.costmodel.memory.states import (
     OPTIMIZER_BYTES,
     model_state_bytes,
     optimizer_bytes,
     optimizer_step_bytes,
     working_bytes,
 )
-from costmodel.target import EAGER, Target
+from meshwright.costmodel.target import EAGER, Target
 
 HALF = Target(name="16-bit gradients", gradient_bytes=2)
 RANKS = st.integers(1, 512)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.fusion import Fusion, fuse, is_free
-from costmodel.graph import Block, Graph
-from planner.blocks import cut_blocks
-from planner.trace import trace
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.operators.fusion import Fusion, fuse, is_free
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.tracing.trace import trace
 
 WIDTH = 8
 

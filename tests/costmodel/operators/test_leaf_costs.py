@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from leaf_models import LENGTH, Scan, batch, loss_fn, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from traced import ROWS, WIDTH, rows, with_forward
 
-from costmodel.cost import Setting
-from costmodel.factors import analyse
-from costmodel.graph import Graph, Op
-from costmodel.leaf_costs import leaf_seconds
-from costmodel.leaf_rules import LEAVES, Work, leaf_of
-from costmodel.pricing import Pricer
-from costmodel.strategies import strategies
 from meshwright import leaf
-from planner.trace import trace
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.leaf_costs import leaf_seconds
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.leaf import LEAVES, Work, leaf_of
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.strategies import strategies
+from meshwright.planner.tracing.trace import trace
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
+from tests.models.leaf_models import LENGTH, Scan, batch, loss_fn, model_of
 
 
 def leaf_in(graph: Graph) -> Op:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import Traced, cluster, cut
 from torch import empty, nn
 from torch.nn import functional as F
 
-from costmodel.collectives import group_for
-from costmodel.cost import Cost, Setting
-from costmodel.pricing import Pricer
-from costmodel.strategies import R
-from costmodel.target import EAGER
-from profiles.cluster import Cluster
+from meshwright.costmodel.kernels.collectives import group_for
+from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.strategies import R
+from meshwright.costmodel.target import EAGER
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import Traced, cluster, cut
 
 ENDLESS = 1e30
 # gradients of two bytes and no buffers; weights of four

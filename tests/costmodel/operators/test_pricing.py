@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from planning import Traced, cluster, cut
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.cost import Cost, OpProfile, Setting
-from costmodel.fusion import fuse
-from costmodel.graph import Op
-from costmodel.pricing import VIEW_HOST_SHARE, Pricer
-from costmodel.strategies import R, Strategy, strategies
-from costmodel.target import EAGER, Target
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.operators.cost import Cost, OpProfile, Setting
+from meshwright.costmodel.operators.fusion import fuse
+from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer
+from meshwright.costmodel.sharding.strategies import R, Strategy, strategies
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import Traced, cluster, cut
 
 ROWS, LENGTH, WIDTH, WIDE, HEADS = 4, 6, 8, 16, 2
 ENDLESS = 1e30

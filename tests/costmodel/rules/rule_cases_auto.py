@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from rule_cases import case, flags, ids, positive, w, x
+
+from tests.costmodel.rules.rule_cases import case, flags, ids, positive, w, x
 
 aten = torch.ops.aten
 

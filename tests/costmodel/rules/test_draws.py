@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import CaseModule, case, total, x
-from sharded_ops import OperatorCheck, sampled
 from torch.nn import functional as F
 
-from costmodel.graph import Op, Ref
-from costmodel.strategies import Placement
-from executor.draws import DropoutAttention, IndexGrid, drawn
-from executor.reshard import Axis
-from planner.plan import PlanError
+from meshwright.costmodel.graph import Op, Ref
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.planner.plan.plan import PlanError
+from tests.costmodel.rules.rule_cases import CaseModule, case, total, x
+from tests.helpers.sharded_ops import OperatorCheck, sampled
 
 SHAPE = (64, 50, 40)
 NUMBER = math.prod(SHAPE)

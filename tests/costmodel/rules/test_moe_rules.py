@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts_models import batch, language_model, token_loss
-from rule_cases import Case, case, ids, w, x
-from test_rules import operator, ranks  # noqa: F401
-from threaded_ranks import Ranks
 
-from costmodel.factors import analyse
-from costmodel.moe_rules import COMBINE, DISPATCH, copies_of, inside_experts
-from planner.blocks import cut_blocks
-from planner.moe_operators import combine, dispatch, grouped_linear
-from planner.trace import trace
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, copies_of, inside_experts
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
+from meshwright.planner.tracing.trace import trace
+from tests.costmodel.rules.rule_cases import Case, case, ids, w, x
+from tests.costmodel.rules.test_rules import operator, ranks  # noqa: F401
+from tests.helpers.threaded_ranks import Ranks
+from tests.models.experts_models import batch, language_model, token_loss
 
 
 def grouped(**options: bool) -> object:

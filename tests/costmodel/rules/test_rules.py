@@ -12,26 +12,37 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_cases import WRITTEN, Case, CaseModule, Spec, case, ids, k, total, w, x
-from rule_cases_auto import AUTOMATIC
-from rule_cases_image import IMAGES
-from sharded_ops import PRECISION, OperatorCheck, Sample, _OneOp, sampled
-from threaded_ranks import Ranks, talking_ranks
 
-from costmodel.auto_rules import refine
-from costmodel.factors import analyse
-from costmodel.graph import Graph, Op, Ref, TensorMeta, map_refs
-from costmodel.rules import RULES, ein
-from costmodel.strategies import indivisible
-from executor.implementations import GlobalLoss, SyncBatchNorm
-from executor.reshard import Axis
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph, Op, Ref, TensorMeta, map_refs
+from meshwright.costmodel.rules.auto import refine
+from meshwright.costmodel.rules.registry import RULES, ein
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.strategies import indivisible
+from meshwright.executor.lowering.implementations import GlobalLoss, SyncBatchNorm
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.planner.tracing.trace import trace
+from tests.costmodel.rules.rule_cases import (
+    WRITTEN,
+    Case,
+    CaseModule,
+    Spec,
+    case,
+    ids,
+    k,
+    total,
+    w,
+    x,
+)
+from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
+from tests.costmodel.rules.rule_cases_image import IMAGES
+from tests.helpers.sharded_ops import PRECISION, OperatorCheck, Sample, _OneOp, sampled
+from tests.helpers.threaded_ranks import Ranks, talking_ranks
+from tests.models import models
 
 MODELS = ("gpt2_tied", "gpt2_dropout", "llama", "bert", "resnet", "mlp", "plain_gpt")
 

@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from costmodel.schedule import SCHEDULES, Streams, build_schedule
-from costmodel.simulate import StageTimes, Timeline, simulate
+from meshwright.costmodel.schedules.schedule import SCHEDULES, Streams, build_schedule
+from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
 
 Edges = list[tuple[int, int]]
 

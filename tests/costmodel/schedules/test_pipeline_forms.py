@@ -8,10 +8,10 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import Shape, chain, counts, run, seconds, shapes, times
 
-from costmodel.schedule import SCHEDULES
-from costmodel.simulate import StageTimes, Timeline
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules.simulate import StageTimes, Timeline
+from tests.costmodel.schedules.pipelines import Shape, chain, counts, run, seconds, shapes, times
 
 positive = st.integers(1, 9)
 uneven = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)

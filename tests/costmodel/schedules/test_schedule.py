@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import Shape, chain, counts, edges_of, shapes
 
-from costmodel.schedule import (
+from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
     Action,
     Instruction,
@@ -19,6 +18,7 @@ from costmodel.schedule import (
     peak_activation,
     stages_of_devices,
 )
+from tests.costmodel.schedules.pipelines import Shape, chain, counts, edges_of, shapes
 
 F, B = Action.FORWARD, Action.BACKWARD
 I, W = Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT

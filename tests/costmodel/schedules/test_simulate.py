@@ -13,18 +13,27 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import Shape, chain, edges_of, run, seconds, shapes, stage_times, times
 
-from costmodel.compute_orders import Compute, compute_orders
-from costmodel.event_program import program_of
-from costmodel.schedule import (
+from meshwright.costmodel.schedules.compiled import program_of
+from meshwright.costmodel.schedules.orders import Compute, compute_orders
+from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
     Action,
     Instruction,
     build_schedule,
     stages_of_devices,
 )
-from costmodel.simulate import Event, StageTimes, Timeline, simulate
+from meshwright.costmodel.schedules.simulate import Event, StageTimes, Timeline, simulate
+from tests.costmodel.schedules.pipelines import (
+    Shape,
+    chain,
+    edges_of,
+    run,
+    seconds,
+    shapes,
+    stage_times,
+    times,
+)
 
 F, B = Action.FORWARD, Action.BACKWARD
 I, W = Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT

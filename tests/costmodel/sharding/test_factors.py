@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from traced import hugging_face
 
-from costmodel.auto_rules import refine
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph, Op
-from costmodel.strategies import Placement
 from meshwright import leaf
-from planner.data_axis import data_layout
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.auto import refine
+from meshwright.costmodel.sharding.data_axis import data_layout
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import hugging_face
 
 
 @cache
 def analysed(name: str) -> tuple[Graph, FactorTable]:
-    """A model of tests/traced.py for 5 rows: a batch whose size no other dim has."""
+    """A model of tests/helpers/traced.py for 5 rows: a batch whose size no other dim has."""
     model, batch = hugging_face(name)
     graph = trace(model, batch, batch_size=5)
     return graph, analyse(graph)

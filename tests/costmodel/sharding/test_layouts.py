@@ -9,18 +9,26 @@ from collections.abc import Iterator, Mapping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import Traced, case, large_gpt2, odd_cluster
 
-from costmodel.graph import Block, Op
-from costmodel.strategies import RP, P, Placement, R, Strategy, indivisible, transition
-from planner.layouts import (
+from meshwright.costmodel.graph import Block, Op
+from meshwright.costmodel.sharding.layouts import (
     Assignment,
     BlockLayouts,
     Entry,
     default_state,
     stored_state,
 )
-from planner.stage_costs import StageCoster
+from meshwright.costmodel.sharding.strategies import (
+    RP,
+    P,
+    Placement,
+    R,
+    Strategy,
+    indivisible,
+    transition,
+)
+from meshwright.planner.pricing.stage_costs import StageCoster
+from tests.helpers.planning import Traced, case, large_gpt2, odd_cluster
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 ROWS, COLUMNS, FUSED = Placement("S", 0), Placement("S", 1), Placement("S", 1, 3)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES
-from sharded_ops import Sample, sampled, shards
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph, Op
-from costmodel.signature import local_shape, signature
-from costmodel.strategies import Placement, R, Strategy, strategies
-from planner.trace import trace
-from profiles.measure_ops import operator
-from profiles.op_signature import OperandIndex, OpSignature
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.sharding.local_call import local_shape, signature
+from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, strategies
+from meshwright.planner.tracing.trace import trace
+from meshwright.profiles.measure.operators import operator
+from meshwright.profiles.op_signature import OperandIndex, OpSignature
+from tests.helpers.sharded_ops import Sample, sampled, shards
+from tests.models.models import CASES
 
 ZOO = ("gpt2_tied", "llama", "bert", "resnet", "plain_gpt")
 

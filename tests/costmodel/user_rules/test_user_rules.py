@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from traced import with_forward
 
-from costmodel import user_rules
-from costmodel.add_rule import rule, verified, verify_call
-from costmodel.factors import analyse
-from costmodel.graph import Graph, Op, Ref
-from costmodel.rule_language import divided, ein
-from costmodel.strategies import strategies
-from costmodel.user_rules import RuleError
-from costmodel.verify_rule import Trial, faults, meta_of, random_operands
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph, Op, Ref
+from meshwright.costmodel.rules import user as user_rules
+from meshwright.costmodel.rules.language import divided, ein
+from meshwright.costmodel.rules.user import RuleError
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.strategies import strategies
+from meshwright.costmodel.user_rules.add import rule, verified, verify_call
+from meshwright.costmodel.user_rules.verify import Trial, faults, meta_of, random_operands
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import with_forward
 
 GOOD = "b s h, h o -> b s o"
 
@@ -339,7 +339,7 @@ def _operands_tried(graph: Graph) -> list[torch.Tensor]:
     made = given.rule(op, metas, [graph.values[v] for v in op.results])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "costmodel.add_rule.random_operands",
+            "meshwright.costmodel.user_rules.add.random_operands",
             lambda *given: seen.append(found := random_operands(*given)) or found,
         )
         assert verify_call(given, op, metas, made) == ""

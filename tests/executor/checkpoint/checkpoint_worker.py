@@ -22,13 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES, GLOBAL_BATCH, Traced, parallelize, traced
-from plan_building import build_plan
 from torch.distributed.tensor import DTensor
 
-from executor import checkpoint, checkpoint_parts, launch
-from executor.runtime import Runtime
-from planner.plan import Plan
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint import parts as checkpoint_parts
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.plan.plan import Plan
+from tests.helpers.plan_building import build_plan
+from tests.models.models import CASES, GLOBAL_BATCH, Traced, parallelize, traced
 
 BEFORE, AFTER = 2, 2
 DECAY = 0.5  # of the learning rate, per step

@@ -17,7 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_worker import (
+from torch import nn
+
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint import folder as checkpoint_folder
+from meshwright.planner.plan.plan import Plan
+from tests.executor.checkpoint.checkpoint_worker import (
     AFTER,
     BEFORE,
     FOUR,
@@ -29,14 +34,10 @@ from checkpoint_worker import (
     resume,
     start,
 )
-from launching import Launch, launch
-from models import CASES, GLOBAL_BATCH, MLP, parallelize, traced
-from plan_building import build_plan
-from tiny import ROWS, batch, net, planned
-from torch import nn
-
-from executor import checkpoint, checkpoint_folder
-from planner.plan import Plan
+from tests.helpers.launching import Launch, launch
+from tests.helpers.plan_building import build_plan
+from tests.helpers.tiny import ROWS, batch, net, planned
+from tests.models.models import CASES, GLOBAL_BATCH, MLP, parallelize, traced
 
 TOLERANCE = 1e-5
 TIMEOUT_S = 900

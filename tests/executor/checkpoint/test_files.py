@@ -16,19 +16,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, MLP, parallelize, traced
-from parity_cells import graph_of
-from plan_building import build_plan
-from single_device import initialised
-from tiny import Net, net, planned
 from torch import nn
 
-from executor import checkpoint
-from executor.checkpoint_parts import Piece
-from executor.runtime import Runtime
-from executor.weight_files import open_source
-from executor.weight_names import Matched, Wanted, match_names
-from executor.weights import init_weights, load_weights
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint.files import open_source
+from meshwright.executor.checkpoint.names import Matched, Wanted, match_names
+from meshwright.executor.checkpoint.parts import Piece
+from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.runtime.runtime import Runtime
+from tests.helpers.plan_building import build_plan
+from tests.helpers.single_device import initialised
+from tests.helpers.tiny import Net, net, planned
+from tests.models.models import CASES, MLP, parallelize, traced
+from tests.parity.parity_cells import graph_of
 
 ROWS = 4
 STATE = {
@@ -189,7 +189,7 @@ def test_what_nobody_asked_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
     state: dict[str, Any] = initialised(CASES["mlp"].build(), 0)
     torch.save(state | {"stray": torch.zeros(1)}, tmp_path / "state.pt")
     runtime, _ = alone("mlp")
-    with caplog.at_level(logging.WARNING, logger="executor.weights"):
+    with caplog.at_level(logging.WARNING, logger="meshwright.executor.checkpoint.weights"):
         load_weights(runtime, tmp_path / "state.pt")
     assert "1 unexpected, e.g. stray" in caplog.text
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_worker import differing, start
 
-from executor import checkpoint_folder
+from meshwright.executor.checkpoint import folder as checkpoint_folder
+from tests.executor.checkpoint.checkpoint_worker import differing, start
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES
-from single_device import initialised, named_tensors
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.initialise import initialise
+from meshwright.executor.checkpoint.initialise import initialise
+from tests.helpers.single_device import initialised, named_tensors
+from tests.models.models import CASES
 
 SEED = 11
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from executor.checkpoint_optimizer import collect
-from executor.checkpoint_parts import Writers, boxes
+from meshwright.executor.checkpoint.optimizer import collect
+from meshwright.executor.checkpoint.parts import Writers, boxes
 
 
 @st.composite

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Results, results_of
-from weights_worker import CASE_NAMES, LAYOUTS, LOAD_CASES, LOADED
+
+from tests.executor.checkpoint.weights_worker import CASE_NAMES, LAYOUTS, LOAD_CASES, LOADED
+from tests.helpers.launching import Results, results_of
 
 TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2  # of the loss: sums in another order; bf16
 TIMEOUT_S = 500

@@ -20,15 +20,17 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import CASES, parallelize
-from parity_cells import graph_of
-from plan_building import build_plan
-from single_device import initialised, named_tensors
 from torch import nn
 
-from executor import checkpoint, launch, weight_files
-from executor.runtime import Runtime
-from executor.weights import init_weights, load_weights
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint import files as weight_files
+from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from tests.helpers.plan_building import build_plan
+from tests.helpers.single_device import initialised, named_tensors
+from tests.models.models import CASES, parallelize
+from tests.parity.parity_cells import graph_of
 
 SEED, OTHER_SEED = 11, 5
 ROWS = 12  # one micro-batch: normalisation over the batch is the single device's

@@ -15,21 +15,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from experts_models import WIDTH, Library, batch, language_model, token_loss
-from models import Traced, adamw
-from parity_reference import Reference, compare, difference
-from plan_building import build_plan
-from single_device import initialised
 from torch.nn import functional as F
 
-from costmodel.factors import analyse
-from executor import checkpoint, launch, norms
-from executor.runtime import Runtime
 from meshwright import Cluster, Overrides, auto_parallelize
-from planner.blocks import cut_blocks
-from planner.check import check_plan
-from planner.plan import Plan
-from planner.trace import trace
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.parameters import norms
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.plan_building import build_plan
+from tests.helpers.single_device import initialised
+from tests.models.experts_models import WIDTH, Library, batch, language_model, token_loss
+from tests.models.models import Traced, adamw
+from tests.parity.parity_reference import Reference, compare, difference
 
 ROWS, STEPS = 8, 3
 SPLIT = {  # the matrices

@@ -4,24 +4,21 @@ with transformers' own loop over experts on one device."""
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from parity_launch import on_ranks, run_all
-from parity_reference import difference
 from torch import nn
 
-from executor import launch
 from meshwright import Cluster, Overrides, auto_parallelize
-from profiles.device import Link
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from model_zoo import SMALL, ZOO
-from zoo_registry import VOCAB
+from meshwright.executor.ranks import launch
+from meshwright.profiles.device import Link
+from scripts.zoo.models import SMALL, ZOO
+from scripts.zoo.registry import VOCAB
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import difference
 
 ROWS, LENGTH = 8, 16
 MODELS = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS")

@@ -15,7 +15,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from experts_models import (
+from torch import nn
+
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.executor.ranks.meshes import stage_meshes
+from meshwright.moe import GroupedLinear, combine, dispatch, grouped_linear
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.tracing.trace import trace
+from tests.executor.experts.experts_worker import (
+    EVEN,
+    ROWS,
+    RUNS,
+    SPLIT,
+    TOKENS,
+    Run,
+    graph_of,
+    plan_of,
+)
+from tests.helpers.launching import launch
+from tests.models.experts_models import (
     EXPERTS,
     INNER,
     LAYERS,
@@ -26,18 +46,7 @@ from experts_models import (
     language_model,
     token_loss,
 )
-from experts_worker import EVEN, ROWS, RUNS, SPLIT, TOKENS, Run, graph_of, plan_of
-from launching import launch
-from models import Traced
-from torch import nn
-
-from costmodel.factors import analyse
-from executor.meshes import stage_meshes
-from meshwright.moe import GroupedLinear, combine, dispatch, grouped_linear
-from planner.blocks import cut_blocks
-from planner.check import check_plan, check_runs
-from planner.plan import PlanError
-from planner.trace import trace
+from tests.models.models import Traced
 
 WORKER = Path(__file__).with_name("experts_worker.py")
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}  # bf16 keeps 8 bits: 0.4 % each operator

@@ -13,20 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from launching import launch
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.factors import analyse
-from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from planner.data_axis import data_layout
-from planner.hf_adapter import adapted
-from planner.trace import trace
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.sharding.data_axis import data_layout
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing.transformers.adapter import adapted
+from tests.helpers.launching import launch
 
 pytest.importorskip("transformers")
 
-from hf_experts_worker import LAYOUTS, MASKED, MODELS, batch_of, model_of
 from transformers.integrations import moe
+
+from tests.executor.experts.hf_experts_worker import LAYOUTS, MASKED, MODELS, batch_of, model_of
 
 WORKER = Path(__file__).with_name("hf_experts_worker.py")
 WIDTH, INNER, EXPERTS, TOPK, TOKENS = 6, 5, 4, 2, 7

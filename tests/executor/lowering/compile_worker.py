@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import CASES
-from parity_cells import Cell, plan_of
-from parity_launch import on_ranks, run_all
-from parity_reference import compare, load_graph, load_reference, runtime_loop
 
-from costmodel.strategies import RP, P, Placement, R
-from executor import launch
-from executor.reshard import MOVES, Axis, Reshard
+from meshwright.costmodel.sharding.strategies import RP, P, Placement, R
+from meshwright.executor.lowering.reshard import MOVES, Axis, Reshard
+from meshwright.executor.ranks import launch
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import compare, load_graph, load_reference, runtime_loop
 
 BACKEND = "aot_eager"  # traces forward and backward as every backend gets them, and runs the result
 WORLD = 4

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from compile_worker import BACKEND, CELLS, WORLD
-from launching import Launch, launch
-from models import CASES, parallelize
-from parity_cells import Cell, plan_of
-from parity_reference import difference, store
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
-from executor import compile as compiling
-from executor.compile import CompiledBlock, backend_of
-from executor.regions import repeat_whole
-from executor.runtime import Runtime
 from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.executor.lowering import compile as compiling
+from meshwright.executor.lowering.compile import CompiledBlock, backend_of
+from meshwright.executor.lowering.regions import repeat_whole
+from meshwright.executor.runtime.runtime import Runtime
+from tests.executor.lowering.compile_worker import BACKEND, CELLS, WORLD
+from tests.helpers.launching import Launch, launch
+from tests.models.models import CASES, parallelize
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_reference import difference, store
 
 TOLERANCE = 1e-5
 TIMEOUT_S = 400
@@ -140,7 +140,8 @@ def test_graphs_of_equal_code_and_arguments_are_told_apart(wrapped: Callable[...
 
 
 def test_compiled_backwards_are_priced_whole() -> None:
-    """W has nothing to do, and I takes what both did: what runs, as `executor.compile` says."""
+    """W has nothing to do, and I takes what both did: what runs, as `executor.lowering.compile`
+    says."""
     cell = Cell.parse("mlp pp2 zb_h1 m4")
     plan, case = plan_of(cell)[0], CASES[cell.case]
     found = {}

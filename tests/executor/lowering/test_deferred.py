@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from executor.deferred import DeferredProduct, Later, accumulate
+from meshwright.executor.lowering.deferred import DeferredProduct, Later, accumulate
 
 ROWS, IN, OUT = 6, 5, 4
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from executor.regions import Repeated, repeat
+from meshwright.executor.lowering.regions import Repeated, repeat
 
 B, S, H = 2, 8, 4
 

@@ -10,12 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharded_ops import cut, gradient_state, joined, shards, whole
-from threaded_ranks import Ranks, alone, talking_ranks
 
-from costmodel.strategies import RP, TRANSITIONS, P, Placement, R, transition
-from executor import reshard
-from executor.reshard import MOVES, Axis, Reshard, join_parts, local_part, split_parts
+from meshwright.costmodel.sharding.strategies import RP, TRANSITIONS, P, Placement, R, transition
+from meshwright.executor.lowering import reshard
+from meshwright.executor.lowering.reshard import (
+    MOVES,
+    Axis,
+    Reshard,
+    join_parts,
+    local_part,
+    split_parts,
+)
+from tests.helpers.sharded_ops import cut, gradient_state, joined, shards, whole
+from tests.helpers.threaded_ranks import Ranks, alone, talking_ranks
 
 SHAPE = (8, 16, 4)
 SHARDS = (

@@ -13,26 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import indivisible_worker as worker
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from indivisible_worker import ODD, RELOADED, TRAINED
-from launching import Results, results_of
-from models import CASES, Traced
-from plan_building import build_plan
-from planning import case, cluster, cut
-from single_device import initialised
-from tiny import host
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from costmodel.cost import Setting
-from costmodel.pricing import Pricer
-from costmodel.strategies import (
+from meshwright import Overrides, ParallelModel, auto_parallelize
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.strategies import (
     Placement,
     can_hold,
     indivisible,
@@ -40,12 +33,19 @@ from costmodel.strategies import (
     splitting_degrees,
     strategies,
 )
-from executor.reshard import part_of
-from meshwright import Overrides, ParallelModel, auto_parallelize
-from planner.blocks import op_flops
-from planner.check import check_plan
-from planner.divided import divided, excluded
-from planner.plan import PlanError
+from meshwright.executor.lowering.reshard import part_of
+from meshwright.planner.blocks.cut import op_flops
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.report.indivisible import divided, excluded
+from tests.executor.lowering import uneven_sizes_worker as worker
+from tests.executor.lowering.uneven_sizes_worker import ODD, RELOADED, TRAINED
+from tests.helpers.launching import Results, results_of
+from tests.helpers.plan_building import build_plan
+from tests.helpers.planning import case, cluster, cut
+from tests.helpers.single_device import initialised
+from tests.helpers.tiny import host
+from tests.models.models import CASES, Traced
 
 TIMEOUT_S = 400
 TOLERANCE = 1e-5  # fp32: two orders of one sum

@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 import transformers
-from models import CASES, Case, Traced, adamw, parallelize, sgd, traced, uneven
-from parity_launch import Run, on_ranks, run_all
-from parity_reference import compare, plain_loop, runtime_loop
-from plan_building import build_plan
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from executor import checkpoint, launch
-from executor.norms import clip_
-from executor.runtime import Runtime
-from executor.weights import init_weights, load_weights
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from tests.helpers.plan_building import build_plan
+from tests.models.models import CASES, Case, Traced, adamw, parallelize, sgd, traced, uneven
+from tests.parity.parity_launch import Run, on_ranks, run_all
+from tests.parity.parity_reference import compare, plain_loop, runtime_loop
 
 WORDS, INNER, SEQUENCE, ROWS = 131, 67, 16, 8
 MICROBATCHES = 2

@@ -20,19 +20,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from models import CASES, GLOBAL_BATCH, parallelize
-from parity_cells import Cell, plan_of
-from parity_reference import difference
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from executor import launch
-from executor.loss_scale import LossScale, StepGuard
-from executor.norms import clip_, norm_of, share
-from executor.parameters import local_of
-from executor.reduced import Reduced
-from executor.runtime import Runtime
+from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
+from meshwright.executor.parameters.norms import clip_, norm_of, share
+from meshwright.executor.parameters.parameters import local_of
+from meshwright.executor.parameters.reduced import Reduced
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from tests.models.models import CASES, GLOBAL_BATCH, parallelize
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_reference import difference
 
 CASE = CASES["gpt2_tied"]  # fused projections, biases, and an embedding that two stages share
 LAYOUTS = (

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 
-from costmodel.strategies import R
-from executor.loss_scale import CEILING, LossScale, StepGuard
-from executor.meshes import StageMesh, alone
-from executor.parameters import StageParameter
+from meshwright.costmodel.sharding.strategies import R
+from meshwright.executor.parameters.loss_scale import CEILING, LossScale, StepGuard
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.ranks.meshes import StageMesh, alone
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from costmodel.strategies import Placement, R
-from executor.meshes import Place, StageMesh, alone
-from executor.norms import ROW, clip_, copies, norm_of, share
-from executor.parameters import StageParameter
-from executor.reshard import Axis, local_part
+from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.executor.lowering.reshard import Axis, local_part
+from meshwright.executor.parameters.norms import ROW, clip_, copies, norm_of, share
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.ranks.meshes import Place, StageMesh, alone
 
 SHAPE = (36, 12)  # divisible by every degree tried, a fused projection's thirds too
 PLACEMENTS = (R, Placement("S", 0), Placement("S", 1), Placement("S", 0, 3))

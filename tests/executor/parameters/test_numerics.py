@@ -8,8 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import Results, results_of
-from numerics_worker import LAYOUTS, NORM_LAYOUTS, NORM_TYPES, OPTIMIZER_LAYOUTS, OPTIMIZERS
+
+from tests.executor.parameters.numerics_worker import (
+    LAYOUTS,
+    NORM_LAYOUTS,
+    NORM_TYPES,
+    OPTIMIZER_LAYOUTS,
+    OPTIMIZERS,
+)
+from tests.helpers.launching import Results, results_of
 
 TOLERANCE = 1e-5
 TIMEOUT_S = 300

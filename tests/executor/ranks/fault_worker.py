@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tiny import ROWS, batch, loss, net, planned
 
-from executor import checkpoint_folder, launch
-from executor.watch import progress
 from meshwright import ParallelModel
-from planner.overrides import Overrides
+from meshwright.executor.checkpoint import folder as checkpoint_folder
+from meshwright.executor.ranks import launch
+from meshwright.executor.ranks.watch import progress
+from meshwright.planner.overrides.overrides import Overrides
+from tests.helpers.tiny import ROWS, batch, loss, net, planned
 
 RANKS = 2
 PIPELINE = Overrides(pp=2, num_microbatches=2, schedule="1f1b")

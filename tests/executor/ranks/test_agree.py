@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_worker import start
-from threaded_ranks import talking_ranks
 
-from executor import checkpoint_ranks, runtime
-from executor.background import Background
-from executor.checkpoint_ranks import (
+from meshwright.executor.ranks import agree as checkpoint_ranks
+from meshwright.executor.ranks.agree import (
     WAITING,
     on_first,
     part,
@@ -23,8 +20,12 @@ from executor.checkpoint_ranks import (
     told_by_all,
     told_to_first,
 )
-from executor.runtime import Runtime
-from executor.watch import progress
+from meshwright.executor.ranks.background import Background
+from meshwright.executor.ranks.watch import progress
+from meshwright.executor.runtime import runtime
+from meshwright.executor.runtime.runtime import Runtime
+from tests.executor.checkpoint.checkpoint_worker import start
+from tests.helpers.threaded_ranks import talking_ranks
 
 
 def _talk() -> dict[str, Any]:

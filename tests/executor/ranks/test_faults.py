@@ -19,13 +19,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fault_worker import OPTIMIZER, SAVING, STEPS
-from launching import ROOT, Launch, launch
-from tiny import ROWS, net, planned
 
-from executor import launch as process_group
-from executor.checkpoint_ranks import WAITING
-from executor.watch import FIRST_STEP_FACTOR, GRACE_S, Progress, is_out_of_memory, memory_advice
+from meshwright.executor.ranks import launch as process_group
+from meshwright.executor.ranks.agree import WAITING
+from meshwright.executor.ranks.watch import (
+    FIRST_STEP_FACTOR,
+    GRACE_S,
+    Progress,
+    is_out_of_memory,
+    memory_advice,
+)
+from tests.executor.ranks.fault_worker import OPTIMIZER, SAVING, STEPS
+from tests.helpers.launching import ROOT, Launch, launch
+from tests.helpers.tiny import ROWS, net, planned
 
 TIMEOUT_S = 12.0
 PATIENCE = 4  # of a busy machine: what may take a timeout may here take so many

@@ -16,19 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import Launch, launch
-from parity_cells import Cell
-from parity_reference import store
-from timeline_worker import CELLS, CLOCK_S, WORLD
 from torch import nn
 
-from costmodel.schedule import Action, Instruction, build_schedule
-from costmodel.simulate import StageTimes as Prices
-from costmodel.simulate import simulate
-from executor.pipeline import Phase
-from executor.timeline import Span, StepTimes, rank_events, step_times
 from meshwright import Cluster, auto_parallelize
 from meshwright.cli import main
+from meshwright.costmodel.schedules.schedule import Action, Instruction, build_schedule
+from meshwright.costmodel.schedules.simulate import StageTimes as Prices
+from meshwright.costmodel.schedules.simulate import simulate
+from meshwright.executor.runtime.timeline import Span, StepTimes, rank_events, step_times
+from meshwright.executor.stages.pipeline import Phase
+from tests.executor.runtime.timeline_worker import CELLS, CLOCK_S, WORLD
+from tests.helpers.launching import Launch, launch
+from tests.parity.parity_cells import Cell
+from tests.parity.parity_reference import store
 
 TIMEOUT_S = 300
 PHASES = (Phase.REFRESH.value, Phase.DELIVER.value)

@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models import CASES
-from parity_cells import Cell, plan_of
-from parity_launch import on_ranks, run_all
-from parity_reference import difference, load_graph
-
-from executor import launch
 from meshwright import Cluster, auto_parallelize
+from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import difference, load_graph
 
 WORLD = 2
 CLOCK_S = 1e4

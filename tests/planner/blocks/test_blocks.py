@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from traced import hugging_face
 
-from costmodel.factors import analyse
-from costmodel.graph import Block, Graph, verify_graph
-from planner.blocks import class_hash, crossing, cut_blocks, op_flops
-from planner.trace import trace
+from meshwright.costmodel.graph import Block, Graph, verify_graph
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.planner.blocks.cut import class_hash, crossing, cut_blocks, op_flops
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import hugging_face
 
 WIDTH = 16
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.even_cut import EvenCut, cut_evenly
-from planner.inter_op import StageTable, solve_inter_op
+from meshwright.planner.inter_op.equal_meshes import EvenCut, cut_evenly
+from meshwright.planner.inter_op.partition import StageTable, solve_inter_op
 
 
 @st.composite

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import staircase
-from planner.inter_op import (
+from meshwright.planner.inter_op import bounded_sum as staircase
+from meshwright.planner.inter_op.partition import (
     MemoryShortfall,
     StageChoice,
     StageTable,

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.stage_chain import Chain, StageTable
-from planner.stage_options import memory_lines, stage_options
+from meshwright.planner.inter_op.stage_options import memory_lines, stage_options
+from meshwright.planner.inter_op.table import Chain, StageTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import elimination
-from planner.elimination import Elimination, Minimum, Pair, PairwiseProblem, restricted
-from planner.solvers import Certificate, objective_of, solve_pairwise
+from meshwright.planner.intra_op import elimination
+from meshwright.planner.intra_op.elimination import (
+    Elimination,
+    Minimum,
+    Pair,
+    PairwiseProblem,
+    restricted,
+)
+from meshwright.planner.intra_op.solvers import Certificate, objective_of, solve_pairwise
 
 Draw = st.DrawFn
 

@@ -10,24 +10,24 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from planning import (
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.stage import FIELDS
+from meshwright.costmodel.graph import Block, Op
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
+from meshwright.planner.intra_op.program import BlockProgram, BlockTable
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import (
     Traced,
     case,
     cut,
     odd_cluster,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from costmodel.graph import Block, Op
-from costmodel.pricing import Pricer
-from costmodel.strategies import RP, Placement, R, Strategy
-from planner.block_price import price_block
-from planner.intra_op import BlockProgram, BlockTable
-from planner.layouts import Assignment, BlockLayouts, default_state
-from planner.stage_costs import StageCoster
-from planner.stage_sums import FIELDS
-from profiles.cluster import Cluster
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 

@@ -9,7 +9,14 @@ from functools import cache
 
 import pytest
 import torch
-from planning import (
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.costmodel.sharding.layouts import BlockLayouts
+from meshwright.costmodel.sharding.strategies import Placement, Strategy
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import (
     Recorder,
     Traced,
     cluster,
@@ -20,13 +27,6 @@ from planning import (
     large_llama,
     linears,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from costmodel.strategies import Placement, Strategy
-from planner.layouts import BlockLayouts
-from planner.stage_costs import StageCoster
-from profiles.cluster import Cluster
 
 H100 = Cluster.from_catalog("h100-sxm")
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import solvers
-from planner.solvers import Certificate, objective_of, solve_pairwise
+from meshwright.planner.intra_op import solvers
+from meshwright.planner.intra_op.solvers import Certificate, objective_of, solve_pairwise
 
 Unary = Mapping[str, np.ndarray]
 Pairs = Mapping[tuple[str, str], np.ndarray]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from meshwright.moe import GroupedLinear, MoE, combine, dispatch, grouped_linear
-from planner.moe_operators import expert_order, grouped_rows, grouped_weights, inverse_of
+from meshwright.planner.operators.moe import expert_order, grouped_rows, grouped_weights, inverse_of
 
 
 def draws(data: st.DataObject) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

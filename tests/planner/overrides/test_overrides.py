@@ -7,14 +7,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tiny import cut, net, slow_host
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES
-from planner.override_values import FORBIDDABLE, FORBIDS
-from planner.overrides import OverrideError, Overrides, check_overrides
-from planner.search import Search, SearchResult
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, check_overrides
+from meshwright.planner.overrides.values import FORBIDDABLE, FORBIDS
+from meshwright.planner.search.search import Search, SearchResult
+from tests.helpers.tiny import cut, net, slow_host
 
 ROWS = 16
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import cut, net, plan_for, slow_host, with_stage
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES, stages_of_devices
-from planner.check import check_plan, fingerprint
-from planner.layouts import Entry
-from planner.overrides import OverrideError, Overrides, check_overrides
-from planner.pinned import plan_overrides
-from planner.plan import PLACEMENTS, Plan, PlanError, StagePlan, recompute_of
-from planner.restrictions import Restrictions, restrict
-from planner.search import Search
-from planner.shardings import resolve_shardings
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, check_overrides
+from meshwright.planner.overrides.pinned import plan_overrides
+from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.plan.check import check_plan, fingerprint
+from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, recompute_of
+from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.search.search import Search
+from tests.helpers.tiny import cut, net, plan_for, slow_host, with_stage
 
 few = settings(deadline=None, max_examples=40)
 known: dict[Any, Any] = {}  # checked blocks of the tiny model

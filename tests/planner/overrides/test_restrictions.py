@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import cut, net
 
-from costmodel.graph import Block, Graph
-from costmodel.schedule import SCHEDULES
-from planner.override_values import BY_BLOCK, MESH
-from planner.overrides import OverrideError, Overrides
-from planner.restrictions import Restrictions, restrict, stage_cuts
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
+from meshwright.planner.overrides.values import BY_BLOCK, MESH
+from tests.helpers.tiny import cut, net
 
 few = settings(deadline=None, max_examples=60)
 

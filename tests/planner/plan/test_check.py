@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from planning import linears
-from tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.schedule import SCHEDULES
-from planner.check import check_plan, check_runs, fingerprint
-from planner.layouts import Entry
-from planner.plan import Plan, PlanError
-from planner.shardings import express_shardings, glob, resolve_shardings
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
+from tests.helpers.planning import linears
+from tests.helpers.tiny import VOCAB, WIDTH, cut, net, plan_for, with_stage
 
 few = settings(deadline=None, max_examples=40)
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import cut, net, plan_for, with_stage
 
-from planner.plan import (
+from meshwright.planner.plan.plan import (
     FORMAT,
     Plan,
     PlanError,
@@ -23,6 +22,7 @@ from planner.plan import (
     expand_names,
     expand_ranks,
 )
+from tests.helpers.tiny import cut, net, plan_for, with_stage
 
 few = settings(deadline=None, max_examples=40)
 

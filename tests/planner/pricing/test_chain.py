@@ -7,11 +7,11 @@ import itertools
 
 import numpy as np
 import pytest
-from planning import Traced, case, large_gpt2, linears, odd_cluster
 
-from planner.chain import Chain
-from planner.stage_costs import StageCoster
-from planner.stage_sums import FIELDS, MAXIMA
+from meshwright.costmodel.blocks.stage import FIELDS, MAXIMA
+from meshwright.planner.pricing.chain import Chain
+from meshwright.planner.pricing.stage_costs import StageCoster
+from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster
 
 MODELS = {
     "linears": lambda: linears(64, 6, 4, 16), "gpt2": large_gpt2, "llama": lambda: case("llama"),

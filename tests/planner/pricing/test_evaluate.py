@@ -9,17 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planning import cluster
-from tiny import cut, net, plan_for
 
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph
-from costmodel.target import EAGER
-from planner.check import check_plan
-from planner.evaluate import Evaluation, crossings, evaluate, spread_of, transfer_seconds
-from planner.plan import Plan, StagePlan, recompute_of
-from planner.stage_costs import StageCoster
-from profiles.cluster import Cluster
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.target import EAGER
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
+from meshwright.planner.pricing.evaluate import (
+    Evaluation,
+    crossings,
+    evaluate,
+    spread_of,
+    transfer_seconds,
+)
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster
+from tests.helpers.tiny import cut, net, plan_for
 
 NODE = cluster(4, bandwidth=1e6)
 

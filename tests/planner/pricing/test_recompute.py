@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.recompute import choose_policies
-from planner.stage_sums import FIELDS
+from meshwright.costmodel.blocks.stage import FIELDS
+from meshwright.planner.pricing.recompute import choose_policies
 
 LEGAL = ("none", "selective", "full")
 AT = {name: k for k, name in enumerate(FIELDS)}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planning import case, odd_cluster
 
-from planner.chain import Chain
-from planner.ladder import Ladder, Share, ladder, settled
-from planner.plan import RECOMPUTE
-from planner.stage_costs import StageCoster
-from planner.stage_sums import StageCosts, joined, stage_costs
+from meshwright.costmodel.blocks.stage import StageCosts, joined, stage_costs
+from meshwright.planner.plan.plan import RECOMPUTE
+from meshwright.planner.pricing.chain import Chain
+from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder, settled
+from meshwright.planner.pricing.stage_costs import StageCoster
+from tests.helpers.planning import case, odd_cluster
 
 NAMES = [each.name for each in dataclasses.fields(StageCosts)]
 POLICIES = ("none", "selective", "full")

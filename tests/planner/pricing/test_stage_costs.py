@@ -9,22 +9,22 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from planning import Traced, case, cluster, large_gpt2, odd_cluster
 
-from costmodel.collectives import p2p_time
-from costmodel.cost import Setting
-from costmodel.memory import model_state_bytes
-from costmodel.strategies import Placement, R, can_hold
-from planner.block_price import price_block
-from planner.candidates import Candidate, Step, make_candidate, make_draft
-from planner.chain import Chain
-from planner.check import check_plan
-from planner.equal_stages import Drafted, Way
-from planner.ladder import Share, ladder
-from planner.layouts import Assignment, BlockLayouts, Entry, translate
-from planner.space import Mesh
-from planner.stage_costs import StageCoster
-from planner.stage_sums import FIELDS, StageCosts, recomputable, stage_costs
+from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.stage import FIELDS, StageCosts, recomputable, stage_costs
+from meshwright.costmodel.kernels.collectives import p2p_time
+from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, translate
+from meshwright.costmodel.sharding.strategies import Placement, R, can_hold
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.pricing.chain import Chain
+from meshwright.planner.pricing.recompute_levels import Share, ladder
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.candidates import Candidate, Step, make_candidate, make_draft
+from meshwright.planner.search.equal_stages import Drafted, Way
+from meshwright.planner.search.space import Mesh
+from tests.helpers.planning import Traced, case, cluster, large_gpt2, odd_cluster
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 MICROBATCHES, ROWS = 4, 4

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_moe_pricing import SPARSE, ideal, ops_of, plan_of
 
-from costmodel.cost import Setting
-from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from costmodel.pricing import Pricer
-from costmodel.strategies import strategies
-from costmodel.target import EAGER, Target
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.cli import main
-from planner.check import check_plan
-from planner.evaluate import Evaluation, evaluate
-from planner.reference_models import build
-from planner.validate import traced
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.sharding.strategies import strategies
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate
+from meshwright.planner.published.models import build
+from meshwright.planner.published.predict import traced
+from tests.planner.published.test_moe_pricing import SPARSE, ideal, ops_of, plan_of
 
 WIDE = dataclasses.replace(
     SPARSE, layers=2, hidden=512, heads=8, kv_heads=8, expert_ffn=1024, topk=2, seq_len=256

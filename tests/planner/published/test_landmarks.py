@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
-from costmodel.graph import Graph
-from costmodel.strategies import Placement
-from costmodel.target import MEGATRON, Target
-from planner.candidates import Candidate
-from planner.frameworks import framework_of
-from planner.overrides import Overrides
-from planner.reference_models import TransformerDims
-from planner.search import Search
-from planner.validate import traced
-from profiles.cluster import Cluster
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-import alpa_models
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.target import MEGATRON, Target
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.published.frameworks import framework_of
+from meshwright.planner.published.models import TransformerDims
+from meshwright.planner.published.predict import traced
+from meshwright.planner.search.candidates import Candidate
+from meshwright.planner.search.search import Search
+from meshwright.profiles.cluster import Cluster
+from scripts.experts import alpa as alpa_models
 
 
 def gpt(*, layers: int, hidden: int, vocab: int = 51200, length: int = 2048) -> TransformerDims:

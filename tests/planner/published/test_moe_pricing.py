@@ -17,29 +17,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import profiles
-from costmodel.collectives import group_for
-from costmodel.cost import Setting
-from costmodel.factors import FactorTable
-from costmodel.graph import Graph, Op
-from costmodel.moe_costs import exchange_seconds
-from costmodel.moe_rules import COMBINE, DISPATCH, GROUPED
-from costmodel.pricing import Pricer
-from costmodel.strategies import RP, Placement, R, Strategy, strategies
-from costmodel.target import Target
-from planner.blocks import model_flops
-from planner.check import check_plan, check_runs, fingerprint
-from planner.evaluate import evaluate
-from planner.families import facts_of
-from planner.moe_operators import combine, dispatch, grouped_linear
-from planner.plan import Plan, PlanError, StagePlan
-from planner.published import Unpriced
-from planner.reference_models import Latent, TransformerDims, build
-from planner.rows import read_row
-from planner.stage_costs import StageCoster
-from planner.validate import predict_row, traced
-from profiles.cluster import Cluster, Link
-from profiles.curve import Curve
+from meshwright import profiles
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.kernels.collectives import group_for
+from meshwright.costmodel.kernels.moe_costs import exchange_seconds
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy, strategies
+from meshwright.costmodel.target import Target
+from meshwright.planner.blocks.cut import model_flops
+from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
+from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
+from meshwright.planner.pricing.evaluate import evaluate
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.published.families import facts_of
+from meshwright.planner.published.models import Latent, TransformerDims, build
+from meshwright.planner.published.predict import predict_row, traced
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import Unpriced
+from meshwright.profiles.cluster import Cluster, Link
+from meshwright.profiles.curve import Curve
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(

@@ -12,11 +12,11 @@ import itertools
 
 import pytest
 
-from planner.check import check_plan
-from planner.frameworks import framework_of
-from planner.published import Setup, Unpriced, make_plan
-from planner.rows import read_row
-from planner.validate import predict_row, traced
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.published.frameworks import framework_of
+from meshwright.planner.published.predict import predict_row, traced
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import Setup, Unpriced, make_plan
 
 BAND = 0.3
 MEGATRON = {

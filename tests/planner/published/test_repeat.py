@@ -6,17 +6,17 @@ import dataclasses
 from functools import cache
 
 import pytest
-from planning import cluster, linears
 
-from costmodel.factors import FactorTable, analyse
-from costmodel.graph import Graph
-from planner.blocks import cut_blocks
-from planner.check import check_plan, fingerprint
-from planner.evaluate import evaluate
-from planner.plan import Plan, StagePlan
-from planner.reference_models import TransformerDims, build
-from planner.repeat import deepen
-from planner.trace import trace
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.plan.check import check_plan, fingerprint
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.pricing.evaluate import evaluate
+from meshwright.planner.published.models import TransformerDims, build
+from meshwright.planner.published.repeat import deepen
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.planning import cluster, linears
 
 GPT = TransformerDims(
     layers=3, hidden=32, heads=4, kv_heads=4, ffn=64, vocab=64, seq_len=16, dropout=0.1,

@@ -7,12 +7,18 @@ from functools import cache
 from typing import Any
 
 import pytest
-from planning import cluster, linears
 
-from planner.alternatives import RUNS_HERE, Alternative, alternatives, families, runs_here
-from planner.overrides import Overrides
-from planner.search import InfeasibleError, Search, SearchResult
-from profiles.cluster import Cluster
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.report.alternatives import (
+    RUNS_HERE,
+    Alternative,
+    alternatives,
+    families,
+    runs_here,
+)
+from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster, linears
 
 BATCH = 8
 ON = {

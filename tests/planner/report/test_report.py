@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import batch, host, loss, net, slow_host
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
-from planner.alternatives import Alternative
-from planner.answers import Answers
-from planner.evaluate import Evaluation
-from planner.explain import alternative_row
-from planner.plan import RUNS, StagePlan
-from planner.report import (
+from meshwright.planner.plan.plan import RUNS, StagePlan
+from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.report.alternatives import Alternative
+from meshwright.planner.report.deferred import Answers
+from meshwright.planner.report.explain import alternative_row
+from meshwright.planner.report.report import (
     Components,
     counted,
     describe,
@@ -31,6 +30,7 @@ from planner.report import (
     table,
     why_slower,
 )
+from tests.helpers.tiny import batch, host, loss, net, slow_host
 
 
 class Odd(nn.Module):

@@ -6,16 +6,24 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from models import Traced
-from planning import cluster, linears
 
-from costmodel.collectives import collective_time, group_for, p2p_time
-from planner.evaluator import Evaluator
-from planner.overrides import Overrides
-from planner.plan import Plan
-from planner.search import Search
-from planner.sensitivity import ENDS, KNOBS, MEMORY, Flip, Rival, Sensitivity, scaled_link
-from profiles.cluster import Cluster
+from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.report.sensitivity import (
+    ENDS,
+    KNOBS,
+    MEMORY,
+    Flip,
+    Rival,
+    Sensitivity,
+    scaled_link,
+)
+from meshwright.planner.search.search import Search
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster, linears
+from tests.models.models import Traced
 
 BATCH = 8
 STEP = 4.0 ** (1 / 2**5)  # the finest step of the interval

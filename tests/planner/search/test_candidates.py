@@ -8,12 +8,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import cluster, linears
 
-from planner.candidates import place_stages, spread_ranks
-from planner.overrides import Overrides
-from planner.restrictions import restrict
-from planner.space import Space
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.restrictions import restrict
+from meshwright.planner.search.candidates import place_stages, spread_ranks
+from meshwright.planner.search.space import Space
+from tests.helpers.planning import cluster, linears
 
 
 @given(st.sampled_from([1, 2, 4, 6, 8]), st.integers(1, 6), st.randoms(use_true_random=False))

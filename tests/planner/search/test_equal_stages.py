@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
-from enumeration import Enumeration, instance, limited
-
-from costmodel.schedule import in_flight
-from planner.candidates import Draft, Step, make_draft
-from planner.equal_stages import Drafted, Node, Slot, Way
-from planner.overrides import Overrides
-from planner.search import Search
+from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.search.candidates import Draft, Step, make_draft
+from meshwright.planner.search.equal_stages import Drafted, Node, Slot, Way
+from meshwright.planner.search.search import Search
+from tests.helpers.enumeration import Enumeration, instance, limited
 
 INSTANCES = 14
 Key = tuple[Way, str, int, int, int]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from enumeration import Enumeration, instance, limited
-from test_search import AMPLE, search
 
-from planner.evaluate import Evaluation
-from planner.evaluator import Evaluator
-from planner.search import InfeasibleError, SearchResult
+from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.search.search import InfeasibleError, SearchResult
+from tests.helpers.enumeration import Enumeration, instance, limited
+from tests.planner.search.test_search import AMPLE, search
 
 INSTANCES = 30
 NEAR = 1.005

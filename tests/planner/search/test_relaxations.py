@@ -7,14 +7,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from models import Traced
-from planning import cluster, linears
 
-from planner.overrides import Overrides
-from planner.plan import RUNS
-from planner.relax import MOST, each_dropped
-from planner.search import InfeasibleError, Search
-from profiles.cluster import Cluster
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import RUNS
+from meshwright.planner.search.relaxations import MOST, each_dropped
+from meshwright.planner.search.search import InfeasibleError, Search
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster, linears
+from tests.models.models import Traced
 
 BATCH = 8
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from enumeration import Enumeration, instance, limited
-from planning import Traced, case, cluster, cut, linears, token_batch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.candidates import Candidate, make_candidate
-from planner.overrides import OverrideError, Overrides
-from planner.search import InfeasibleError, Search, SearchResult
-from planner.stage_costs import StageCoster
-from profiles.cluster import Cluster
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.candidates import Candidate, make_candidate
+from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.enumeration import Enumeration, instance, limited
+from tests.helpers.planning import Traced, case, cluster, cut, linears, token_batch
 
 BATCH = 4
 AMPLE = 2.0**40

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import Traced, cluster, linears
 
-from costmodel.schedule import stages_of_devices
-from planner.overrides import Overrides
-from planner.restrictions import restrict
-from planner.space import (
+from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.restrictions import restrict
+from meshwright.planner.search.space import (
     MAX_CUTS,
     MAX_MICROBATCH_CHOICES,
     ON_REQUEST,
@@ -23,6 +22,7 @@ from planner.space import (
     Space,
     groups_of,
 )
+from tests.helpers.planning import Traced, cluster, linears
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
 
@@ -92,7 +92,9 @@ def test_sequences_are_split_only_where_the_batch_does_not_divide(
     here, split = space(nodes, node), 0
     everything = itertools.product(divisors(24), divisors(nodes * node))
     assert all(mesh.cp == 1 for m, devices in everything for mesh in here.meshes(devices, m))
-    monkeypatch.setattr("planner.space.MIN_CONTEXT", 1)  # the test's sequences are short
+    monkeypatch.setattr(
+        "meshwright.planner.search.space.MIN_CONTEXT", 1
+    )  # the test's sequences are short
     for m, devices in itertools.product(divisors(24), divisors(nodes * node)):
         for mesh in here.meshes(devices, m):
             ranks = mesh.dp * mesh.cp

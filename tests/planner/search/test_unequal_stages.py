@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from enumeration import PLAIN, Enumeration, instance, limited
 
-from planner.candidates import Step, make_draft
-from planner.overrides import Overrides
-from planner.search import Search
-from planner.stage_sums import stage_costs
-from planner.unequal_stages import Option
+from meshwright.costmodel.blocks.stage import stage_costs
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.search.candidates import Step, make_draft
+from meshwright.planner.search.search import Search
+from meshwright.planner.search.unequal_stages import Option
+from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
 
 INSTANCES = 10
 

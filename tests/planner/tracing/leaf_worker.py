@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from leaf_models import batch, loss_fn, model_of
-from parity_launch import on_ranks, run_all
-from parity_reference import Reference, compare
 
-from executor import launch
 from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.executor.ranks import launch
+from tests.models.leaf_models import batch, loss_fn, model_of
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import Reference, compare
 
 ROWS, STEPS, RATE = 8, 3, 0.1
 ALL = ("scan", "rounded", "swish", "branch", "routed", "kernel")

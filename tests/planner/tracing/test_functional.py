@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from traced import WIDTH, agree, rows, run, shorts, with_forward
 
-from costmodel.graph import Block, Graph, argument, verify_graph
-from planner.functional import overload
-from planner.trace import trace
+from meshwright.costmodel.graph import Block, Graph, argument, verify_graph
+from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing.values.functional import overload
+from tests.helpers.traced import WIDTH, agree, rows, run, shorts, with_forward
 
 FUNCTIONAL = "normal_functional"
 

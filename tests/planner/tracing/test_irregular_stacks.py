@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from stacks import DEPTH, Stack, nested, refusals, with_layer
 from torch import nn
-from traced import WIDTH, rows
 
-from planner.alike import find_alike
+from meshwright.planner.tracing.user_module.similar_layers import find_alike
+from tests.helpers.traced import WIDTH, rows
+from tests.models.stacks import DEPTH, Stack, nested, refusals, with_layer
 
 
 def by_position(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from leaf_models import INNER, Scan
-from test_leaves import leaves_in, traced
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from traced import ROWS, WIDTH, rows
 
-from costmodel.graph import Graph
-from costmodel.leaf_rules import leaf_of
 from meshwright import leaf
-from planner import leaf_trial
-from planner.leaf_probe import LeafError
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.rules.leaf import leaf_of
+from meshwright.planner.tracing.leaves import trial as leaf_trial
+from meshwright.planner.tracing.leaves.probe import LeafError
+from tests.helpers.traced import ROWS, WIDTH, rows
+from tests.models.leaf_models import INNER, Scan
+from tests.planner.tracing.test_leaves import leaves_in, traced
 
 
 class Cumulative(nn.Module):

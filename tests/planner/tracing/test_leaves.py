@@ -14,23 +14,33 @@ from typing import Any
 
 import pytest
 import torch
-from launching import launch
-from leaf_models import LENGTH, Branch, Rounded, Scan, Swish, batch, kernel, loss_fn, model_of
-from leaf_worker import DRAWN, RUNS
 from torch import Tensor, nn
-from traced import ROWS, WIDTH, rows, with_forward
 
-from costmodel.factors import analyse
-from costmodel.graph import Graph, Op
-from costmodel.leaf_rules import LEAF, LEAVES, RANDOM_LEAF, leaf_of
-from costmodel.strategies import P, R, strategies
 from meshwright import leaf
-from planner.blocks import cut_blocks
-from planner.leaf_probe import LeafError
-from planner.trace import TraceError, trace
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.leaf import LEAF, LEAVES, RANDOM_LEAF, leaf_of
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.strategies import P, R, strategies
+from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.tracing.leaves.probe import LeafError
+from meshwright.planner.tracing.trace import TraceError, trace
+from tests.helpers.launching import launch
+from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
+from tests.models.leaf_models import (
+    LENGTH,
+    Branch,
+    Rounded,
+    Scan,
+    Swish,
+    batch,
+    kernel,
+    loss_fn,
+    model_of,
+)
+from tests.planner.tracing.leaf_worker import DRAWN, RUNS
 
 WORKER = Path(__file__).with_name("leaf_worker.py")
-EXAMPLE = Path(__file__).parents[1] / "scripts" / "leaf_example.py"
+EXAMPLE = Path(__file__).parents[3] / "scripts" / "leaf_example.py"
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.1}  # bf16 keeps 8 bits, and a router chooses by them
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from stacks import DEPTH, Layer, Stack, refusals
 from torch import nn
-from traced import ROWS, SEQUENCE, WIDTH, rows
 
-from planner.alike import MIN_ALIKE, find_alike
+from meshwright.planner.tracing.user_module.similar_layers import MIN_ALIKE, find_alike
+from tests.helpers.traced import ROWS, SEQUENCE, WIDTH, rows
+from tests.models.stacks import DEPTH, Layer, Stack, refusals
 
 
 def alter(change: Callable[[Any], object]) -> nn.Module:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from stacks import DEPTH, Layer, Stack, nested, refusals, with_layer
 from torch import nn
-from traced import VOCAB, WIDTH, agree, ids, rows
 
-from planner.alike import find_alike
-from planner.trace import trace
+from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing.user_module.similar_layers import find_alike
+from tests.helpers.traced import VOCAB, WIDTH, agree, ids, rows
+from tests.models.stacks import DEPTH, Layer, Stack, nested, refusals, with_layer
 
 # --- models of transformers ----------------------------------------------------------------------
 

@@ -12,10 +12,20 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
-from traced import ROWS, SEQUENCE, WIDTH, agree, hugging_face, rows, run, shorts, with_forward
 
-from costmodel.graph import argument
-from planner.trace import TraceError, batch_rows, split_batch, trace
+from meshwright.costmodel.graph import argument
+from meshwright.planner.tracing.trace import TraceError, batch_rows, split_batch, trace
+from tests.helpers.traced import (
+    ROWS,
+    SEQUENCE,
+    WIDTH,
+    agree,
+    hugging_face,
+    rows,
+    run,
+    shorts,
+    with_forward,
+)
 
 
 class Mixed(nn.Module):
