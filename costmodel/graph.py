@@ -7,7 +7,9 @@ rows.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,3 +209,25 @@ def _define(graph: Graph, op: Op, defined: set[str]) -> None:
 def _check(holds: bool, what: str) -> None:
     if not holds:
         raise AssertionError(f"inconsistent graph: {what}")
+
+
+FLOAT = r"(?<![\w.])-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)(?![\w.])"
+
+
+def class_hash(graph: Graph, block: Block, *, exact: bool = False) -> str:
+    """Hash of a block's program with local names; float scalars are masked unless `exact`."""
+    local: dict[str, int] = {}
+
+    def number(name: str) -> str:
+        meta = graph.values[name]
+        kind = "p" if name in graph.parameters else "b" if name in graph.buffers else "v"
+        at = local.setdefault(name, len(local))
+        return f"{kind}{at}{meta.shape}{meta.dtype}{meta.requires_grad}"
+
+    lines = [str([number(n) for n in block.inputs])]
+    for op in block.ops:
+        call = map_refs((op.args, op.kwargs), number)
+        text = f"{op.target}{call}{[number(r) for r in op.results]}"
+        lines.append(text if exact else re.sub(FLOAT, "#", text))
+    lines.append(str([number(n) for n in block.outputs]))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

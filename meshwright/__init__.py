@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.planner.overrides.overrides import Overrides as Overrides
     from meshwright.planner.plan.plan import Plan as Plan
     from meshwright.planner.plan.plan import PlanError as PlanError
-    from meshwright.planner.search.search import InfeasibleError as InfeasibleError
+    from meshwright.planner.search.errors import InfeasibleError as InfeasibleError
     from meshwright.planner.tracing.trace import TraceError as TraceError
     from meshwright.planner.tracing.user_module.leaf import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster

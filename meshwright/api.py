@@ -22,6 +22,7 @@ from meshwright.executor.lowering.compile import backend_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.model import ParallelModel
+from meshwright.planner.batch import batch_rows
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.plan.check import check_plan, check_runs
@@ -32,8 +33,9 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.report.deferred import Answers
 from meshwright.planner.report.explain import explain_plan, explain_search
 from meshwright.planner.report.report import Report
-from meshwright.planner.search.search import InfeasibleError, Search
-from meshwright.planner.tracing.trace import batch_rows, trace
+from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.search.search import Search
+from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import Profile, load_profile
 

@@ -24,8 +24,9 @@ from meshwright.costmodel.target import TARGETS
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
 from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
-from meshwright.planner.report.report import describe, mesh_words, policy_counts, sensitivity_lines
-from meshwright.planner.search.search import InfeasibleError
+from meshwright.planner.plan.words import describe, mesh_words, policy_counts
+from meshwright.planner.report.report import sensitivity_lines
+from meshwright.planner.search.errors import InfeasibleError
 from meshwright.profiles.cluster import Cluster
 
 

@@ -17,11 +17,11 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.watch import progress
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
+from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing.evaluate import Prediction
 from meshwright.planner.report.report import Report
-from meshwright.planner.tracing.trace import batch_rows, input_leaves
 
 
 class ParallelModel:

@@ -22,20 +22,15 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.local_call import signature
 from meshwright.costmodel.sharding.strategies import Strategy, strategies
-from meshwright.planner.blocks.cut import op_flops
+from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan.divisors import divisors
-from meshwright.planner.tracing.trace import batch_rows, trace
+from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.measure.collectives import (
-    COLLECTIVES,
-    SIZES_BYTES,
-    CollectiveTiming,
-    launch_local,
-    shapes,
-)
+from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
 from meshwright.profiles.measure.imports import (
     CollectiveRow,
     is_gpu,
@@ -44,11 +39,12 @@ from meshwright.profiles.measure.imports import (
     timings_for,
     world_of_log,
 )
-from meshwright.profiles.measure.operators import Skipped, Timing, measure_all
-from meshwright.profiles.neighbours import neighbours
+from meshwright.profiles.measure.neighbours import neighbours
+from meshwright.profiles.measure.operators import Skipped, measure_all
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
+from meshwright.profiles.timings import CollectiveTiming, Timing
 
 T = TypeVar("T")
 

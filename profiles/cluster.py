@@ -31,7 +31,7 @@ from meshwright.profiles.catalog_reader import (
 )
 from meshwright.profiles.curve import FULL, Curve
 from meshwright.profiles.device import DTYPES, Device, Link, Rates, check_whole
-from meshwright.profiles.measure.cpu import measure_cpu, total_memory_bytes
+from meshwright.profiles.measure_cpu import measure_cpu, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
 

@@ -27,10 +27,9 @@ import torch
 
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.measure.collectives import CollectiveTiming
-from meshwright.profiles.measure.operators import Timing
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.store import DeviceId, Measurements, Store
+from meshwright.profiles.timings import CollectiveTiming, Timing
 
 log = logging.getLogger(__name__)
 

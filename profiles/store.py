@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 import torch
 
 from meshwright.profiles.device import check_number, check_whole
-from meshwright.profiles.measure.collectives import CollectiveTiming
-from meshwright.profiles.measure.operators import Timing
 from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.timings import CollectiveTiming, Timing
 
 log = logging.getLogger(__name__)
 

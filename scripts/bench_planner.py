@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.report.report import describe, seconds
+from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster

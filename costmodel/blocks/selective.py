@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory.kept import Call, keep
 from meshwright.costmodel.memory.storage import Local, fresh
+from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.operators.pricing import ATTENTION
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.planner.blocks.cut import op_flops
 
 POLICIES = ("selective", "alternate")
 

@@ -30,9 +30,9 @@ from meshwright.costmodel.operators.cost import COST_FIELDS, DTYPE_BYTES, Settin
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.rules.draws import COUNTED, draws
 from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.rules.registry import SIDE_EFFECTS
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import Target
-from meshwright.planner.tracing.values.functional import SIDE_EFFECTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
-from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
 

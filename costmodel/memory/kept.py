@@ -37,8 +37,7 @@ from meshwright.costmodel.memory.storage import (
     placed,
     reshaped,
 )
-from meshwright.costmodel.operators.leaf_costs import saved_by_leaf
-from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
 
 SINGLE = 4  # bytes of what kernels accumulate in single precision at least
 INDEX = 8  # bytes of an index
@@ -408,3 +407,12 @@ REPLACED: Mapping[str, Saver] = MappingProxyType({
     "cross_entropy": _vocabulary_parallel,
     "embedding": _parallel_embedding,
 })  # fmt: skip
+
+
+def saved_by_leaf(op: Op, operands: Sequence[Held], results: Sequence[Held]) -> Iterator[Storage]:
+    """Allocations that one call keeps for its backward."""
+    work = leaf_of(op).work
+    for i in work.saves:
+        yield (operands[i] if i >= 0 else results[-1 - i]).storage
+    if work.saved_bytes:
+        yield Storage(work.saved_bytes * results[0].numel / work.numel)

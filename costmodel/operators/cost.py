@@ -6,23 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from operator import attrgetter
-from typing import Protocol
 
 from meshwright.costmodel.kernels.collectives import Group, collective_time, group_for
+from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.target import EAGER, Target
 from meshwright.profiles.cluster import Cluster
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-class OpProfile(Protocol):
-    """Measured seconds, where there are any: (forward, backward, label) and (seconds, label)."""
-
-    def op(self, signature_text: str) -> tuple[float, float, str] | None: ...
-
-    def collective(
-        self, kind: str, nbytes: float, size: int, per_node: int
-    ) -> tuple[float, str] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,10 @@ the bytes of tensors that it takes: they are in proportion to this rank's part o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels.compute import stream_seconds
-from meshwright.costmodel.memory.storage import Held, Storage
-from meshwright.costmodel.rules.leaf import Work, leaf_of
+from meshwright.costmodel.rules.leaf import Work
 from meshwright.profiles.cluster import Device
 
 BACKWARD = 2.0  # gradients of what it takes and of its weights
@@ -33,12 +31,3 @@ def leaf_seconds(
     busy_s = flops / (device.flops(dtype) * device.matmul_efficiency(flops)) if flops else 0.0
     each_s = busy_s + stream_seconds(device, nbytes) + device.launch_overhead_s
     return work.kernels * each_s, BACKWARD * work.kernels * each_s
-
-
-def saved_by_leaf(op: Op, operands: Sequence[Held], results: Sequence[Held]) -> Iterator[Storage]:
-    """Allocations that one call keeps for its backward."""
-    work = leaf_of(op).work
-    for i in work.saves:
-        yield (operands[i] if i >= 0 else results[-1 - i]).storage
-    if work.saved_bytes:
-        yield Storage(work.saved_bytes * results[0].numel / work.numel)

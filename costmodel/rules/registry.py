@@ -210,3 +210,6 @@ def _register() -> None:
 
 
 _register()
+
+
+SIDE_EFFECTS = ("batch_norm", "instance_norm")  # update their buffers unseen

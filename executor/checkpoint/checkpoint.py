@@ -56,7 +56,7 @@ from meshwright.executor.ranks.agree import (
 from meshwright.executor.ranks.background import Background
 from meshwright.executor.ranks.watch import progress
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.executor.stages.build import stages_of_parameters
+from meshwright.planner.plan.flow import stages_of_parameters
 
 FORMAT = 1
 NOTES, PLAN = "training.pt", "plan.json"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.graph import Block, Graph, Op, class_hash
 from meshwright.costmodel.rules.leaf import LEAVES
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.factors import FactorTable
@@ -29,7 +29,6 @@ from meshwright.executor.lowering.emitter import Emitter, State
 from meshwright.executor.lowering.experts import legs
 from meshwright.executor.lowering.regions import repeat, repeat_whole, with_keepers
 from meshwright.executor.lowering.reshard import Axis
-from meshwright.planner.blocks.cut import class_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

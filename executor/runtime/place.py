@@ -12,9 +12,8 @@ from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.executor.parameters.zero3 import check_sharding
 from meshwright.executor.ranks.launch import world_size
 from meshwright.executor.ranks.meshes import Place, alone, join, stage_meshes
-from meshwright.executor.stages.build import stages_of_parameters
+from meshwright.planner.plan.flow import crossings, stages_of_parameters
 from meshwright.planner.plan.plan import Plan, PlanError
-from meshwright.planner.pricing.evaluate import crossings
 
 
 def place_of(

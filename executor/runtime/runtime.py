@@ -42,8 +42,8 @@ from meshwright.executor.stages.batches import Batches, Rows
 from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
 from meshwright.planner.plan.check import check_runs
+from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import crossings
 
 
 class Runtime:

@@ -11,8 +11,8 @@ import torch
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.executor.ranks.meshes import Place
+from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.tracing.trace import input_leaves
 
 Rows = list[dict[str, torch.Tensor]]  # per micro-batch, by value name
 

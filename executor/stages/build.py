@@ -28,9 +28,9 @@ from meshwright.executor.ranks.meshes import BACKWARD, FORWARD, Edge, Place
 from meshwright.executor.stages.stage import BlockModule, StageProgram
 from meshwright.executor.stages.transfer import Channel, held, slices
 from meshwright.planner.plan.expert_parallel import expert_weights
+from meshwright.planner.plan.flow import crossings, stage_of, stages_of_parameters
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.written_buffers import updates_of
-from meshwright.planner.pricing.evaluate import crossings, stage_of
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -297,16 +297,6 @@ class Builder:
         found.setdefault((back, peer), {})
         if meta.requires_grad:
             found[back, peer][name] = channel(1, 0, BACKWARD)
-
-
-def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter."""
-    owner = stage_of(plan)
-    found: dict[str, dict[int, None]] = {}
-    for block in graph.blocks:
-        for value in block.parameters:
-            found.setdefault(value, {})[owner[block.name]] = None
-    return {value: tuple(sorted(stages)) for value, stages in found.items()}
 
 
 def _readers(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:

@@ -14,10 +14,10 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 
-from meshwright.costmodel.graph import Block, Graph, Op, map_refs
+from meshwright.costmodel.graph import Block, Graph, Op, class_hash
+from meshwright.costmodel.operators.flops import _per_row, op_flops
 from meshwright.costmodel.rules.moe import inside_experts
 from meshwright.costmodel.sharding.factors import FactorTable
 
@@ -27,7 +27,6 @@ MAX_PERIOD = 256  # narrow cuts in one repeat
 NARROW = 1.5  # a cut is narrow where no more than this times the least nearby bytes cross
 DOMINANT = 0.5  # a container instance with a larger share of the work is opened
 HEAVY = 1.5  # a part outside containers with more than this times an instance's work is cut
-FLOAT = r"(?<![\w.])-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)(?![\w.])"
 
 
 def cut_blocks(graph: Graph, table: FactorTable, like: Graph | None = None) -> Graph:
@@ -43,57 +42,9 @@ def cut_blocks(graph: Graph, table: FactorTable, like: Graph | None = None) -> G
     return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFlops:
-    """FLOPs of a step: forward once, backward twice, less what frozen parameters spare; recompute
-    is no work (MFU convention)."""
-
-    per_row: float
-    fixed: float
-
-    def of(self, rows: float) -> float:
-        """FLOPs of a step over `rows` rows."""
-        return self.per_row * rows + self.fixed
-
-
-def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
-    """What a model's products cost, by row of the batch and once."""
-    per_row = fixed = 0.0
-    for op in graph.ops:
-        if table.ops[op.name].flops:
-            work = (1 + _backward_share(graph, op)) * op_flops(table, op)
-            if _per_row(table, op):
-                per_row += work / graph.batch_size
-            else:
-                fixed += work
-    return ModelFlops(per_row=per_row, fixed=fixed)
-
-
-def _backward_share(graph: Graph, op: Op) -> int:
-    """Backward FLOPs of a product by forward ones: one for the activation, by convention the batch
-    itself too, and one for the weight, where there are gradients."""
-    if not any(graph.values[v].requires_grad for v in op.results):
-        return 0
-    weights = [graph.values[v] for v in op.operands if v in graph.parameters]
-    frozen = any(len(w.shape) > 1 and not w.requires_grad for w in weights)
-    return 1 if frozen else 2
-
-
 def _work(graph: Graph, table: FactorTable, op: Op) -> float:
     work = op_flops(table, op)
     return work / graph.batch_size * ROWS if _per_row(table, op) else work
-
-
-def _per_row(table: FactorTable, op: Op) -> bool:
-    """Whether an operator's FLOPs grow with the batch."""
-    atoms = table.letters[op.name]
-    return any(table.batch in atoms.get(f, ()) for f in table.ops[op.name].flop_factors)
-
-
-def op_flops(table: FactorTable, op: Op) -> float:
-    """Forward FLOPs of an operator at the traced sizes."""
-    made = table.ops[op.name]
-    return made.flops * math.prod(made.sizes[f] for f in made.flop_factors)
 
 
 # --- boundaries from module containers -----------------------------------------------------------
@@ -416,25 +367,6 @@ def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
         )  # fmt: skip
         blocks.append(dataclasses.replace(block, class_id=class_hash(graph, block)))
     return tuple(blocks)
-
-
-def class_hash(graph: Graph, block: Block, *, exact: bool = False) -> str:
-    """Hash of a block's program with local names; float scalars are masked unless `exact`."""
-    local: dict[str, int] = {}
-
-    def number(name: str) -> str:
-        meta = graph.values[name]
-        kind = "p" if name in graph.parameters else "b" if name in graph.buffers else "v"
-        at = local.setdefault(name, len(local))
-        return f"{kind}{at}{meta.shape}{meta.dtype}{meta.requires_grad}"
-
-    lines = [str([number(n) for n in block.inputs])]
-    for op in block.ops:
-        call = map_refs((op.args, op.kwargs), number)
-        text = f"{op.target}{call}{[number(r) for r in op.results]}"
-        lines.append(text if exact else re.sub(FLOAT, "#", text))
-    lines.append(str([number(n) for n in block.outputs]))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def crossing(graph: Graph) -> list[tuple[str, ...]]:

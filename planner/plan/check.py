@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
@@ -25,7 +26,6 @@ from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.plan import (
     PRECISIONS,
-    RECOMPUTE,
     RUNS,
     ZERO,
     Plan,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
+
 FORMAT = 1
-RECOMPUTE = ("none", "selective", "alternate", "full")
 ZERO = (0, 1, 2, 3)
 # which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")

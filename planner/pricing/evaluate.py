@@ -19,8 +19,8 @@ from meshwright.costmodel.blocks.stage import (
     stage_costs,
 )
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.kernels.transfers import send_seconds
-from meshwright.costmodel.operators.cost import OpProfile
 from meshwright.costmodel.schedules.schedule import (
     build_schedule,
     in_flight,
@@ -32,6 +32,7 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import Placement, R
 from meshwright.costmodel.target import EAGER, Target
+from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
@@ -184,32 +185,6 @@ def _stage(
         stored.update(held)
         states |= {name: assignment.states[name] for name in block.outputs}
     return stage_costs(sums, setting, again)
-
-
-def spread_of(stage: StagePlan) -> int:
-    """How many times further apart than in a contiguous mesh the neighbours on a stage's data axis
-    are: 1 where they have no one distance."""
-    rows = np.array(stage.ranks).reshape(-1, stage.tp)
-    apart = np.diff(rows[:, 0])
-    regular = (np.diff(rows) == 1).all() and len(apart) and (apart == apart[0]).all()
-    return max(1, int(apart[0]) // stage.tp) if regular and apart[0] % stage.tp == 0 else 1
-
-
-def stage_of(plan: Plan) -> dict[str, int]:
-    return {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
-
-
-def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]]:
-    """(source stage, target stage) -> the activations that travel between them."""
-    owner = stage_of(plan)
-    made = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
-    found: dict[tuple[int, int], dict[str, None]] = {}
-    for block in graph.blocks:
-        for value in block.inputs:
-            edge = (made[value], owner[block.name])
-            if edge[0] != edge[1]:
-                found.setdefault(edge, {})[value] = None
-    return {edge: tuple(values) for edge, values in sorted(found.items())}
 
 
 def _simulate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.target import EAGER, Target
 from meshwright.planner.plan.check import Known, check_plan

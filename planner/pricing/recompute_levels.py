@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.blocks.stage import FIELDS, StageCosts, stage_costs
 from meshwright.costmodel.operators.cost import Setting
-from meshwright.planner.plan.plan import RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

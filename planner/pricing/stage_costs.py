@@ -23,15 +23,17 @@ from meshwright.costmodel.blocks.price import (
 )
 from meshwright.costmodel.blocks.stage import components, parameter_sums
 from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.kernels.transfers import send_seconds
-from meshwright.costmodel.operators.cost import OpProfile, Setting
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.flops import ModelFlops, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
 from meshwright.costmodel.target import EAGER, Target
-from meshwright.planner.blocks.cut import ModelFlops, crossing, model_flops, op_flops
+from meshwright.planner.blocks.cut import crossing
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.pricing.chain import Chain

@@ -12,14 +12,15 @@ from typing import Any
 
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.pricing.evaluator import Evaluator
 from meshwright.planner.report.alternatives import Alternative, alternatives
 from meshwright.planner.report.explain import alternative_row
-from meshwright.planner.report.report import describe, seconds
 from meshwright.planner.report.sensitivity import Flip, Rival, Sensitivity
 from meshwright.planner.search.candidates import Candidate, Draft, make_candidate
+from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.relaxations import each_dropped, varied
-from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from meshwright.planner.search.search import Search, SearchResult
 
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters

@@ -13,19 +13,11 @@ from meshwright.costmodel.sharding.strategies import transition
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.words import GIB, describe, seconds
 from meshwright.planner.pricing.evaluate import Evaluation
 from meshwright.planner.report.alternatives import Alternative
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
-from meshwright.planner.report.report import (
-    GIB,
-    Report,
-    Row,
-    breakdown,
-    describe,
-    seconds,
-    stage_rows,
-    why_slower,
-)
+from meshwright.planner.report.report import Report, Row, breakdown, stage_rows, why_slower
 from meshwright.planner.search.search import SearchResult
 from meshwright.profiles.cluster import Cluster
 

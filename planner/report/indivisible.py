@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import indivisible, splitting_degrees, strategies
-from meshwright.planner.blocks.cut import op_flops
 from meshwright.planner.plan.plan import Plan
 
 

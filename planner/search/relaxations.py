@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.report.report import describe, seconds
+from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.search.candidates import Draft
 from meshwright.planner.search.least_memory import lean_slots, leans
 

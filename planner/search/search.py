@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators.cost import OpProfile
+from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.target import EAGER, Target
 from meshwright.planner.intra_op.solvers import Certificate
@@ -28,13 +28,14 @@ from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing.chain import boundary_index
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.report.report import describe
 from meshwright.planner.search.candidates import Candidate, Draft, Step, make_candidate, make_draft
 from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot
+from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.least_memory import lean_slots, leanest
-from meshwright.planner.search.relaxations import Relaxation, relaxations, way_out
+from meshwright.planner.search.relaxations import relaxations, way_out
 from meshwright.planner.search.space import Mesh, Space
 from meshwright.planner.search.unequal_stages import UnequalStages
 from meshwright.profiles.cluster import Cluster
@@ -74,22 +75,6 @@ class SearchResult:
     def gap(self) -> float:
         """Fraction by which the chosen step may exceed the fastest there is."""
         return max(0.0, self.best.step_time_s / self.bound_s - 1.0)
-
-
-class InfeasibleError(ValueError):
-    """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
-    closest; `relaxations`, what would help by itself, the cheapest first."""
-
-    def __init__(
-        self, message: str, shortfall_bytes: Sequence[float],
-        relaxations: Sequence[Relaxation] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(message)
-        self.shortfall_bytes = tuple(shortfall_bytes)
-        self.relaxations = tuple(relaxations)
-
-    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[Any, ...]]:
-        return InfeasibleError, (str(self), self.shortfall_bytes, self.relaxations)
 
 
 @dataclass(slots=True)

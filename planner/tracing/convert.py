@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from meshwright.costmodel.graph import Graph, Ref, TensorMeta, map_refs, short_name, verify_graph
 from meshwright.costmodel.rules.leaf import Leaf
+from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.leaves.record import OPERATORS
 from meshwright.planner.tracing.similar.copied_calls import MARKS, CopiedCalls
 from meshwright.planner.tracing.user_module.similar_layers import Alike
@@ -28,7 +29,6 @@ from meshwright.planner.tracing.values.functional import (
     Builder,
     Place,
     Slots,
-    TraceError,
     evaluate,
     functional_call,
     partition,

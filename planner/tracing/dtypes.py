@@ -19,7 +19,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshwright.planner.tracing.values.functional import SIDE_EFFECTS
+from meshwright.costmodel.rules.registry import SIDE_EFFECTS
 from meshwright.planner.tracing.values.fx_nodes import ONE_DTYPE, share_memory
 
 CAST = ONE_DTYPE | {"__matmul__", "__rmatmul__", "layer_norm", "group_norm"}

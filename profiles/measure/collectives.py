@@ -36,6 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.profiles.timings import CollectiveTiming
+
 SIZES_BYTES = tuple(4**k * 2**10 for k in range(9))  # 1 KiB to 64 MiB
 BUDGET_S = 0.15  # per collective, size and shape
 REPETITIONS = (7, 200)
@@ -46,26 +48,6 @@ TIMEOUT_S = 60.0  # a rank that hangs stops the others after this long
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTiming:
-    """Seconds of one collective in groups of `size` ranks, `per_node` of them on a node, tiling a
-    world of `ranks`: median over `repetitions`, `spread` its interquartile range over it.
-
-    `source` says who measured, where that was not this program.
-    """
-
-    backend: str
-    kind: str
-    ranks: int
-    size: int
-    per_node: int
-    nbytes: int
-    seconds: float
-    repetitions: int
-    spread: float
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

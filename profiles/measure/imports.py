@@ -26,7 +26,7 @@ from pathlib import Path
 
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.measure.collectives import CollectiveTiming
+from meshwright.profiles.timings import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 # name of the nccl-tests program -> collective

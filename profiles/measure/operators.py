@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from meshwright.profiles.op_signature import OpSignature, is_floating
+from meshwright.profiles.timings import Timing
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +46,6 @@ _INDEXED_DIM = {"embedding": 0, "cross_entropy_loss": 1, "nll_loss": 1, "nll_los
 
 class TooLarge(ValueError):
     """An operator that this machine's free memory can't be risked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Seconds of a forward and of a backward (0 where no gradient flows): medians over
-    `repetitions`; `spread` is the interquartile range of both together over their median."""
-
-    forward_s: float
-    backward_s: float
-    repetitions: int
-    spread: float
 
 
 def measure(signature: OpSignature, device: torch.device, *, budget_s: float = BUDGET_S) -> Timing:

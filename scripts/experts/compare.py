@@ -18,10 +18,11 @@ from typing import Any
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.plan.plan import RUNS, Plan
+from meshwright.planner.plan.words import GIB, describe, seconds
 from meshwright.planner.pricing.evaluate import Prediction
 from meshwright.planner.pricing.evaluator import Evaluator
-from meshwright.planner.report.report import GIB, describe, seconds
-from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.search.search import Search, SearchResult
 from scripts.experts.plans import Expert
 
 TOLERANCE = 0.005

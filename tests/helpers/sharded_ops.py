@@ -43,7 +43,8 @@ from meshwright.costmodel.user_rules.verify import called
 from meshwright.executor.lowering.emitter import Emitter, State, local_view
 from meshwright.executor.lowering.lower import Lowering
 from meshwright.executor.lowering.reshard import Axis, join_parts, local_part
-from meshwright.planner.tracing.trace import input_leaves, trace
+from meshwright.planner.batch import input_leaves
+from meshwright.planner.tracing.trace import trace
 from tests.helpers.threaded_ranks import Mesh, Rank, Ranks, alone
 
 EXCHANGING = {"cross_entropy", "batch_norm"}

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import Plan
 from meshwright.cli import main
-from meshwright.planner.report.report import describe
+from meshwright.planner.plan.words import describe
 
 TARGETS = """
 import torch

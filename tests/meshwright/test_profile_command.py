@@ -16,9 +16,10 @@ from meshwright.cli import main
 from meshwright.profile_command import calls, microbatch_rows, profile_model, progress
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure import operators as measure_ops
-from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, CollectiveTiming
+from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES
 from meshwright.profiles.profile import MEASURED, cores_busy, load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json
+from meshwright.profiles.timings import CollectiveTiming
 from tests.helpers import tiny
 
 TARGET = """

@@ -17,8 +17,9 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.planner.plan.plan import PRECISIONS, RECOMPUTE, Plan
+from meshwright.planner.plan.plan import PRECISIONS, Plan
 from tests.helpers.plan_building import CUTS, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 

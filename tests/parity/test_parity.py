@@ -21,8 +21,9 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.target import EAGER
 from meshwright.executor.lowering.lower import Lowered
 from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import PlanError
-from meshwright.planner.pricing.evaluate import crossings, transfer_seconds
+from meshwright.planner.pricing.evaluate import transfer_seconds
 from meshwright.planner.pricing.stage_costs import StageCoster
 from tests.helpers.launching import Results, results_of
 from tests.helpers.planning import cluster

@@ -14,8 +14,8 @@ import torch
 from meshwright.profiles import cluster as cluster_module
 from meshwright.profiles.cluster import Cluster, Device, Link
 from meshwright.profiles.curve import Curve
-from meshwright.profiles.measure import cpu as measure_cpu_module
-from meshwright.profiles.measure.cpu import CpuRates, measure_cpu
+from meshwright.profiles import measure_cpu as measure_cpu_module
+from meshwright.profiles.measure_cpu import CpuRates, measure_cpu
 
 
 def _device(**changes: Any) -> Device:

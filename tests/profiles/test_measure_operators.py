@@ -10,15 +10,9 @@ import pytest
 import torch
 
 from meshwright.profiles.measure import operators as measure_ops
-from meshwright.profiles.measure.operators import (
-    Skipped,
-    Timing,
-    TooLarge,
-    measure,
-    measure_all,
-    operator,
-)
+from meshwright.profiles.measure.operators import Skipped, TooLarge, measure, measure_all, operator
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
+from meshwright.profiles.timings import Timing
 
 CPU = torch.device("cpu")
 SHORT_S = 1e-3

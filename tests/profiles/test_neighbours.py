@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 
-from meshwright.profiles.neighbours import neighbours
+from meshwright.profiles.measure.neighbours import neighbours
 from meshwright.profiles.op_signature import OperandIndex, OpSignature
 
 ADD = OpSignature.of_call(

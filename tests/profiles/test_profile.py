@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.measure.collectives import CollectiveTiming
-from meshwright.profiles.measure.operators import Timing
 from meshwright.profiles.op_signature import OperandIndex, OpSignature
 from meshwright.profiles.profile import (
     INTERPOLATED,
@@ -24,6 +22,7 @@ from meshwright.profiles.profile import (
     profile_of,
 )
 from meshwright.profiles.store import DeviceId, Measurements, Store
+from meshwright.profiles.timings import CollectiveTiming, Timing
 
 HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
 

@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.profiles.measure.collectives import CollectiveTiming
-from meshwright.profiles.measure.operators import Timing
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.store import (
     DeviceId,
@@ -25,6 +23,7 @@ from meshwright.profiles.store import (
     export_json,
     import_json,
 )
+from meshwright.profiles.timings import CollectiveTiming, Timing
 
 HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
 OTHER = DeviceId(name="another chip", driver="1.0", torch="2.13.0")

@@ -23,9 +23,10 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.batch import split_batch
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.tracing.trace import split_batch, trace
+from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.device import Link
 from tests.models.models import Traced, parallelize
 from tests.parity.parity_reference import Reference, compare, trained

@@ -27,9 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.costmodel.rules.language import Dims
 from meshwright.costmodel.rules.leaf import Work
+from meshwright.planner.errors import TraceError
 from meshwright.planner.operators.leaf import Program
 from meshwright.planner.tracing.user_module.similar_layers import PLAIN
-from meshwright.planner.tracing.values.functional import TraceError
 
 T = TypeVar("T")
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.rules.leaf import LEAF, RANDOM_LEAF, Leaf, Work
+from meshwright.planner.errors import Untraceable, around
 from meshwright.planner.operators.leaf import Applied, Operand, Program, state_of, to_meta
 from meshwright.planner.tracing.leaves.check import check_rule
 from meshwright.planner.tracing.leaves.probe import (
@@ -37,7 +38,6 @@ from meshwright.planner.tracing.similar.stand_ins import Irregular, positions_of
 from meshwright.planner.tracing.user_module.hooks import hooked, hooks_in, taken_hooks
 from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declaration, declared
 from meshwright.planner.tracing.user_module.similar_layers import PLAIN, describe
-from meshwright.planner.tracing.user_module.untraceable import Untraceable, around
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _SCHEMA = (

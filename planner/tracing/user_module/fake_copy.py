@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.planner.tracing.values.functional import TraceError
+from meshwright.planner.errors import TraceError
 
 Like = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.user_module.leaf import TRACE, declared
 from meshwright.planner.tracing.user_module.sources import user_frame
-from meshwright.planner.tracing.values.functional import TraceError
 
 MODULE_HOOKS = {
     "_backward_hooks": "register_full_backward_hook",

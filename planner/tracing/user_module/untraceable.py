@@ -12,23 +12,8 @@ from types import TracebackType
 
 from torch import nn
 
+from meshwright.planner.errors import Untraceable
 from meshwright.planner.tracing.user_module.similar_layers import describe
-from meshwright.planner.tracing.values.functional import TraceError
-
-
-class Untraceable(TraceError):
-    """A failure inside of modules (`places`, innermost first) that may be kept as leaves, and
-    `why`, as a part of a sentence."""
-
-    def __init__(self, message: str, *, places: tuple[str, ...], why: str) -> None:
-        super().__init__(message)
-        self.places, self.why = places, why
-
-
-def around(place: str) -> tuple[str, ...]:
-    """A module's FQN and those of the modules around it, but for the model itself."""
-    parts = place.split(".") if place else []
-    return tuple(".".join(parts[:k]) for k in range(len(parts), 0, -1))
 
 
 def place_of(error: BaseException, model: nn.Module) -> str:

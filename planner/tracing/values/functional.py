@@ -20,23 +20,20 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
+from meshwright.costmodel.rules.registry import SIDE_EFFECTS
+from meshwright.planner.errors import TraceError
 
 # results that carry no gradient, whatever the operands do
 CONSTANT_LIKE = frozenset({
     "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
     "randint_like", "new_zeros", "new_ones", "new_full", "new_empty", "bernoulli",
 })  # fmt: skip
-SIDE_EFFECTS = ("batch_norm", "instance_norm")  # update their buffers unseen
 RESHAPES = frozenset({
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel",
     "view_as", "reshape_as",
 })  # fmt: skip
 # views that, where the shape stays, see every element in its place
 ALIGNED = RESHAPES | {"slice", "contiguous", "to", "alias", "expand", "expand_as"}
-
-
-class TraceError(ValueError):
-    """The model can't be traced: says where in the user's source, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.graph import TensorMeta
-from meshwright.planner.tracing.user_module.untraceable import Untraceable, around
-from meshwright.planner.tracing.values.functional import TraceError
+from meshwright.planner.errors import TraceError, Untraceable, around
 
 
 @dataclass(frozen=True, slots=True)

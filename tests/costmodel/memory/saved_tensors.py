@@ -28,8 +28,8 @@ from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state
 from meshwright.executor.lowering.reshard import Axis, local_part
 from meshwright.executor.stages.build import parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageProgram
+from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.tracing.trace import input_leaves
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.threaded_ranks import Mesh
 from tests.models.models import Traced, make_plan

@@ -14,7 +14,8 @@ from meshwright.costmodel.graph import Graph, Op, TensorMeta
 from meshwright.costmodel.memory.kept import Call, keep
 from meshwright.costmodel.memory.storage import Held, Local, Storage, elementwise_strides, reshaped
 from meshwright.costmodel.rules.saves import saves_of
-from meshwright.planner.tracing.trace import input_leaves, trace
+from meshwright.planner.batch import input_leaves
+from meshwright.planner.tracing.trace import trace
 from tests.costmodel.memory.saved_tensors import ledger
 from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total
 from tests.costmodel.rules.rule_cases_auto import AUTOMATIC

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators.cost import Cost, OpProfile, Setting
+from meshwright.costmodel.kernels.measured import OpProfile
+from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer
 from meshwright.costmodel.sharding.strategies import R, Strategy, strategies

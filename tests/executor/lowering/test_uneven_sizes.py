@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
 from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.strategies import (
     Placement,
@@ -34,7 +35,6 @@ from meshwright.costmodel.sharding.strategies import (
     strategies,
 )
 from meshwright.executor.lowering.reshard import part_of
-from meshwright.planner.blocks.cut import op_flops
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.report.indivisible import divided, excluded

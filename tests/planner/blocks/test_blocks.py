@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.graph import Block, Graph, verify_graph
+from meshwright.costmodel.graph import Block, Graph, class_hash, verify_graph
+from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.planner.blocks.cut import class_hash, crossing, cut_blocks, op_flops
+from meshwright.planner.blocks.cut import crossing, cut_blocks
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.traced import hugging_face
 

@@ -14,14 +14,9 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.target import EAGER
 from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.pricing.evaluate import (
-    Evaluation,
-    crossings,
-    evaluate,
-    spread_of,
-    transfer_seconds,
-)
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate, transfer_seconds
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster

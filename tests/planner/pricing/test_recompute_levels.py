@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.blocks.stage import StageCosts, joined, stage_costs
-from meshwright.planner.plan.plan import RECOMPUTE
 from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder, settled
 from meshwright.planner.pricing.stage_costs import StageCoster

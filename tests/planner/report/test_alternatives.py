@@ -16,7 +16,8 @@ from meshwright.planner.report.alternatives import (
     families,
     runs_here,
 )
-from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears
 

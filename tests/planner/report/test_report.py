@@ -17,19 +17,12 @@ from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
 from meshwright.planner.plan.plan import RUNS, StagePlan
+from meshwright.planner.plan.words import counted, describe, seconds
 from meshwright.planner.pricing.evaluate import Evaluation
 from meshwright.planner.report.alternatives import Alternative
 from meshwright.planner.report.deferred import Answers
 from meshwright.planner.report.explain import alternative_row
-from meshwright.planner.report.report import (
-    Components,
-    counted,
-    describe,
-    seconds,
-    sensitivity_lines,
-    table,
-    why_slower,
-)
+from meshwright.planner.report.report import Components, sensitivity_lines, table, why_slower
 from tests.helpers.tiny import batch, host, loss, net, slow_host
 
 

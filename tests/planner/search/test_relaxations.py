@@ -10,8 +10,9 @@ import pytest
 
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import RUNS
+from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.relaxations import MOST, each_dropped
-from meshwright.planner.search.search import InfeasibleError, Search
+from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears
 from tests.models.models import Traced

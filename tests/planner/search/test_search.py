@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import Candidate, make_candidate
-from meshwright.planner.search.search import InfeasibleError, Search, SearchResult
+from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.helpers.planning import Traced, case, cluster, cut, linears, token_batch

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import argument
-from meshwright.planner.tracing.trace import TraceError, batch_rows, split_batch, trace
+from meshwright.planner.batch import batch_rows, split_batch
+from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers.traced import (
     ROWS,
     SEQUENCE,

@@ -1,0 +1,57 @@
+"""Model FLOPs: of an operator, and of a model per row of its batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.sharding.factors import FactorTable
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of a step: forward once, backward twice, less what frozen parameters spare; recompute
+    is no work (MFU convention)."""
+
+    per_row: float
+    fixed: float
+
+    def of(self, rows: float) -> float:
+        """FLOPs of a step over `rows` rows."""
+        return self.per_row * rows + self.fixed
+
+
+def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
+    """What a model's products cost, by row of the batch and once."""
+    per_row = fixed = 0.0
+    for op in graph.ops:
+        if table.ops[op.name].flops:
+            work = (1 + _backward_share(graph, op)) * op_flops(table, op)
+            if _per_row(table, op):
+                per_row += work / graph.batch_size
+            else:
+                fixed += work
+    return ModelFlops(per_row=per_row, fixed=fixed)
+
+
+def _backward_share(graph: Graph, op: Op) -> int:
+    """Backward FLOPs of a product by forward ones: one for the activation, by convention the batch
+    itself too, and one for the weight, where there are gradients."""
+    if not any(graph.values[v].requires_grad for v in op.results):
+        return 0
+    weights = [graph.values[v] for v in op.operands if v in graph.parameters]
+    frozen = any(len(w.shape) > 1 and not w.requires_grad for w in weights)
+    return 1 if frozen else 2
+
+
+def _per_row(table: FactorTable, op: Op) -> bool:
+    """Whether an operator's FLOPs grow with the batch."""
+    atoms = table.letters[op.name]
+    return any(table.batch in atoms.get(f, ()) for f in table.ops[op.name].flop_factors)
+
+
+def op_flops(table: FactorTable, op: Op) -> float:
+    """Forward FLOPs of an operator at the traced sizes."""
+    made = table.ops[op.name]
+    return made.flops * math.prod(made.sizes[f] for f in made.flop_factors)

@@ -1,0 +1,80 @@
+"""A user's batch: its rows, its tensors by path, its targets."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def batch_rows(example_inputs: Any) -> int:
+    """Rows of the sample batch: the commonest dim 0 of its tensors."""
+    leaves = [leaf for _, leaf in input_leaves(example_inputs)[0]]
+    sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
+    if not sizes:
+        raise ValueError(
+            f"example_inputs={example_inputs!r:.60} holds no tensor with a batch dim; pass a dict "
+            "of keyword or a tuple of positional arguments of the model for one sample batch, "
+            "batch dim first, e.g. example_inputs={'input_ids': ids, 'labels': ids}"
+        )
+    return Counter(sizes).most_common(1)[0][0]
+
+
+def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """A batch as (path, leaf) pairs and its structure; paths like `input_ids`, `0`, `0.mask`."""
+    leaves, spec = pytree.tree_flatten_with_path(_plain_batch(batch))
+    return [(".".join(_key(k) for k in path) or "0", leaf) for path, leaf in leaves], spec
+
+
+def _plain_batch(batch: Any) -> Any:
+    """Mappings that torch takes for leaves (a tokenizer's output) as dicts."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
+
+
+def split_batch(
+    batch: Any, loss_fn: Callable[..., Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, targets) of a batch. With a `loss_fn` of two arguments the targets are the
+    dict's `targets` entry or the tuple's last element, and do not go to the model."""
+    wants_targets = loss_fn is not None and _arity(loss_fn) >= 2
+    if isinstance(batch, Mapping):
+        kwargs = dict(batch)
+        if not wants_targets:
+            return (), kwargs, ()
+        if "targets" not in kwargs:
+            raise ValueError(
+                f"loss_fn takes (output, targets) but the batch has only {sorted(kwargs)}; add the "
+                "entry 'targets'"
+            )
+        targets = kwargs.pop("targets")
+        return (), kwargs, (targets,)
+    args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    if not wants_targets:
+        return args, {}, ()
+    if len(args) < 2:
+        raise ValueError(
+            "loss_fn takes (output, targets) but the batch has one entry; pass (inputs..., targets)"
+        )
+    return args[:-1], {}, args[-1:]
+
+
+def _arity(fn: Callable[..., Any]) -> int:
+    """How many positional arguments a loss needs; 2 where it does not say."""
+    target = fn.forward if isinstance(fn, nn.Module) else fn
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return 2
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return 2
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is p.empty and p.kind in positional for p in parameters)

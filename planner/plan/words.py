@@ -1,0 +1,84 @@
+"""Plans, meshes, policies and numbers in the words of reports and errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.planner.plan.plan import Plan, StagePlan
+
+GIB = 2**30
+
+
+ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
+
+
+def counted(value: float) -> str:
+    """1.3 B, 124 M, 808: a number of parameters."""
+    for unit, scale in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if value >= ROUNDS_UP * scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def seconds(value: float) -> str:
+    """1.23 s, 4.56 ms, 7.89 µs."""
+    value = float(value)
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= ROUNDS_UP * scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-6:.3g} µs"
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a line: degrees, schedule, micro-batches."""
+    meshes = list(dict.fromkeys(map(mesh_words, plan.stages)))
+    mesh = " | ".join(meshes[:4]) + (" ..." if len(meshes) > 4 else "")
+    groups = len(plan.devices)
+    stages = f"pp{groups} × " if groups > 1 else ""
+    each = len(plan.stages) // groups
+    words = [
+        f"{stages}{mesh}",
+        f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
+        f"{_many(plan.microbatch_rows, 'row')}",
+    ]
+    if groups > 1:
+        words.insert(1, plan.schedule + (f" with {each} stages on each" if each > 1 else ""))
+    words += [_zero_words(plan), _recompute_words(plan)]
+    return ", ".join(filter(None, words))
+
+
+def mesh_words(stage: StagePlan) -> str:
+    """dp4×tp2; cp and ep where they are used."""
+    degrees = [("dp", stage.dp), ("cp", stage.cp), ("ep", stage.ep), ("tp", stage.tp)]
+    return "×".join(f"{name}{n}" for name, n in degrees if n > 1 or name in ("dp", "tp"))
+
+
+def _zero_words(plan: Plan) -> str:
+    """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-1 on some stages; nothing where there is none."""
+    found = dict.fromkeys((s.zero, s.dp_shard) for s in plan.stages)
+    stages = [(z, shard) for z, shard in found if z]
+    within = {shard for _, shard in stages if shard}
+    text = "/".join(f"{z}" for z in sorted({z for z, _ in stages}))
+    text = f"ZeRO-{text}" + (f" within {max(within)} ranks" if within else "")
+    return (text + (" on some stages" if len(found) > len(stages) else "")) if stages else ""
+
+
+def _recompute_words(plan: Plan) -> str:
+    """full recompute, selective/full recompute of some blocks; nothing where there is none."""
+    found = {policy for stage in plan.stages for policy in stage.policies}
+    used = [policy for policy in RECOMPUTE if policy in found - {"none"}]
+    if not used:
+        return ""
+    return "/".join(used) + " recompute" + (" of some blocks" if "none" in found else "")
+
+
+def _many(count: int, thing: str, ending: str = "s") -> str:
+    return f"{count} {thing}" + (ending if count > 1 else "")
+
+
+def policy_counts(policies: Sequence[str]) -> str:
+    """full, or 6 full 2 none."""
+    counts = Counter(policies)
+    return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
