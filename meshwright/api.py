@@ -127,11 +127,7 @@ class _Traced:
 
     def at(self, model: nn.Module, rows: int, *, like: Graph | None) -> tuple[Graph, FactorTable]:
         graph = trace(
-            model,
-            self.example,
-            loss_fn=self.loss_fn,
-            batch_size=rows,
-            precision=self.precision,
+            model, self.example, loss_fn=self.loss_fn, batch_size=rows, precision=self.precision
         )
         graph = verified(graph)
         table = analyse(graph)
@@ -180,10 +176,14 @@ class _Planner:
         plan, report, prediction = launch.agree_on(decide)
         device = torch.device("cpu") if self.cluster.backend == "gloo" else None
         result = ParallelModel(
-            plan, report, prediction,
+            plan,
+            report,
+            prediction,
             start=lambda: self.traced.lower(plan, self.compile, self.tf32, device),
-            replan=self.searched, why_not=_why_not(plan, self.cluster), example=self.traced.example,
-        )  # fmt: skip
+            replan=self.searched,
+            why_not=_why_not(plan, self.cluster),
+            example=self.traced.example,
+        )
         if launch.running():
             assert result.runtime is not None  # groups are made now, by all ranks together
         return result
@@ -202,18 +202,29 @@ class _Planner:
                 "legal: True or None, or plan in a process of its own"
             )
         check_overrides(
-            overrides, num_devices=self.cluster.num_devices, global_batch_size=self.batch,
-            num_blocks=len(self.traced.graph.blocks), executable=runnable,
-        )  # fmt: skip
+            overrides,
+            num_devices=self.cluster.num_devices,
+            global_batch_size=self.batch,
+            num_blocks=len(self.traced.graph.blocks),
+            executable=runnable,
+        )
         answers: list[Answers] = []
 
         def decide() -> Decision:
             search = Search(
-                self.traced.graph, self.traced.table, self.cluster, self.batch,
-                self.traced.precision, self.optimizer, overrides, target=self.target,
-                profile=self.profile, executable=runnable, time_limit_s=time_limit_s,
+                self.traced.graph,
+                self.traced.table,
+                self.cluster,
+                self.batch,
+                self.traced.precision,
+                self.optimizer,
+                overrides,
+                target=self.target,
+                profile=self.profile,
+                executable=runnable,
+                time_limit_s=time_limit_s,
                 coster=self.coster,  # type: ignore[arg-type]
-            )  # fmt: skip
+            )
             self.coster = search.coster
             result = search.run()
             answers.append(Answers(search=search, result=result))
@@ -248,9 +259,13 @@ class _Planner:
             )
         graph, table = self.traced.graph, self.traced.table
         priced = Evaluator(
-            graph=graph, table=table, cluster=self.cluster, optimizer=self.optimizer,
-            target=self.target, profile=self.profile,
-        ).price(plan)  # fmt: skip
+            graph=graph,
+            table=table,
+            cluster=self.cluster,
+            optimizer=self.optimizer,
+            target=self.target,
+            profile=self.profile,
+        ).price(plan)
         _check_memory(priced.prediction, self.cluster)
         report = explain_plan(priced, graph, table, self.cluster, self.traced.phases_s)
         return plan, report, priced.prediction

@@ -88,9 +88,10 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     plan.add_argument("-o", "--output", help="write the plan to this file")
     plan.add_argument("--trace", help="write the simulated step as a Chrome trace")
     plan.add_argument(
-        "--sensitivity", action="store_true",
+        "--sensitivity",
+        action="store_true",
         help="say which change of the cluster would flip the decision",
-    )  # fmt: skip
+    )
     _search_arguments(plan)
     override_flags.add_arguments(plan)
     plan.set_defaults(command=_plan)
@@ -111,9 +112,10 @@ def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument("--steps", type=_positive, default=10, help="optimizer steps (default 10)")
     run.add_argument("--lr", type=float, default=1e-3)
     run.add_argument(
-        "--weights", metavar="PATH",
+        "--weights",
+        metavar="PATH",
         help="a torch.save file, safetensors or a checkpoint; a model on meta is initialised else",
-    )  # fmt: skip
+    )
     run.add_argument(
         "--compile", action="store_true", help="run the model's blocks through torch.compile"
     )
@@ -151,36 +153,45 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
         help="catalog name, name:nodes, local:N, detect, or a TOML file (default local:1)",
     )
     parser.add_argument(
-        "--batch", type=int, required=not optional,
+        "--batch",
+        type=int,
+        required=not optional,
         help="global batch size, rows per optimizer step",
-    )  # fmt: skip
+    )
     parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
     if optional:
         return
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
     parser.add_argument(
-        "--software", choices=tuple(TARGETS),
+        "--software",
+        choices=tuple(TARGETS),
         help="what the prices are for (default: eager, or compiled with --compile)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
     )
     parser.add_argument(
-        "--expert-imbalance", type=float, default=1.0, metavar="RATIO",
+        "--expert-imbalance",
+        type=float,
+        default=1.0,
+        metavar="RATIO",
         help="tokens of the busiest rank of experts over the mean (default 1.0, balanced)",
-    )  # fmt: skip
+    )
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS",
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
         help="end the search then, with the best plan found and what it may miss",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--executable", action=argparse.BooleanOptionalAction,
+        "--executable",
+        action=argparse.BooleanOptionalAction,
         help="search only what `run` can run, or everything that can be planned "
         "(default: what runs, where ranks are running, on one device and on CPU processes)",
-    )  # fmt: skip
+    )
 
 
 def _cluster(text: str) -> Cluster:
@@ -232,11 +243,20 @@ def _target(text: str) -> tuple[Any, ...]:
 def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
     model, example, *rest = _target(args.target)
     result = auto_parallelize(
-        model, _cluster(args.cluster), example_inputs=example, global_batch_size=args.batch,
-        loss_fn=rest[0] if rest else None, precision=args.precision, optimizer=args.optimizer,
-        target=args.software, profile=not args.no_profile, time_limit_s=args.time_limit,
-        executable=args.executable, expert_imbalance=args.expert_imbalance, **more,
-    )  # fmt: skip
+        model,
+        _cluster(args.cluster),
+        example_inputs=example,
+        global_batch_size=args.batch,
+        loss_fn=rest[0] if rest else None,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        target=args.software,
+        profile=not args.no_profile,
+        time_limit_s=args.time_limit,
+        executable=args.executable,
+        expert_imbalance=args.expert_imbalance,
+        **more,
+    )
     return result, example
 
 
@@ -320,10 +340,16 @@ def _profile(args: argparse.Namespace) -> int:
         raise ValueError("profile: a target and --batch are needed, except with --import FILE")
     model, example, *rest = _target(args.target)
     summary = profile_command.profile_model(
-        model, example, rest[0] if rest else None, cluster, batch=args.batch,
-        precision=args.precision, budget_s=args.budget, collectives=args.collectives,
+        model,
+        example,
+        rest[0] if rest else None,
+        cluster,
+        batch=args.batch,
+        precision=args.precision,
+        budget_s=args.budget,
+        collectives=args.collectives,
         again=args.again,
-    )  # fmt: skip
+    )
     _export(args, cluster)
     _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))
     return 0

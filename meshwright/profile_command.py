@@ -114,18 +114,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--again", action="store_true", help="time what the cache knows, too")
     parser.add_argument("--export", metavar="FILE", help="write what is known of the device")
     parser.add_argument(
-        "--import", dest="imported", metavar="FILE",
+        "--import",
+        dest="imported",
+        metavar="FILE",
         help="take in measurements first: what --export wrote, an nccl-tests log (.log, .txt) or a "
         "table of collectives (.csv)",
-    )  # fmt: skip
+    )
     log = parser.add_argument_group("of the imported log, where it doesn't say so itself")
     log.add_argument("--ranks", type=int, metavar="N", help="GPUs of the run")
     log.add_argument("--nodes", type=int, metavar="K", help="nodes of the run")
     log.add_argument("--collective", choices=tuple(COLLECTIVES), help="what was measured")
     parser.add_argument(
-        "--collectives", action=argparse.BooleanOptionalAction, default=True,
+        "--collectives",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="time collectives on local ranks",
-    )  # fmt: skip
+    )
 
 
 def profile_model(
@@ -173,10 +177,15 @@ def profile_model(
                 timed[result[0].text] = result[1]
     store.add(Measurements(device=here, operators=timed, collectives=tuple(curves)))
     return Summary(
-        device=here, cache=str(store.path), calls=len(wanted), known=len(wanted) - len(missing),
-        timed=len(timed), skipped=dict(skipped), collectives=tuple(curves),
+        device=here,
+        cache=str(store.path),
+        calls=len(wanted),
+        known=len(wanted) - len(missing),
+        timed=len(timed),
+        skipped=dict(skipped),
+        collectives=tuple(curves),
         seconds=time.monotonic() - started,
-    )  # fmt: skip
+    )
 
 
 def export_profile(cluster: Cluster, path: str | Path, store: Store | None = None) -> int:

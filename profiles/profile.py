@@ -125,8 +125,9 @@ def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None
         log.warning(
             "the profile cache %s is left alone (%s), and nothing in it is used; name another "
             "folder in MESHWRIGHT_CACHE",
-            store.path, error,
-        )  # fmt: skip
+            store.path,
+            error,
+        )
         return None
 
 

@@ -169,8 +169,10 @@ class Store:
         log.warning(
             "the profile cache %s can't be used (%s); it is kept as %s and a new one is begun: "
             "run `meshwright profile` again",
-            self.path, error, aside.name,
-        )  # fmt: skip
+            self.path,
+            error,
+            aside.name,
+        )
 
 
 def _upgrade(connection: sqlite3.Connection) -> None:

@@ -103,12 +103,17 @@ class Case:
     def overrides(self, layers: int) -> Overrides:
         count = self.pp * self.stages_per_group
         return Overrides(
-            dp=self.dp, tp=self.tp, pp=self.pp, zero=self.zero, recompute="none",
-            num_microbatches=self.microbatches, schedule=self.schedule,
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            zero=self.zero,
+            recompute="none",
+            num_microbatches=self.microbatches,
+            schedule=self.schedule,
             virtual_stages=self.stages_per_group,
             stages=[blocks_of(layers, k, count) for k in range(count)],
             shardings=MEGATRON if self.tp > 1 else {},
-        )  # fmt: skip
+        )
 
 
 def blocks_of(layers: int, index: int, stages: int) -> list[str]:
@@ -232,10 +237,14 @@ def row_of(name: str, target: float, ranks: Sequence[Mapping[str, Sequence[Step]
         {side: values[WARM_UP:] for side, values in every.items()} for every in (walls, cpus)
     )
     return Row(
-        case=name, theirs=CASES[name].what, target=target, wall=ratio_of(**wall),
-        cpu=ratio_of(**cpu), loss_difference=apart,
+        case=name,
+        theirs=CASES[name].what,
+        target=target,
+        wall=ratio_of(**wall),
+        cpu=ratio_of(**cpu),
+        loss_difference=apart,
         wall_s={side: statistics.median(values) for side, values in wall.items()},
-    )  # fmt: skip
+    )
 
 
 def _turns(ranks: Sequence[Mapping[str, Sequence[Step]]]) -> dict[str, list[tuple[Step, ...]]]:
@@ -267,9 +276,14 @@ def table(rows: Sequence[Row]) -> str:
 
 def setting_of(case: Case, size: Size) -> Setting:
     return Setting(
-        layers=size.layers, hidden=size.hidden, heads=size.hidden // HEAD_DIM,
-        vocabulary=VOCABULARY, length=LENGTH, rows=size.rows, microbatches=case.microbatches,
-    )  # fmt: skip
+        layers=size.layers,
+        hidden=size.hidden,
+        heads=size.hidden // HEAD_DIM,
+        vocabulary=VOCABULARY,
+        length=LENGTH,
+        rows=size.rows,
+        microbatches=case.microbatches,
+    )
 
 
 def work(args: argparse.Namespace) -> None:
@@ -304,13 +318,28 @@ def launched(name: str, worker: str, args: argparse.Namespace) -> list[Any]:
         folder = Path(made)
         measure.run_ranks(
             [
-                __file__, "--case", name, "--worker", worker, "--folder", str(folder),
-                "--pairs", str(args.pairs), "--layers", str(args.layers),
-                "--hidden", str(args.hidden), "--rows", str(args.rows),
+                __file__,
+                "--case",
+                name,
+                "--worker",
+                worker,
+                "--folder",
+                str(folder),
+                "--pairs",
+                str(args.pairs),
+                "--layers",
+                str(args.layers),
+                "--hidden",
+                str(args.hidden),
+                "--rows",
+                str(args.rows),
             ],
-            ranks=case.ranks, log=folder / "log", timeout_s=LAUNCH_TIMEOUT_S,
-            link_gbit=args.link_gbit, returns_freed_memory=worker in SIDES,
-        )  # fmt: skip
+            ranks=case.ranks,
+            log=folder / "log",
+            timeout_s=LAUNCH_TIMEOUT_S,
+            link_gbit=args.link_gbit,
+            returns_freed_memory=worker in SIDES,
+        )
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(case.ranks)]
 
 

@@ -46,11 +46,15 @@ def llama(layers: int, hidden: int, heads: int, ffn: int) -> torch.nn.Module:
     with torch.device("meta"):
         return LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=128256, hidden_size=hidden, intermediate_size=ffn,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+                vocab_size=128256,
+                hidden_size=hidden,
+                intermediate_size=ffn,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=8,
                 max_position_embeddings=8192,
             )
-        )  # fmt: skip
+        )
 
 
 def gpt3() -> torch.nn.Module:

@@ -49,8 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operator", help="mylib::op, aten.linear, aten.sum.dim_IntList ...")
     parser.add_argument("--example", required=True, help="arguments, or module:function")
-    parser.add_argument("--import", dest="modules", action="append", default=[],
-                        help="a module that registers the operator")  # fmt: skip
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        help="a module that registers the operator",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the example (%(default)s)")
     options = parser.parse_args(arguments)
     sys.path.insert(0, "")

@@ -93,19 +93,13 @@ FITS = (
     Fit(
         node="dgx-h200",
         link="intra_link",
-        rows=(
-            Rows(source="stas00", gpu="H200"),
-            Rows(source="nccl-tests#290", gpu="H100"),
-        ),
+        rows=(Rows(source="stas00", gpu="H200"), Rows(source="nccl-tests#290", gpu="H100")),
         free=_SWITCH,
     ),
     Fit(
         node="dgx-b200",
         link="intra_link",
-        rows=(
-            Rows(source="stas00", gpu="B200"),
-            Rows(source="GKE a4 (8x", gpu="B200"),
-        ),
+        rows=(Rows(source="stas00", gpu="B200"), Rows(source="GKE a4 (8x", gpu="B200")),
         free=_SWITCH,
     ),
     Fit(

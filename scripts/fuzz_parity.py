@@ -33,8 +33,10 @@ def main() -> int:
         for failure in failures:
             print(f"seed {failure.seed}: {failure.reason}\n{failure.draw.spec}")
             print(failure.draw.plan.to_json(), end="")
-            print(f"again: scripts/fuzz_parity --plans 1 --ranks {options.ranks} "
-                  f"--seed {failure.seed}\n")  # fmt: skip
+            print(
+                f"again: scripts/fuzz_parity --plans 1 --ranks {options.ranks} "
+                f"--seed {failure.seed}\n"
+            )
         failed += len(failures)
         done = min(start + PER_LAUNCH, len(seeds))
         print(f"{done} plans on {options.ranks} ranks, {failed} failed", flush=True)

@@ -79,11 +79,15 @@ def traced(name: str, size: str) -> Traced:
     unruled = Counter(op.target for op in graph.ops if not table.ops[op.name].known)
     count = len(graph.ops)
     return Traced(
-        parameters=sum(p.numel() for p in made.model.parameters()), seconds=seconds,
-        operators=count, blocks=len(graph.blocks),
-        classes=len({block.class_id for block in graph.blocks}), repeated=_repeated(graph),
-        ruled=1 - sum(unruled.values()) / count, unruled=dict(unruled.most_common()),
-    )  # fmt: skip
+        parameters=sum(p.numel() for p in made.model.parameters()),
+        seconds=seconds,
+        operators=count,
+        blocks=len(graph.blocks),
+        classes=len({block.class_id for block in graph.blocks}),
+        repeated=_repeated(graph),
+        ruled=1 - sum(unruled.values()) / count,
+        unruled=dict(unruled.most_common()),
+    )
 
 
 def _repeated(graph: Graph) -> float:
@@ -108,9 +112,12 @@ def planned(name: str, nodes: int) -> Planned:
     started = time.process_time()
     try:
         result = auto_parallelize(
-            made.model, cluster, example_inputs=made.batch, global_batch_size=rows,
+            made.model,
+            cluster,
+            example_inputs=made.batch,
+            global_batch_size=rows,
             loss_fn=made.loss_fn,
-        )  # fmt: skip
+        )
     except ValueError as error:
         seconds = time.process_time() - started
         print(f"{name}, {cluster.num_devices} H100: {error}", file=sys.stderr)
@@ -193,8 +200,16 @@ def row(name: str, plan: bool, run: bool) -> tuple[list[str], bool]:
 
 
 def headings(plan: bool, run: bool) -> list[str]:
-    found = ["model", "from", "parameters, 1e9", "traced, s", "operators", "blocks / classes",
-             "repeated, %", "with a rule, %"]  # fmt: skip
+    found = [
+        "model",
+        "from",
+        "parameters, 1e9",
+        "traced, s",
+        "operators",
+        "blocks / classes",
+        "repeated, %",
+        "with a rule, %",
+    ]
     if plan:
         found += [text for n in NODES for text in ("s", f"plan and step on {8 * n} H100")]
     return found + (list(LAYOUTS) if run else [])

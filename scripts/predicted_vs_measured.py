@@ -47,17 +47,30 @@ LAUNCH_TIMEOUT_S = 170.0
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=256, n_layer=4, n_head=8,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=256,
+        n_layer=4,
+        n_head=8,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=LENGTH, hidden_size=256,
-        intermediate_size=768, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -159,9 +172,14 @@ def run_plans(name: str, folder: Path) -> None:
     running: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
     for path in sorted(folder.glob("*.plan.json")):
         made = auto_parallelize(
-            case.model(), cluster, example_inputs=case.batch(2), global_batch_size=BATCH,
-            loss_fn=case.loss_fn, precision="fp32", plan=path,
-        )  # fmt: skip
+            case.model(),
+            cluster,
+            example_inputs=case.batch(2),
+            global_batch_size=BATCH,
+            loss_fn=case.loss_fn,
+            precision="fp32",
+            plan=path,
+        )
         running[path.name] = made, _optimizer(made)
     times: dict[str, list[float]] = {plan: [] for plan in running}
     for _ in range(WARM_UP + TURNS):
@@ -224,9 +242,14 @@ def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
     case = CASES[name]
     cluster = Cluster.local(ranks, "cpu")
     summary = profile_model(
-        case.model(), case.batch(2), case.loss_fn, cluster, batch=BATCH, precision="fp32",
+        case.model(),
+        case.batch(2),
+        case.loss_fn,
+        cluster,
+        batch=BATCH,
+        precision="fp32",
         budget_s=budget_s,
-    )  # fmt: skip
+    )
     sys.stderr.write(f"{summary}\n")
     predicted: dict[str, tuple[str, float]] = {}
     with tempfile.TemporaryDirectory() as made:
@@ -234,9 +257,14 @@ def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
         for k, overrides in enumerate(wanted(ranks)):
             try:
                 result = auto_parallelize(
-                    case.model(), cluster, example_inputs=case.batch(2), global_batch_size=BATCH,
-                    loss_fn=case.loss_fn, precision="fp32", overrides=overrides,
-                )  # fmt: skip
+                    case.model(),
+                    cluster,
+                    example_inputs=case.batch(2),
+                    global_batch_size=BATCH,
+                    loss_fn=case.loss_fn,
+                    precision="fp32",
+                    overrides=overrides,
+                )
             except InfeasibleError as error:
                 sys.stderr.write(f"{name}: {overrides.given()}: {error}\n")
                 continue

@@ -31,9 +31,17 @@ def make_model() -> GPT2LMHeadModel:
     exactly."""
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=256, n_positions=LENGTH, n_embd=192, n_layer=4, n_head=6, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=192,
+        n_layer=4,
+        n_head=6,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config)
 
 

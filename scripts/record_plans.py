@@ -42,17 +42,26 @@ def gpt2(layers: int = 6, hidden: int = 768, length: int = 1024) -> Built:
 
 def llama(layers: int = 8, hidden: int = 2048, length: int = 2048, heads: int = 16) -> Built:
     config = hf.LlamaConfig(
-        vocab_size=32000, hidden_size=hidden, intermediate_size=hidden * 3,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+    )
     return language_model(config, hf.LlamaForCausalLM, length)
 
 
 def mixtral() -> Built:
     config = hf.MixtralConfig(
-        vocab_size=32000, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4,
-        num_attention_heads=16, num_key_value_heads=8, num_local_experts=8,
-    )  # fmt: skip
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_local_experts=8,
+    )
     return language_model(config, hf.MixtralForCausalLM, 1024)
 
 
@@ -113,11 +122,7 @@ def encoder_decoder() -> Built:
         "target": torch.empty(2, 48, 256, device="meta"),
         "targets": torch.empty(2, 48, dtype=torch.long, device="meta"),
     }
-    return (
-        Model(),
-        batch,
-        lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
-    )
+    return (Model(), batch, lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +213,15 @@ def recorded(case: Case) -> dict[str, Any]:
         model, batch, loss = case.model()
     try:
         result = auto_parallelize(
-            model, case.cluster(), example_inputs=batch, global_batch_size=case.batch,
-            loss_fn=loss, overrides=Overrides(**case.overrides), profile=False, **case.options,
-        )  # fmt: skip
+            model,
+            case.cluster(),
+            example_inputs=batch,
+            global_batch_size=case.batch,
+            loss_fn=loss,
+            overrides=Overrides(**case.overrides),
+            profile=False,
+            **case.options,
+        )
     except ValueError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     prediction = result.prediction

@@ -67,9 +67,12 @@ class BlockMemory:
 
 
 def block_memory(
-    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
-    inputs: Mapping[str, Placement], given: Mapping[str, Held] | None = None,
-) -> BlockMemory:  # fmt: skip
+    pricer: Pricer,
+    layouts: BlockLayouts,
+    assignment: Assignment,
+    inputs: Mapping[str, Placement],
+    given: Mapping[str, Held] | None = None,
+) -> BlockMemory:
     """Run one block in mind. `inputs` are the states of its input activations; `given` says where
     values from outside lie, which are contiguous tensors of their own where it doesn't."""
     return _Walk(pricer, layouts, assignment).run(inputs, given or {})
@@ -147,9 +150,12 @@ class _Walk:
         leaving = {v: self._value(v, self.assignment.states.get(v, R)) for v in block.outputs}
         outside = self.entered.union(x.storage for x in leaving.values())
         return BlockMemory(
-            kept=frozenset(self._written()), leaving=leaving, outside=frozenset(outside),
-            makers=self.makers, reads=self.reads,
-        )  # fmt: skip
+            kept=frozenset(self._written()),
+            leaving=leaving,
+            outside=frozenset(outside),
+            makers=self.makers,
+            reads=self.reads,
+        )
 
     def _written(self) -> set[Storage]:
         """What is kept, where values inside a fused kernel are not: its operands are instead."""

@@ -60,9 +60,13 @@ class BlockPrice:
 
 
 def price_block(
-    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
-    inputs: Mapping[str, Placement], *, passes: PassPrice | None = None,
-) -> BlockPrice:  # fmt: skip
+    pricer: Pricer,
+    layouts: BlockLayouts,
+    assignment: Assignment,
+    inputs: Mapping[str, Placement],
+    *,
+    passes: PassPrice | None = None,
+) -> BlockPrice:
     """Cost and memory of a block from its assignment alone, as the executor will run it; `passes`
     is its price per micro-batch, where it is known."""
     block, graph, states = layouts.block, layouts.graph, assignment.states
@@ -87,9 +91,13 @@ def price_block(
 
 
 def price_pass(
-    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
-    inputs: Mapping[str, Placement], *, repeated: Mapping[str, frozenset[str]] | None = None,
-) -> PassPrice:  # fmt: skip
+    pricer: Pricer,
+    layouts: BlockLayouts,
+    assignment: Assignment,
+    inputs: Mapping[str, Placement],
+    *,
+    repeated: Mapping[str, frozenset[str]] | None = None,
+) -> PassPrice:
     """What a block costs per micro-batch, with the re-shards of its parameters. `repeated` is its
     `repeated_by_policy`, where it is known."""
     block, chosen = layouts.block, assignment.strategies
@@ -158,9 +166,8 @@ def repeated_by_policy(pricer: Pricer, block: Block) -> dict[str, frozenset[str]
 
 
 def _repeats(
-    again: frozenset[str], pricer: Pricer, block: Block, assignment: Assignment,
-    memory: BlockMemory,
-) -> Repeats:  # fmt: skip
+    again: frozenset[str], pricer: Pricer, block: Block, assignment: Assignment, memory: BlockMemory
+) -> Repeats:
     if not again:
         return Repeats(seconds=0.0, host_s=0.0, freed_bytes=0.0)
     costs = [

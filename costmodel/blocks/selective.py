@@ -32,9 +32,13 @@ POLICIES = ("selective", "alternate")
 
 
 def repeated_ops(
-    policy: str, block: Block, graph: Graph, table: FactorTable, device: str = "cuda",
+    policy: str,
+    block: Block,
+    graph: Graph,
+    table: FactorTable,
+    device: str = "cuda",
     counter_dropout: bool = True,
-) -> frozenset[str]:  # fmt: skip
+) -> frozenset[str]:
     """Names of the operators of a block that a recompute policy runs again in the backward."""
     if policy == "selective":
         return selective_ops(block, graph, table, device, counter_dropout)
@@ -44,9 +48,12 @@ def repeated_ops(
 
 
 def selective_ops(
-    block: Block, graph: Graph, table: FactorTable, device: str = "cuda",
+    block: Block,
+    graph: Graph,
+    table: FactorTable,
+    device: str = "cuda",
     counter_dropout: bool = True,
-) -> frozenset[str]:  # fmt: skip
+) -> frozenset[str]:
     """Names of the operators of a block that selective recompute runs again in the backward, on a
     kind of device, with dropout as the target draws it. What reads their results keeps none of
     them: they are made again."""

@@ -66,10 +66,18 @@ class StageCosts:
 
 # carried along a chain, in this order: sums, then maxima
 SUMS = (
-    *COST_FIELDS, "parameters", "shard_parameters", "frozen_bytes", "saved_bytes", "input_bytes",
-    "full_s", "full_comm_s", "full_host_s", "full_bytes",
+    *COST_FIELDS,
+    "parameters",
+    "shard_parameters",
+    "frozen_bytes",
+    "saved_bytes",
+    "input_bytes",
+    "full_s",
+    "full_comm_s",
+    "full_host_s",
+    "full_bytes",
     *(f"{policy}_{what}" for policy in POLICIES for what in ("s", "host_s", "bytes")),
-)  # fmt: skip
+)
 WAYS = ("forward", "backward")
 MAXIMA = ("largest_bytes", "largest_parameters", "transient_bytes", "settled_bytes")
 FIELDS = (*SUMS, *MAXIMA)
@@ -265,13 +273,21 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str | Again) -> S
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
     shards = get["parameters"] / np.maximum(get["shard_parameters"], 1e-9)
     states = model_state_bytes(
-        get["parameters"], precision=setting.precision, zero=setting.zero,
-        dp=np.maximum(shards, 1.0), optimizer=setting.optimizer, target=target,
-    )  # fmt: skip
+        get["parameters"],
+        precision=setting.precision,
+        zero=setting.zero,
+        dp=np.maximum(shards, 1.0),
+        optimizer=setting.optimizer,
+        target=target,
+    )
     work = working_bytes(
-        get["parameters"], get["largest_parameters"], weight_bytes=DTYPE_BYTES[setting.precision],
-        zero=setting.zero, dp=replicas, target=target,
-    )  # fmt: skip
+        get["parameters"],
+        get["largest_parameters"],
+        weight_bytes=DTYPE_BYTES[setting.precision],
+        zero=setting.zero,
+        dp=replicas,
+        target=target,
+    )
     # what one backward holds besides: a block computed again, one operator's gradients
     passing = get["transient_bytes"] + np.maximum(again.largest_bytes, get["settled_bytes"])
     return StageCosts(

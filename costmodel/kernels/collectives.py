@@ -262,10 +262,7 @@ def _direct(group: Group, cluster: Cluster) -> Route:
     # Posts are not round trips: they follow each other at the pace of the link inside the node.
     hops_s = _hops_s(cluster, inside=size - 1, between=int(group.nodes > 1))
     return Route(
-        name="direct",
-        launch_s=cluster.device.launch_overhead_s,
-        latency_s=hops_s,
-        legs=tuple(legs),
+        name="direct", launch_s=cluster.device.launch_overhead_s, latency_s=hops_s, legs=tuple(legs)
     )
 
 

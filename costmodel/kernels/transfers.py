@@ -20,9 +20,15 @@ from meshwright.profiles.cluster import Cluster
 
 
 def send_seconds(
-    nbytes: float, source: Sequence[int], destination: Sequence[int], *, tp: int, cluster: Cluster,
-    target: Target, profile: OpProfile | None = None,
-) -> float:  # fmt: skip
+    nbytes: float,
+    source: Sequence[int],
+    destination: Sequence[int],
+    *,
+    tp: int,
+    cluster: Cluster,
+    target: Target,
+    profile: OpProfile | None = None,
+) -> float:
     """Seconds to move `nbytes` of each rank of `source` to those of `destination`, whose tensor
     groups hold the same in all of their `tp` ranks; nothing where both are the same ranks."""
     if not nbytes or tuple(source) == tuple(destination):

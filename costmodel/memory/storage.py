@@ -78,9 +78,12 @@ class Held(Local):
     def seen_as(self, shape: Sizes, strides: Sizes, grad: bool | None = None) -> Held:
         """Another window on the same allocation."""
         return Held(
-            shape=shape, dtype=self.dtype, grad=self.grad if grad is None else grad,
-            storage=self.storage, strides=strides,
-        )  # fmt: skip
+            shape=shape,
+            dtype=self.dtype,
+            grad=self.grad if grad is None else grad,
+            storage=self.storage,
+            strides=strides,
+        )
 
 
 def fresh(like: Local, strides: Sizes | None = None, origin: Origin = "made") -> Held:

@@ -59,9 +59,9 @@ class Setting:
 
     def collective_s(self, kind: str, nbytes: float, group: Group) -> float:
         """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled."""
-        if self.profile and (found := self.profile.collective(
-            kind, nbytes, group.size, group.per_node
-        )):  # fmt: skip
+        if self.profile and (
+            found := self.profile.collective(kind, nbytes, group.size, group.per_node)
+        ):
             return found[0]
         return float(collective_time(kind, nbytes, group, self.cluster))
 

@@ -18,10 +18,23 @@ from meshwright.costmodel.sharding.factors import FactorTable
 
 SOFTMAX = frozenset(("softmax", "_softmax"))
 # norms (rsqrt is part of one), reductions and copies
-ROWWISE = frozenset((
-    "log_softmax", "layer_norm", "rms_norm", "native_layer_norm", "rsqrt", "mean", "sum", "amax",
-    "amin", "var", "cross_entropy_loss", "cat", "stack",
-))  # fmt: skip
+ROWWISE = frozenset(
+    (
+        "log_softmax",
+        "layer_norm",
+        "rms_norm",
+        "native_layer_norm",
+        "rsqrt",
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "var",
+        "cross_entropy_loss",
+        "cat",
+        "stack",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

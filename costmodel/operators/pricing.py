@@ -71,9 +71,13 @@ class Pricer:
         if setting.target.unit == "block" and not self.unit_numel:
             self.unit_numel = unit_numels(self.graph)
         self.parameters = ParameterPricer(
-            graph=self.graph, table=self.table, setting=setting, numel=self.numel,
-            unit_numel=self.unit_numel, known=self._once,
-        )  # fmt: skip
+            graph=self.graph,
+            table=self.table,
+            setting=setting,
+            numel=self.numel,
+            unit_numel=self.unit_numel,
+            known=self._once,
+        )
         self.sequence = self.table.sequence if setting.cp > 1 else None
 
     # --- sizes ---
@@ -114,10 +118,18 @@ class Pricer:
         """The same prices per micro-batch (caches shared) with another data axis: same tp, cp, ep,
         rows and spread."""
         return Pricer(
-            graph=self.graph, table=self.table, setting=setting, fusion=self.fusion,
-            unit_numel=self.unit_numel, _comm=self._comm, _ops=self._ops, _moves=self._moves,
-            _numels=self._numels, _once=self._once, _splits=self._splits,
-        )  # fmt: skip
+            graph=self.graph,
+            table=self.table,
+            setting=setting,
+            fusion=self.fusion,
+            unit_numel=self.unit_numel,
+            _comm=self._comm,
+            _ops=self._ops,
+            _moves=self._moves,
+            _numels=self._numels,
+            _once=self._once,
+            _splits=self._splits,
+        )
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
         """Compute and inner communication of one operator call."""

@@ -28,9 +28,13 @@ def _convolution(weight: str) -> Rule:
         # each product is of one weight and one place: of the finer of the two grids of places
         coarse = "p." if "transpose" in op.short else "s."
         return ein(
-            f"b (g i) {space}, {weight} {kernel}, (g o) -> b (g o) {out}", whole="s. k. p.",
-            pinned=(2,), flops=2.0, uncounted=coarse, counts={"groups": "g"},
-        )(op, operands, results)  # fmt: skip
+            f"b (g i) {space}, {weight} {kernel}, (g o) -> b (g o) {out}",
+            whole="s. k. p.",
+            pinned=(2,),
+            flops=2.0,
+            uncounted=coarse,
+            counts={"groups": "g"},
+        )(op, operands, results)
 
     return rule
 

@@ -62,9 +62,10 @@ def index_put_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     spec = ", ".join([" ".join(entries), *["*i"] * len(indices), found])
     adds = bool(argument(op, 3, "accumulate", False))
     made = ein(
-        f"{spec} -> {' '.join(entries)}", whole="v.*" if adds else "v.* i.*",
+        f"{spec} -> {' '.join(entries)}",
+        whole="v.*" if adds else "v.* i.*",
         pinned=(0,) if adds else (),
-    )  # fmt: skip
+    )
     return made(op, operands, results)
 
 
@@ -86,9 +87,10 @@ def index_write_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     adds = op.short == "index_add"
     given = [table, "i", source if op.short != "index_fill" else ""][: len(operands)]
     made = ein(
-        f"{', '.join(given)} -> {table}", whole="v.*" if adds else "v.* i",
+        f"{', '.join(given)} -> {table}",
+        whole="v.*" if adds else "v.* i",
         pinned=(0,) if adds else (),
-    )  # fmt: skip
+    )
     return made(op, operands, results)
 
 
@@ -107,9 +109,10 @@ def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     adds = op.short == "scatter_add"
     spec = ", ".join(" ".join(t) for t in (outer, inner, *[source] * len(sources)))
     made = ein(
-        f"{spec} -> {' '.join(outer)}", whole="v.* c.* s.*" + ("" if adds else " i"),
+        f"{spec} -> {' '.join(outer)}",
+        whole="v.* c.* s.*" + ("" if adds else " i"),
         pinned=(0,) if adds else (),
-    )  # fmt: skip
+    )
     return made(op, operands, results)
 
 

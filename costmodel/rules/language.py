@@ -168,10 +168,19 @@ def ein(
     """A rule from `"operand, operand -> result"`; of a call that it does not fit, everything is
     whole. The arguments are those of `factors`."""
     made = functools.partial(
-        factors, spec, whole=whole, mean=mean, inner=inner, implementations=implementations,
-        pinned=pinned, linear=linear, flops=flops, uncounted=uncounted, counts=counts,
+        factors,
+        spec,
+        whole=whole,
+        mean=mean,
+        inner=inner,
+        implementations=implementations,
+        pinned=pinned,
+        linear=linear,
+        flops=flops,
+        uncounted=uncounted,
+        counts=counts,
         sizes=sizes,
-    )  # fmt: skip
+    )
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         try:
@@ -273,9 +282,12 @@ def _count(op: Op, name: str) -> int:
 
 
 def divided(
-    op: Op, made: OpFactors, args: Sequence[Any], kwargs: Mapping[str, Any],
+    op: Op,
+    made: OpFactors,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     sizes: Mapping[str, int],
-) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+) -> tuple[list[Any], dict[str, Any]]:
     """A call's arguments with the counts of split factors made local: `sizes` are the local sizes
     of factors that are split."""
     local, named = list(args), dict(kwargs)

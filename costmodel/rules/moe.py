@@ -52,8 +52,10 @@ def _grouped(op: Op, operands: Metas, results: Metas) -> OpFactors:
     biases = f", {EXPERT_FACTOR} out" if len(operands) > 3 else ""
     made = ein(
         f"b s k in, {EXPERT_FACTOR} {matrices}, b s k{biases} -> b s k out",
-        whole=EXPERT_FACTOR, pinned=(3,), flops=2.0,
-    )(op, operands, results)  # fmt: skip
+        whole=EXPERT_FACTOR,
+        pinned=(3,),
+        flops=2.0,
+    )(op, operands, results)
     counted = tuple(name for name in made.flop_factors if name != EXPERT_FACTOR)
     return replace(made, flop_factors=counted)
 

@@ -100,9 +100,11 @@ def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
     grouped = len(query) > 2 and len(key) > 2
     return ein(
         f"*b (heads group) s d, *b heads t d, *b heads t e, {mask} -> *b (heads group) s e",
-        whole="t d e" + (" s" if positional else ""), flops=4.0, uncounted="e",
+        whole="t d e" + (" s" if positional else ""),
+        flops=4.0,
+        uncounted="e",
         sizes={"heads": key[-3], "group": query[-3] // key[-3]} if grouped else None,
-    )(op, operands, results)  # fmt: skip
+    )(op, operands, results)
 
 
 def _einsum(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
@@ -156,8 +158,10 @@ def _recurrent(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """LSTM, GRU, RNN: rows are independent, steps and the hidden dims are not."""
     steps = "b t i" if argument(op, 8, "batch_first", False) else "t b i"
     states = len(results) - 1
-    weights = [" ".join(f"w{k}_{d}" for d in range(len(m.shape)))
-               for k, m in enumerate(operands[1 + states :])]  # fmt: skip
+    weights = [
+        " ".join(f"w{k}_{d}" for d in range(len(m.shape)))
+        for k, m in enumerate(operands[1 + states :])
+    ]
     hidden = [f"l b h{k}" for k in range(states)]
     spec = f"{', '.join([steps, *hidden, *weights])} -> "
     spec += ", ".join([steps.replace("i", "o"), *hidden])

@@ -180,9 +180,13 @@ def _whole_dims(op: Op, operands: Metas, results: Metas, whole: set[int]) -> OpF
     linear = name in LINEAR and operands[0].dtype.is_floating_point
     group = (frozenset(range(len(operands))),) if linear else ()
     return OpFactors(
-        operands=tuple(ins), results=tuple(outs), sizes=sizes, kinds=kinds, linear=group,
+        operands=tuple(ins),
+        results=tuple(outs),
+        sizes=sizes,
+        kinds=kinds,
+        linear=group,
         view=name in ("slice", "select", "unbind"),
-    )  # fmt: skip
+    )
 
 
 def _equal_parts(op: Op, operands: Metas, results: Metas, dim: int) -> OpFactors:
@@ -286,9 +290,11 @@ def unfold_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     before, after = [*names], [*names]
     before[dim], after[dim] = ("(n w)" if tiled else "whole"), "n"
     return ein(
-        f"{' '.join(before)} -> {' '.join(after)} w", whole="w whole" if tiled else "w whole n",
-        sizes={"w": size}, linear=[[0]],
-    )(op, operands, results)  # fmt: skip
+        f"{' '.join(before)} -> {' '.join(after)} w",
+        whole="w whole" if tiled else "w whole n",
+        sizes={"w": size},
+        linear=[[0]],
+    )(op, operands, results)
 
 
 def complex_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:

@@ -150,10 +150,7 @@ def _build(
 ) -> Streams:
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     orders = compute_orders(
-        name,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        num_devices=len(placed),
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=len(placed)
     )
     device_of = {stage: device for device, stages in enumerate(placed) for stage in stages}
     sources: list[list[int]] = [[] for _ in range(num_stages)]

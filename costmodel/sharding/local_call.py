@@ -73,9 +73,15 @@ def local_shape(
 
 
 def _localized(
-    graph: Graph, table: FactorTable, op: Op, strategy: Strategy, args: list[Any],
-    *, rows: float, tp: int,
-) -> list[Any] | None:  # fmt: skip
+    graph: Graph,
+    table: FactorTable,
+    op: Op,
+    strategy: Strategy,
+    args: list[Any],
+    *,
+    rows: float,
+    tp: int,
+) -> list[Any] | None:
     """`args` with the one that holds the result's sizes (of a factory) made local."""
     index = table.ops[op.name].shape_arg
     if index is None or index >= len(args):

@@ -69,12 +69,17 @@ def rule(
         target=target,
         spec=spec,
         options={
-            "whole": whole, "mean": mean, "pinned": tuple(pinned),
-            "linear": tuple(map(tuple, linear)), "flops": flops, "uncounted": uncounted,
-            "counts": dict(counts or {}), "sizes": dict(sizes or {}),
+            "whole": whole,
+            "mean": mean,
+            "pinned": tuple(pinned),
+            "linear": tuple(map(tuple, linear)),
+            "flops": flops,
+            "uncounted": uncounted,
+            "counts": dict(counts or {}),
+            "sizes": dict(sizes or {}),
         },
         verify=verify,
-    )  # fmt: skip
+    )
     _check_spec(given)
     if not override and _shipped(target):
         raise RuleError(
@@ -124,8 +129,9 @@ def _check_spec(given: UserRule) -> None:
     named: set[str] = set()
     for term in (*left, *right):
         found = [name for word in words(term) for name in word.strip("()").split()]
-        if re.sub(r"[\w\s*()]", "", term) or not all(re.fullmatch(r"\*?[a-zA-Z]\w*", n)
-                                                     for n in found):  # fmt: skip
+        if re.sub(r"[\w\s*()]", "", term) or not all(
+            re.fullmatch(r"\*?[a-zA-Z]\w*", n) for n in found
+        ):
             raise RuleError(f"{place}: {term.strip()!r} is not made of names, *names and (a b)")
         if len(set(found)) != len(found):
             raise RuleError(f"{place}: {term.strip()!r} names a dim twice; legal: once per tensor")
@@ -136,8 +142,9 @@ def _check_spec(given: UserRule) -> None:
             _check_pattern(pattern, f"{place}: {option}={pattern!r}")
             hits = any(re.fullmatch(pattern, name) for name in named)
             if not hits and not any(pattern.startswith(star) for star in stars):
-                raise RuleError(f"{place}: {option}={pattern!r} is no factor; legal: "
-                                f"{', '.join(sorted(named))}")  # fmt: skip
+                raise RuleError(
+                    f"{place}: {option}={pattern!r} is no factor; legal: {', '.join(sorted(named))}"
+                )
     most = _most_operands(given.target)
     if most is not None and len(left) > most:
         raise RuleError(f"{place}: {len(left)} operands, but the operator takes {most} at most")
@@ -153,8 +160,9 @@ def _check_spec(given: UserRule) -> None:
         except ValueError as error:
             raise RuleError(f"{place}: counts: {error}") from None
         if factor not in named:
-            raise RuleError(f"{place}: counts: {factor!r} is no factor; legal: "
-                            f"{', '.join(sorted(named))}")  # fmt: skip
+            raise RuleError(
+                f"{place}: counts: {factor!r} is no factor; legal: {', '.join(sorted(named))}"
+            )
 
 
 def _check_pattern(pattern: str, place: str) -> None:

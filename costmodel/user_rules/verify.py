@@ -197,9 +197,13 @@ class Trial:
         return None
 
     def _cut(
-        self, x: torch.Tensor, dims: Sequence[tuple[str, ...]], made: OpFactors, factor: str,
+        self,
+        x: torch.Tensor,
+        dims: Sequence[tuple[str, ...]],
+        made: OpFactors,
+        factor: str,
         parts: int,
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list[torch.Tensor]:
         place = place_of_factor(dims, made.sizes, factor)
         return [cut_dim(x, *place, parts, k) for k in range(parts)] if place else []
 

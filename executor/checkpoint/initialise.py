@@ -45,11 +45,19 @@ OWN = ("reset_parameters", "_reset_parameters", "init_weights")
 # In-place operators that read nothing of what they write.
 OVERWRITING = frozenset(
     {
-        "aten::bernoulli_", "aten::cauchy_", "aten::copy_", "aten::exponential_", "aten::fill_",
-        "aten::geometric_", "aten::log_normal_", "aten::normal_", "aten::random_",
-        "aten::uniform_", "aten::zero_",
+        "aten::bernoulli_",
+        "aten::cauchy_",
+        "aten::copy_",
+        "aten::exponential_",
+        "aten::fill_",
+        "aten::geometric_",
+        "aten::log_normal_",
+        "aten::normal_",
+        "aten::random_",
+        "aten::uniform_",
+        "aten::zero_",
     }
-)  # fmt: skip
+)
 
 
 class _After(Enum):

@@ -35,9 +35,7 @@ HOW = (
 
 
 def collect(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    led: Collection[str],
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], led: Collection[str]
 ) -> tuple[States, Notes]:
     """The states of a rank's `parameters` as tensors, and the notes on those that it speaks for."""
     names = {id(p): fqn for fqn, p in parameters.items()}

@@ -82,9 +82,12 @@ class CompiledBlock(nn.Module):
         super().__init__()
         self.graph, self.name, self.backend = graph, name, backend
         self.compiled = torch.compile(
-            graph, fullgraph=True, dynamic=False, backend=backend,
+            graph,
+            fullgraph=True,
+            dynamic=False,
+            backend=backend,
             options={"guard_filter_fn": _on_tensors},
-        )  # fmt: skip
+        )
 
     def forward(self, *args: torch.Tensor) -> Any:
         if not self.training:  # compiled as it trains

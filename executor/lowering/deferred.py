@@ -51,9 +51,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later,
-        transposed: bool, bias_too: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        later: Later,
+        transposed: bool,
+        bias_too: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.leaves, ctx.later = (weight, bias), later
         ctx.transposed, ctx.bias_too = transposed, bias_too

@@ -30,10 +30,7 @@ class IndexGrid(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        cuts: list[tuple[Placement, int, int]],
-        per_row: int,
+        self, shape: tuple[int, ...], cuts: list[tuple[Placement, int, int]], per_row: int
     ) -> None:
         super().__init__()
         self.shape, self.cuts, self.per_row = shape, cuts, per_row
@@ -189,9 +186,17 @@ class DropoutAttention(nn.Module):
         self.grid, self.salt = grid, salt
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-        p: float, causal: bool, scale: float | None, grouped: bool, rng: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        p: float,
+        causal: bool,
+        scale: float | None,
+        grouped: bool,
+        rng: torch.Tensor,
+    ) -> torch.Tensor:
         if grouped:
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
             v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)

@@ -55,9 +55,13 @@ class Emitter:
     """Writes one local fx graph."""
 
     def __init__(
-        self, lowering: Lowering, ops: Sequence[Op], states: Mapping[str, State],
-        assignment: Assignment | None, layouts: BlockLayouts | None,
-    ) -> None:  # fmt: skip
+        self,
+        lowering: Lowering,
+        ops: Sequence[Op],
+        states: Mapping[str, State],
+        assignment: Assignment | None,
+        layouts: BlockLayouts | None,
+    ) -> None:
         self.low, self.ops, self.assignment, self.layouts = lowering, ops, assignment, layouts
         self.graph, self.table = lowering.graph, lowering.table
         self.out = fx.Graph()
@@ -300,9 +304,15 @@ class Emitter:
         return node if scale == 1.0 else self._call(ScaledMean(scale), (node,))
 
     def _replaced(
-        self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any],
-        data: Strategy, tensor: Strategy, results: Sequence[State],
-    ) -> fx.Node | None:  # fmt: skip
+        self,
+        op: Op,
+        position: int,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        data: Strategy,
+        tensor: Strategy,
+        results: Sequence[State],
+    ) -> fx.Node | None:
         """The module standing in for an operator, if its strategy or its nature asks for one."""
         if op.short in LEAVES:
             axes = ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
@@ -368,11 +378,16 @@ class Emitter:
         scores = (*q[:-1], k[-2])
         grid = self._grid(op.results[0], state, scores)
         call = (
-            given["q"], given["k"], given["v"], given.get("mask", given.get("attn_mask")),
+            given["q"],
+            given["k"],
+            given["v"],
+            given.get("mask", given.get("attn_mask")),
             given.get("p", given.get("dropout_p", 0.0)),
             given.get("causal", given.get("is_causal", False)),
-            given.get("scale"), q[-3] != k[-3], self.rng,
-        )  # fmt: skip
+            given.get("scale"),
+            q[-3] != k[-3],
+            self.rng,
+        )
         return self._call(DropoutAttention(grid, position), call)
 
     def _grid(self, value: str, state: State, shape: Sequence[int] | None = None) -> IndexGrid:

@@ -71,10 +71,16 @@ class FindRoute(nn.Module):
         expert = expert.repeat_interleave(arriving, output_size=sum(received))
         arranged = expert.argsort(stable=True)
         return Route(
-            axis=axis, copies=tuple(chosen.shape), order=order, home=inverse_of(order),
-            arranged=arranged, restored=inverse_of(arranged), sent=[sum(row) for row in leaving],
-            received=received, counts=[sum(column) for column in zip(*coming, strict=True)],
-        )  # fmt: skip
+            axis=axis,
+            copies=tuple(chosen.shape),
+            order=order,
+            home=inverse_of(order),
+            arranged=arranged,
+            restored=inverse_of(arranged),
+            sent=[sum(row) for row in leaving],
+            received=received,
+            counts=[sum(column) for column in zip(*coming, strict=True)],
+        )
 
 
 def _outward(rows: torch.Tensor, route: Route) -> torch.Tensor:

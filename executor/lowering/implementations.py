@@ -84,9 +84,14 @@ class GlobalLoss(nn.Module):
     """
 
     def __init__(
-        self, kind: str, reduction: int, classes: Axis | None, count: tuple[Axis, ...],
-        *, first_class: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        reduction: int,
+        classes: Axis | None,
+        count: tuple[Axis, ...],
+        *,
+        first_class: int = 0,
+    ) -> None:
         super().__init__()
         self.kind, self.reduction, self.classes, self.count = kind, reduction, classes, count
         self.first_class = first_class
@@ -123,9 +128,12 @@ class GlobalLoss(nn.Module):
             rows = F.nll_loss(logits, target, ignore_index=ignore_index, reduction=reduction)
         else:
             rows = F.cross_entropy(
-                logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing,
+                logits,
+                target,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
                 reduction=reduction,
-            )  # fmt: skip
+            )
         return rows.float().sum() if half else rows
 
 
@@ -139,10 +147,17 @@ class SyncBatchNorm(nn.Module):
         self.sum = Reshard(P, RP, axis)
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
-        mean: torch.Tensor | None, var: torch.Tensor | None, training: bool, momentum: float,
-        eps: float, *rest: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        var: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        *rest: Any,
+    ) -> torch.Tensor:
         dims = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] // self.own * self.size
         shape = [1, -1] + [1] * (x.dim() - 2)

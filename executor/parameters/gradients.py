@@ -303,9 +303,7 @@ class Layout:
 
 
 def exchange_tied(
-    parameters: Iterable[StageParameter],
-    place: Place,
-    layouts: Mapping[str, Mapping[int, Layout]],
+    parameters: Iterable[StageParameter], place: Place, layouts: Mapping[str, Mapping[int, Layout]]
 ) -> None:
     """Sum the gradients of parameters that stages on several ranks hold, in stage order, so that
     every copy gets the same bits. `layouts` gives per FQN its layout on each owning stage."""

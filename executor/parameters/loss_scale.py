@@ -81,9 +81,11 @@ class LossScale:
                 f"state_dict() returned"
             )
         read = LossScale(
-            value=float(state["value"]), finite_steps=int(state["finite_steps"]),
-            growth_interval=self.growth_interval, floor=self.floor,
-        )  # fmt: skip
+            value=float(state["value"]),
+            finite_steps=int(state["finite_steps"]),
+            growth_interval=self.growth_interval,
+            floor=self.floor,
+        )
         self.value, self.finite_steps = read.value, read.finite_steps
 
 

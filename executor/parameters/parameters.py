@@ -89,10 +89,21 @@ def zero_placement(
 
 
 def make_parameter(
-    *, value: str, fqn: str, source: torch.Tensor, placement: Placement, place: Place,
-    sum_data: bool, sum_tensor: bool, zero: int, dtype: torch.dtype, shared_stages: tuple[int, ...],
-    gatherable: bool = True, experts: bool = False, reached: bool = True,
-) -> StageParameter:  # fmt: skip
+    *,
+    value: str,
+    fqn: str,
+    source: torch.Tensor,
+    placement: Placement,
+    place: Place,
+    sum_data: bool,
+    sum_tensor: bool,
+    zero: int,
+    dtype: torch.dtype,
+    shared_stages: tuple[int, ...],
+    gatherable: bool = True,
+    experts: bool = False,
+    reached: bool = True,
+) -> StageParameter:
     """This rank's part of a parameter, copied from the user's; the user's tensor is left alone.
     ZeRO-3 leaves whole what is not `gatherable`."""
     holders = place.holders(experts=experts)
@@ -116,12 +127,21 @@ def make_parameter(
     shares = divide == R and stored.dtype == dtype
     leaf = stored if shares or gathered else local.to(dtype)
     return StageParameter(
-        value=value, fqn=fqn, shape=tuple(source.shape), placement=placement, sum_data=sum_data,
-        sum_tensor=sum_tensor, trainable=source.requires_grad,
-        leaf=nn.Parameter(leaf, requires_grad=source.requires_grad), stored=stored, zero=divide,
-        level=zero, shared_stages=shared_stages, experts=experts,
+        value=value,
+        fqn=fqn,
+        shape=tuple(source.shape),
+        placement=placement,
+        sum_data=sum_data,
+        sum_tensor=sum_tensor,
+        trainable=source.requires_grad,
+        leaf=nn.Parameter(leaf, requires_grad=source.requires_grad),
+        stored=stored,
+        zero=divide,
+        level=zero,
+        shared_stages=shared_stages,
+        experts=experts,
         reached=reached and source.requires_grad,
-    )  # fmt: skip
+    )
 
 
 def _part(x: torch.Tensor, placement: Placement, place: Place, holders: Holders) -> torch.Tensor:

@@ -28,9 +28,14 @@ _PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
 def shard_stage(
-    stage: nn.Module, blocks: Sequence[nn.Module], parameters: Sequence[StageParameter],
-    place: Place, dtype: torch.dtype, *, ends: bool,
-) -> None:  # fmt: skip
+    stage: nn.Module,
+    blocks: Sequence[nn.Module],
+    parameters: Sequence[StageParameter],
+    place: Place,
+    dtype: torch.dtype,
+    *,
+    ends: bool,
+) -> None:
     """Shard the parameters registered on a stage's blocks and on the stage itself, to be gathered
     in `dtype`. Those that are not `gathered` are left alone. `ends`: the stage's forward is
     followed by its backward."""

@@ -105,9 +105,13 @@ def start(backend: str) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         own = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
         _watch = Watch(
-            dist.PrefixStore(f"{prefix}/watch", own), rank=me, world=world, limit_s=limit_s,
-            holder=_store_holder(), first_step=lambda: _shorten_timeouts(limit_s),
-        )  # fmt: skip
+            dist.PrefixStore(f"{prefix}/watch", own),
+            rank=me,
+            world=world,
+            limit_s=limit_s,
+            holder=_store_holder(),
+            first_step=lambda: _shorten_timeouts(limit_s),
+        )
         sys.excepthook = _end_by_hook
 
 

@@ -120,10 +120,14 @@ def stage_meshes(
             legs(block.ops, graph, table, block.outputs)
         found.append(
             StageMesh(
-                ranks=stage.ranks, dp=stage.dp, tp=stage.tp, shards=stage.shards,
-                experts=stage.ep, folded=folded,
+                ranks=stage.ranks,
+                dp=stage.dp,
+                tp=stage.tp,
+                shards=stage.shards,
+                experts=stage.ep,
+                folded=folded,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -185,9 +189,15 @@ def alone(device: torch.device, meshes: Sequence[StageMesh]) -> Place:
         name: Axis(name, 1, 0) for name in ("data", "shard", "replicate", "tensor")
     }
     return Place(
-        stages=tuple(range(len(meshes))), meshes=tuple(meshes), **axes, mesh=None, links={},
-        owners={}, device=device, rank=0,
-    )  # fmt: skip
+        stages=tuple(range(len(meshes))),
+        meshes=tuple(meshes),
+        **axes,
+        mesh=None,
+        links={},
+        owners={},
+        device=device,
+        rank=0,
+    )
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -298,6 +308,12 @@ def join(
         for stages in owners
     }
     return Place(
-        stages=tuple(k for k, m in enumerate(meshes) if rank in m.ranks), meshes=tuple(meshes),
-        **axes, mesh=mesh, links=links, owners=shared, device=device, rank=rank,
-    )  # fmt: skip
+        stages=tuple(k for k, m in enumerate(meshes) if rank in m.ranks),
+        meshes=tuple(meshes),
+        **axes,
+        mesh=mesh,
+        links=links,
+        owners=shared,
+        device=device,
+        rank=rank,
+    )

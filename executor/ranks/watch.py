@@ -83,9 +83,14 @@ class Progress:
         self.stages: Mapping[int, Sequence[int]] = {}
         self.predicted_peak_bytes: int | None = None
         self.where = Where(
-            steps_done=0, phase=None, stage=None, microbatch=None, waits=False, raised=None,
+            steps_done=0,
+            phase=None,
+            stage=None,
+            microbatch=None,
+            waits=False,
+            raised=None,
             since_s=time.monotonic(),
-        )  # fmt: skip
+        )
 
     def enter(
         self,
@@ -97,9 +102,14 @@ class Progress:
     ) -> None:
         """The main thread starts something else; call it inside `during`."""
         self.where = Where(
-            steps_done=self.where.steps_done, phase=phase, stage=stage, microbatch=microbatch,
-            waits=waits, raised=None, since_s=time.monotonic(),
-        )  # fmt: skip
+            steps_done=self.where.steps_done,
+            phase=phase,
+            stage=stage,
+            microbatch=microbatch,
+            waits=waits,
+            raised=None,
+            since_s=time.monotonic(),
+        )
 
     @contextmanager
     def during(self, phase: str, *, waits: bool = False, is_step: bool = False) -> Iterator[None]:
@@ -116,9 +126,14 @@ class Progress:
 
     def _leave(self, *, steps: int = 0, raised: str | None = None, waits: bool = False) -> None:
         self.where = Where(
-            steps_done=self.where.steps_done + steps, phase=None, stage=None, microbatch=None,
-            waits=waits, raised=raised, since_s=time.monotonic(),
-        )  # fmt: skip
+            steps_done=self.where.steps_done + steps,
+            phase=None,
+            stage=None,
+            microbatch=None,
+            waits=waits,
+            raised=raised,
+            since_s=time.monotonic(),
+        )
 
     def advise(self, error: BaseException) -> None:
         """Note at an error of memory what to do about it, once."""
@@ -162,9 +177,15 @@ class Watch:
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, world: int, limit_s: float, holder: str,
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        world: int,
+        limit_s: float,
+        holder: str,
         first_step: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store, self.rank, self.world, self.limit_s = store, rank, world, limit_s
         self.holder, self.first_step = holder, first_step
         self.main = threading.get_ident()

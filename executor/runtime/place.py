@@ -17,9 +17,12 @@ from meshwright.planner.plan.plan import Plan, PlanError
 
 
 def place_of(
-    plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]],
+    plan: Plan,
+    graph: Graph,
+    table: FactorTable,
+    assignments: Sequence[Mapping[str, Assignment]],
     device: torch.device,
-) -> Place:  # fmt: skip
+) -> Place:
     """This process' place in a plan; makes its groups, together with all other ranks. `PlanError`,
     on all alike, for a plan of another number of ranks."""
     meshes = stage_meshes(plan, graph, table, assignments)

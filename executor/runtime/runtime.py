@@ -169,8 +169,10 @@ class Runtime:
             run = PipelineRun(
                 {k: self._run_stage(k, inputs) for k in self.stages},
                 [i for i in self.stream if i.action in forward],
-                rng=lambda k: (0, 0), scale=1.0, later=self.later,
-            )  # fmt: skip
+                rng=lambda k: (0, 0),
+                scale=1.0,
+                later=self.later,
+            )
             return self._mean_loss(run.run())
 
     @contextmanager
@@ -219,10 +221,14 @@ class Runtime:
         stage = self.stages[k]
         rows = self.batches.rows(inputs, stage.data, self.reads[k])
         return RunStage(
-            program=stage.program, channels=stage.channels, beside=stage.beside,
-            reducer=self.reducers[k], inputs=rows.__getitem__, counts=self._count(stage, rows),
+            program=stage.program,
+            channels=stage.channels,
+            beside=stage.beside,
+            reducer=self.reducers[k],
+            inputs=rows.__getitem__,
+            counts=self._count(stage, rows),
             last=self.last[k],
-        )  # fmt: skip
+        )
 
     def _refresh(self) -> None:
         """Weights as the optimizer left them."""

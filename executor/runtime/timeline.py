@@ -273,10 +273,14 @@ def rank_events(
             if what is not Phase.REDUCE:
                 events.append(
                     Event(
-                        stage=None, track="compute", name=what.value, start_s=start_s, end_s=end_s,
+                        stage=None,
+                        track="compute",
+                        name=what.value,
+                        start_s=start_s,
+                        end_s=end_s,
                         microbatch=None,
                     )
-                )  # fmt: skip
+                )
         elif what.action in RECEIVE_OF:
             received = _receive_of(what)
             posted = event_of(what, start_s=start_s, end_s=end_s)

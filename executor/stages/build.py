@@ -109,10 +109,17 @@ class Builder:
         readers = Counter(n for b in blocks for n in b.parameters)
         policies = dict(zip(self.plan.stages[k].blocks, self.plan.stages[k].policies, strict=True))
         lowering = Lowering(
-            graph=graph, table=self.table, data=data, data_axis=place.data,
-            tensor_axis=place.tensor, exchange=place.exchange, device=place.device,
-            microbatches=self.plan.num_microbatches, later=self.later,
-            backend=self.backend, deferrable=self._deferrable(blocks),
+            graph=graph,
+            table=self.table,
+            data=data,
+            data_axis=place.data,
+            tensor_axis=place.tensor,
+            exchange=place.exchange,
+            device=place.device,
+            microbatches=self.plan.num_microbatches,
+            later=self.later,
+            backend=self.backend,
+            deferrable=self._deferrable(blocks),
             repeated_whole=frozenset(
                 b.name for b in blocks if policies[b.name] == "full" and recomputable(b)
             ),
@@ -121,7 +128,7 @@ class Builder:
                 for b in blocks
                 if policies[b.name] == "selective" and recomputable(b)
             },
-        )  # fmt: skip
+        )
         updates = updates_of(graph, blocks)
         made = {n for b in blocks for n in b.outputs}
         wanted = dict.fromkeys(n for b in blocks for n in b.derived)
@@ -273,9 +280,13 @@ class Builder:
         return found
 
     def _add_channels(
-        self, found: dict[tuple[Action, int], dict[str, Channel]], k: int, edge: Edge, name: str,
+        self,
+        found: dict[tuple[Action, int], dict[str, Channel]],
+        k: int,
+        edge: Edge,
+        name: str,
         tag: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         place, meta = self.place, self.graph.values[name]
         ends = [
             (mesh, crossing(self.graph, self._data(mesh.dp), name))
@@ -309,10 +320,13 @@ def _readers(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:
 
 
 def _lowered(
-    lowering: Lowering, blocks: Sequence[Block], layouts: Mapping[str, BlockLayouts],
-    chosen: Mapping[str, Assignment], stored: Mapping[str, State],
+    lowering: Lowering,
+    blocks: Sequence[Block],
+    layouts: Mapping[str, BlockLayouts],
+    chosen: Mapping[str, Assignment],
+    stored: Mapping[str, State],
     buffers: Mapping[str, tuple[str, Placement]],
-) -> list[Lowered]:  # fmt: skip
+) -> list[Lowered]:
     states: dict[str, Placement] = {}
     held_as = {name: placement for name, (_, placement) in buffers.items()}
     found = []
@@ -368,9 +382,13 @@ def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
 
 
 def _buffers(
-    graph: Graph, blocks: Sequence[Block], layouts: Mapping[str, BlockLayouts],
-    chosen: Mapping[str, Assignment], prologue: Lowered, updates: Mapping[str, str],
-) -> dict[str, tuple[str, Placement]]:  # fmt: skip
+    graph: Graph,
+    blocks: Sequence[Block],
+    layouts: Mapping[str, BlockLayouts],
+    chosen: Mapping[str, Assignment],
+    prologue: Lowered,
+    updates: Mapping[str, str],
+) -> dict[str, tuple[str, Placement]]:
     """Value name -> (FQN, placement on the tensor axis) of the stage's buffers: as the blocks read
     them if they agree and nothing else does, else whole."""
     whole = [n for n in (*prologue.arguments, *updates) if n in graph.buffers]

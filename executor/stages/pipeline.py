@@ -100,9 +100,11 @@ class PipelineRun:
         for instruction in self.stream:
             handler = handlers[instruction.action]
             progress.enter(
-                instruction.action.value, stage=instruction.stage,
-                microbatch=instruction.microbatch, waits=instruction.action in WAITING,
-            )  # fmt: skip
+                instruction.action.value,
+                stage=instruction.stage,
+                microbatch=instruction.microbatch,
+                waits=instruction.action in WAITING,
+            )
             if self.observe is None:
                 handler(instruction)
             else:

@@ -57,11 +57,18 @@ class StageProgram(nn.Module):
     """
 
     def __init__(
-        self, *, prologue: Lowered, blocks: Sequence[BlockModule],
-        tensors: dict[str, torch.Tensor], shared: Mapping[str, nn.Parameter],
-        sends: Sequence[str], loss: str | None, updates: Mapping[str, str],
-        differentiable: frozenset[str], device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        prologue: Lowered,
+        blocks: Sequence[BlockModule],
+        tensors: dict[str, torch.Tensor],
+        shared: Mapping[str, nn.Parameter],
+        sends: Sequence[str],
+        loss: str | None,
+        updates: Mapping[str, str],
+        differentiable: frozenset[str],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.prologue = prologue
         self.blocks = tuple(blocks)

@@ -85,9 +85,15 @@ class Channel:
     """One tensor's way from one stage to another, in one direction, as seen from this rank."""
 
     def __init__(
-        self, moved: Sequence[Slice], rank: int, mine: Box, dtype: torch.dtype,
-        device: torch.device, group: dist.ProcessGroup | None, tag: int,
-    ) -> None:  # fmt: skip
+        self,
+        moved: Sequence[Slice],
+        rank: int,
+        mine: Box,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        tag: int,
+    ) -> None:
         self.outgoing = [s for s in moved if s.source == rank]
         self.incoming = [s for s in moved if s.target == rank]
         self.mine, self.dtype, self.device, self.group, self.tag = mine, dtype, device, group, tag

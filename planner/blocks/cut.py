@@ -150,9 +150,12 @@ def _labels(graph: Graph, work: Sequence[float]) -> list[str]:
 
 
 def _is_row(
-    graph: Graph, work: Sequence[float], bytes_at: Sequence[int], own: Sequence[int],
+    graph: Graph,
+    work: Sequence[float],
+    bytes_at: Sequence[int],
+    own: Sequence[int],
     inner: Sequence[str],
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether most of an instance's work is in three or more equal ones inside it, one after the
     other: hardly more crosses between them than crosses before it or after it."""
     runs = [list(group) for _, group in itertools.groupby(own, key=inner.__getitem__)]
@@ -358,13 +361,14 @@ def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
             inputs=tuple(needed[k]),
             outputs=tuple(r for op in run for r in op.results if r in later),
             derived=tuple(
-                n for n in used
+                n
+                for n in used
                 if n not in owner and n not in graph.parameters and n not in graph.buffers
             ),
             parameters=tuple(n for n in used if n in graph.parameters),
             buffers=tuple(n for n in used if n in graph.buffers),
             class_id="",
-        )  # fmt: skip
+        )
         blocks.append(dataclasses.replace(block, class_id=class_hash(graph, block)))
     return tuple(blocks)
 

@@ -108,9 +108,12 @@ class _Order:
 
 @lru_cache(maxsize=256)
 def _order(
-    sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], changing: frozenset[int],
-    keep: tuple[int, ...], largest: int,
-) -> _Order:  # fmt: skip
+    sizes: tuple[int, ...],
+    scopes: tuple[tuple[int, ...], ...],
+    changing: frozenset[int],
+    keep: tuple[int, ...],
+    largest: int,
+) -> _Order:
     """Nodes, with numbers of states, and factors are counted from 0; `changing` are factors. Axes
     of factors lie in the order of elimination, so that the next node's is the first of all its
     factors."""
@@ -143,16 +146,24 @@ def _order(
         add(step.output, step.rest)
     left += [pair for n in (*core, *keep) for pair in buckets[n]]
     return _Order(
-        fixed=tuple(fixed), changing=tuple(later),
+        fixed=tuple(fixed),
+        changing=tuple(later),
         backwards=tuple(sorted([*fixed, *later], key=lambda step: -place[step.node])),
-        core=core, left=tuple(left), place=tuple(place[n] for n in range(len(sizes))),
-    )  # fmt: skip
+        core=core,
+        left=tuple(left),
+        place=tuple(place[n] for n in range(len(sizes))),
+    )
 
 
 def _sequence(
-    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], changing: Collection[int],
-    free: Sequence[int], *, largest: float = math.inf, widest: float = math.inf,
-) -> list[int]:  # fmt: skip
+    sizes: Sequence[int],
+    scopes: Sequence[tuple[int, ...]],
+    changing: Collection[int],
+    free: Sequence[int],
+    *,
+    largest: float = math.inf,
+    widest: float = math.inf,
+) -> list[int]:
     """Nodes in the order of elimination, up to where one would need a sum of more than `largest`
     entries or has more than `widest` neighbours."""
     around: list[set[int]] = [set() for _ in sizes]
@@ -189,9 +200,13 @@ class Elimination:
     `solve`; what doesn't depend on them is eliminated here, once."""
 
     def __init__(
-        self, problem: PairwiseProblem, keep: Sequence[str], changing: Collection[Scope] = (), *,
+        self,
+        problem: PairwiseProblem,
+        keep: Sequence[str],
+        changing: Collection[Scope] = (),
+        *,
         largest: int = LARGEST,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._names = tuple(problem.unary)
         number = {name: k for k, name in enumerate(self._names)}
         sizes = tuple(map(len, problem.unary.values()))
@@ -229,9 +244,13 @@ class Elimination:
         if not np.isfinite(costs).any():
             return None
         return Minimum(
-            costs=costs, names=self._names, keep=self._keep, core=solved, best=best,
+            costs=costs,
+            names=self._names,
+            keep=self._keep,
+            core=solved,
+            best=best,
             steps=self._order.backwards,
-        )  # fmt: skip
+        )
 
     def _lined_up(self, scope: Scope, costs: np.ndarray) -> np.ndarray:
         lined = costs.T if scope in self._turned else costs

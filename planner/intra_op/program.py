@@ -189,9 +189,12 @@ class BlockProgram:
         return found
 
     def _copies(
-        self, value: str, state: Placement, wanted: Mapping[Placement, int],
+        self,
+        value: str,
+        state: Placement,
+        wanted: Mapping[Placement, int],
         source: Placement | None = None,
-    ) -> list[Wait]:  # fmt: skip
+    ) -> list[Wait]:
         """In `state`, and in one more that costs something to make and that several may read."""
         return [
             Wait(state=state, source=source, copy=t)
@@ -314,9 +317,12 @@ class BlockProgram:
     # --- solving ---
 
     def solve(
-        self, pricer: Pricer, allowed: Callable[[str, Placement], bool] = lambda value, state: True,
-        *, microbatches: float | None = None,
-    ) -> BlockTable | None:  # fmt: skip
+        self,
+        pricer: Pricer,
+        allowed: Callable[[str, Placement], bool] = lambda value, state: True,
+        *,
+        microbatches: float | None = None,
+    ) -> BlockTable | None:
         """The cheapest assignment for every pair of boundary states; None if there is none at all.
 
         `pricer`, on any data axis with the program's tensor axis and rows, prices parameters and
@@ -330,9 +336,12 @@ class BlockProgram:
         if found is None:
             return None
         return BlockTable(
-            program=self, problem=self.problem.changed(factors),
-            keep=tuple(self.boundary_nodes()), costs=found.costs, choices=found,
-        )  # fmt: skip
+            program=self,
+            problem=self.problem.changed(factors),
+            keep=tuple(self.boundary_nodes()),
+            costs=found.costs,
+            choices=found,
+        )
 
     def boundary_nodes(self) -> list[str]:
         """Nodes of the block's inputs and outputs that have a choice of states: at most one of

@@ -83,8 +83,11 @@ class Program:
         ]
 
     def _check(self, made: Sequence[torch.Tensor]) -> None:
-        lost = [k for k, (x, g) in enumerate(zip(made, self.gradients, strict=True))
-                if g and not x.requires_grad]  # fmt: skip
+        lost = [
+            k
+            for k, (x, g) in enumerate(zip(made, self.gradients, strict=True))
+            if g and not x.requires_grad
+        ]
         if lost:
             raise RuntimeError(
                 f"leaf {self.name} gives result {lost[0]} without gradient where the trace expects "

@@ -238,9 +238,12 @@ def _counts(overrides: Overrides, cuts: Sequence[int] | None) -> tuple[int | Non
 
 
 def _check_stages(
-    choices: _Choices, names: Sequence[str], cuts: Sequence[int] | None, pp: int | None,
+    choices: _Choices,
+    names: Sequence[str],
+    cuts: Sequence[int] | None,
+    pp: int | None,
     each: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Every stage has one value of each kind: within the given stages, or with so many."""
     for k, (start, stop) in enumerate(pairwise([0, *(cuts or [])])):
         _, clash = _needed(choices, start, stop)

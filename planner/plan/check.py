@@ -322,9 +322,15 @@ def stage_assignments(
 
 
 def _completed(
-    graph: Graph, table: FactorTable, block: Block, tp: int, entries: Mapping[str, Entry],
-    inputs: Mapping[str, Placement], leaving: Collection[str], place: str,
-) -> Assignment:  # fmt: skip
+    graph: Graph,
+    table: FactorTable,
+    block: Block,
+    tp: int,
+    entries: Mapping[str, Entry],
+    inputs: Mapping[str, Placement],
+    leaving: Collection[str],
+    place: str,
+) -> Assignment:
     layouts = BlockLayouts(graph, table, block, tp)
     try:
         assignment = layouts.complete(entries, inputs, leaving)
@@ -335,10 +341,7 @@ def _completed(
 
 
 def _check_states(
-    layouts: BlockLayouts,
-    assignment: Assignment,
-    inputs: Mapping[str, Placement],
-    place: str,
+    layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement], place: str
 ) -> None:
     """Every state is a layout its tensor can have, reachable from its maker and to its readers."""
     graph, made = layouts.graph, {**inputs}

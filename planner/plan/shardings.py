@@ -54,9 +54,12 @@ def resolve_shardings(
 
 
 def check_matched(
-    graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str], matched: Collection[str],
+    graph: Graph,
+    blocks: Sequence[Block],
+    shardings: Mapping[str, str],
+    matched: Collection[str],
     place: str,
-) -> None:  # fmt: skip
+) -> None:
     for pattern in shardings:
         if pattern not in matched:
             raise PlanError(f"{place}: sharding {pattern!r} {_no_match(graph, blocks, pattern)}")

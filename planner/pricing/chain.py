@@ -222,9 +222,11 @@ class Chain:
             seconds.append(best[:, 0] - once)
             blocks.append(stops - starts)
         return Runs(
-            sums=np.concatenate(sums), seconds=np.concatenate(seconds),
-            blocks=np.concatenate(blocks), index=steps.index,
-        )  # fmt: skip
+            sums=np.concatenate(sums),
+            seconds=np.concatenate(seconds),
+            blocks=np.concatenate(blocks),
+            index=steps.index,
+        )
 
     def _again(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sums and seconds of parameters that stages would count more than once."""

@@ -125,9 +125,13 @@ def price_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts]) 
         mfu=flops / (timeline.step_time_s * peak),
     )
     return Evaluation(
-        plan=plan, prediction=prediction, stages=tuple(stages), in_flight=held, timeline=timeline,
+        plan=plan,
+        prediction=prediction,
+        stages=tuple(stages),
+        in_flight=held,
+        timeline=timeline,
         target=coster.target,
-    )  # fmt: skip
+    )
 
 
 def _peak_bytes(plan: Plan, stages: Sequence[StageCosts], cluster: Cluster) -> list[int]:

@@ -33,10 +33,20 @@ class Evaluator:
         assignments = check_plan(plan, self.graph, self.table, self._checked)
         if plan.precision not in self._costers:
             self._costers[plan.precision] = StageCoster(
-                self.graph, self.table, self.cluster, plan.precision, self.optimizer,
-                target=self.target, profile=self.profile,
-            )  # fmt: skip
+                self.graph,
+                self.table,
+                self.cluster,
+                plan.precision,
+                self.optimizer,
+                target=self.target,
+                profile=self.profile,
+            )
         return evaluate(
-            plan, self.graph, self.table, self.cluster, assignments, optimizer=self.optimizer,
+            plan,
+            self.graph,
+            self.table,
+            self.cluster,
+            assignments,
+            optimizer=self.optimizer,
             coster=self._costers[plan.precision],
-        )  # fmt: skip
+        )

@@ -69,9 +69,13 @@ class _Steps:
 
 
 def choose_policies(
-    blocks: Sequence[np.ndarray], legal: Sequence[str], *, in_flight: float, room_bytes: float,
+    blocks: Sequence[np.ndarray],
+    legal: Sequence[str],
+    *,
+    in_flight: float,
+    room_bytes: float,
     device: str = "cuda",
-) -> tuple[str, ...] | None:  # fmt: skip
+) -> tuple[str, ...] | None:
     """The policy of each block that adds the least seconds to a backward, None if none fits.
 
     `blocks` are vectors over `FIELDS`, `legal` the policies to choose from; `room_bytes` is what

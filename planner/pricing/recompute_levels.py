@@ -94,8 +94,10 @@ def settled(part: np.ndarray, policy: str) -> np.ndarray:
     get = {name: part[k] for k, name in enumerate(FIELDS)}
     if policy != "none":
         for name, what in (
-            ("backward_s", "s"), ("backward_comm_s", "comm_s"), ("backward_host_s", "host_s"),
-        ):  # fmt: skip
+            ("backward_s", "s"),
+            ("backward_comm_s", "comm_s"),
+            ("backward_host_s", "host_s"),
+        ):
             get[name] = get[name] + get.get(f"{policy}_{what}", 0.0)
         get["saved_bytes"] = get["saved_bytes"] - get[f"{policy}_bytes"]
     if policy == "full":

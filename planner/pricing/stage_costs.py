@@ -111,10 +111,21 @@ class StageCoster:
         spread: int = 1,
     ) -> Setting:
         return Setting(
-            cluster=self.cluster, dp=dp, tp=tp, rows=rows, num_microbatches=microbatches,
-            precision=self.precision, optimizer=self.optimizer, zero=zero, cp=cp, ep=ep,
-            dp_shard=dp_shard, spread=spread, target=self.target, profile=self.profile,
-        )  # fmt: skip
+            cluster=self.cluster,
+            dp=dp,
+            tp=tp,
+            rows=rows,
+            num_microbatches=microbatches,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            zero=zero,
+            cp=cp,
+            ep=ep,
+            dp_shard=dp_shard,
+            spread=spread,
+            target=self.target,
+            profile=self.profile,
+        )
 
     def pricer(self, setting: Setting) -> Pricer:
         key = (setting.tp, setting.cp, setting.ep, setting.spread, setting.rows)
@@ -125,9 +136,8 @@ class StageCoster:
         return self._pricers[key].once(setting)
 
     def components(
-        self, pricer: Pricer, block: Block, assignment: Assignment,
-        inputs: Mapping[str, Placement],
-    ) -> np.ndarray:  # fmt: skip
+        self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
+    ) -> np.ndarray:
         """What a block adds to the sums of its stage; blocks of one class with equal decisions are
         priced once per setting."""
         setting = pricer.setting
@@ -144,9 +154,12 @@ class StageCoster:
         return self._components[key]
 
     def _pass(
-        self, pricer: Pricer, layouts: BlockLayouts, assignment: Assignment,
+        self,
+        pricer: Pricer,
+        layouts: BlockLayouts,
+        assignment: Assignment,
         inputs: Mapping[str, Placement],
-    ) -> PassPrice:  # fmt: skip
+    ) -> PassPrice:
         """What a block costs per micro-batch, found once for all data axes with the same rows per
         device."""
         block = layouts.block
@@ -232,17 +245,26 @@ class StageCoster:
         else:
             tables = self._tables(setting, mode, cuts, stored)
         return Chain(
-            setting=setting, mode=mode, blocks=self.graph.blocks, forced=forced, tables=tables,
-            at=self.cut_at or range(len(self.graph.blocks) + 1), cuts=cuts, stored=stored,
+            setting=setting,
+            mode=mode,
+            blocks=self.graph.blocks,
+            forced=forced,
+            tables=tables,
+            at=self.cut_at or range(len(self.graph.blocks) + 1),
+            cuts=cuts,
+            stored=stored,
             send_s=self.send_seconds(setting),
             again=self._read_again(pricer, stored, setting.num_microbatches),
             price=partial(self._priced, pricer),
-        )  # fmt: skip
+        )
 
     def _tables(
-        self, setting: Setting, mode: str, cuts: Sequence[Sequence[Placement]],
+        self,
+        setting: Setting,
+        mode: str,
+        cuts: Sequence[Sequence[Placement]],
         stored: dict[str, Placement],
-    ) -> list[BlockTable | None]:  # fmt: skip
+    ) -> list[BlockTable | None]:
         """Solved programs in block order, None for blocks without a legal assignment. Parameters
         read by several blocks are stored as the heaviest of them wants: `stored`, filled here."""
         pricer = self.pricer(setting)
@@ -277,9 +299,14 @@ class StageCoster:
         return block.class_id, shared, forced, free
 
     def _solve(
-        self, k: int, setting: Setting, pricer: Pricer, mode: str,
-        cuts: Sequence[Sequence[Placement]], stored: Mapping[str, Placement],
-    ) -> BlockTable | None:  # fmt: skip
+        self,
+        k: int,
+        setting: Setting,
+        pricer: Pricer,
+        mode: str,
+        cuts: Sequence[Sequence[Placement]],
+        stored: Mapping[str, Placement],
+    ) -> BlockTable | None:
         program = self._program(k, setting, pricer, cuts)
         if program is None:
             return None
@@ -418,12 +445,17 @@ class StageCoster:
             return sum(
                 part
                 * send_seconds(
-                    nbytes, source, destination, tp=setting.tp, cluster=self.cluster,
-                    target=self.target, profile=self.profile,
+                    nbytes,
+                    source,
+                    destination,
+                    tp=setting.tp,
+                    cluster=self.cluster,
+                    target=self.target,
+                    profile=self.profile,
                 )
                 for part, source, destination in pairs
                 if part
-            )  # fmt: skip
+            )
 
         crossing = [sum(pricer.nbytes(v) for v in values) for values in self._crossing]
         known = {nbytes: seconds(nbytes) for nbytes in set(crossing)}
@@ -433,9 +465,14 @@ class StageCoster:
 def _where(setting: Setting) -> tuple[Any, ...]:
     """What prices of a block depend on, but for the number of micro-batches."""
     return (
-        setting.dp, setting.tp, setting.cp, setting.ep, setting.rows, setting.dp_shard,
+        setting.dp,
+        setting.tp,
+        setting.cp,
+        setting.ep,
+        setting.rows,
+        setting.dp_shard,
         setting.spread,
-    )  # fmt: skip
+    )
 
 
 def _decisions(block: Block, assignment: Assignment) -> tuple[Any, ...]:

@@ -35,13 +35,14 @@ _FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         r"Moonlight-16B",
         {"latent": Latent(q_rank=0), "shared_ffn": 2816, "dense_layers": 1, "ffn": 11264},
     ),
-    (r"GLM-4\.5-Air|GLM-4\.6-Air", {
-        "head_dim": 128, "shared_ffn": 1408, "dense_layers": 1, "ffn": 10944,
-    }),
+    (
+        r"GLM-4\.5-Air|GLM-4\.6-Air",
+        {"head_dim": 128, "shared_ffn": 1408, "dense_layers": 1, "ffn": 10944},
+    ),
     (r"GLM-4\.[56]", {"head_dim": 128, "shared_ffn": 1536, "dense_layers": 3, "ffn": 12288}),
     (r"gpt-oss", {"head_dim": 64}),
     (r"Llama-?4-Scout", {"head_dim": 128, "shared_ffn": 8192}),
-)  # fmt: skip
+)
 # families that the reference models can't stand for, with the reason
 _OTHER = (
     (

@@ -34,10 +34,7 @@ EXPERT_HOST = 4.0
 GRAPHED_HOST = 0.3
 EXCHANGE_HIDDEN = 0.4
 # what libraries that send a token once to each node are called, and their seconds a message
-MESSAGE_S = (
-    (r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6),
-    (r"DeepEP|HybridEP|Hybrid-EP", 0.0),
-)
+MESSAGE_S = ((r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6), (r"DeepEP|HybridEP|Hybrid-EP", 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +51,14 @@ class Framework:
 
 _MEGATRON = Framework(
     target=Target(
-        bucket_copies=0, name="Megatron-LM", fusion="pointwise", host_scale=MEGATRON_HOST,
+        bucket_copies=0,
+        name="Megatron-LM",
+        fusion="pointwise",
+        host_scale=MEGATRON_HOST,
         gradient_bytes=2,
-        optimizer_passes=2.0, bucket_bytes=2**30, overlap_sends=False,
+        optimizer_passes=2.0,
+        bucket_bytes=2**30,
+        overlap_sends=False,
         scatter_sends=True,
     ),
     attention="written",
@@ -65,7 +67,7 @@ _MEGATRON = Framework(
         "fused pointwise and softmax kernels, scores written to memory, dropout 0.1",
         "16-bit gradients reduced after the last backward",
     ),
-)  # fmt: skip
+)
 _CORE = Framework(
     target=replace(MEGATRON, name="Megatron-Core"),
     sequence_parallel=True,
@@ -74,14 +76,20 @@ _CORE = Framework(
         "gradient reduction and parameter gathering overlapped, half of the tensor-parallel "
         "communication overlapped",
     ),
-)  # fmt: skip
+)
 _FSDP = Framework(
     target=Target(
-        bucket_copies=0, name="FSDP", unit="block", overlap_gradients=True, overlap_parameters=True,
-        gradient_bytes=2, host_scale=FSDP_HOST, attention_scale=TRITON_ATTENTION,
+        bucket_copies=0,
+        name="FSDP",
+        unit="block",
+        overlap_gradients=True,
+        overlap_parameters=True,
+        gradient_bytes=2,
+        host_scale=FSDP_HOST,
+        attention_scale=TRITON_ATTENTION,
     ),
     assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
-)  # fmt: skip
+)
 _XLA = Framework(
     target=Target(bucket_copies=0, name="XLA", fusion="full", host_scale=0.0, gradient_bytes=2),
     attention="written",

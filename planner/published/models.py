@@ -199,10 +199,17 @@ class Layer(nn.Module):
         self.dropout = dims.dropout
         self.norm1, self.norm2 = _norm(dims), _norm(dims)
         self.attention = LatentAttention(dims, dims.latent) if dims.latent else Attention(dims)
-        self.mlp: nn.Module = MLP(dims) if not sparse else MoE(
-            hidden=dims.hidden, ffn=dims.expert_ffn, experts=dims.experts, topk=dims.topk,
-            shared=dims.shared_ffn,
-        )  # fmt: skip
+        self.mlp: nn.Module = (
+            MLP(dims)
+            if not sparse
+            else MoE(
+                hidden=dims.hidden,
+                ffn=dims.expert_ffn,
+                experts=dims.experts,
+                topk=dims.topk,
+                shared=dims.shared_ffn,
+            )
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         x = x + F.dropout(self.attention(self.norm1(x), cos, sin, mask), self.dropout)

@@ -51,12 +51,16 @@ class MoE(nn.Module):
             "down": GroupedLinear(experts, ffn, hidden),
         })  # fmt: skip
         self.shared = (
-            nn.ModuleDict({
-                "gate": nn.Linear(hidden, shared, bias=False),
-                "up": nn.Linear(hidden, shared, bias=False),
-                "down": nn.Linear(shared, hidden, bias=False),
-            }) if shared else None
-        )  # fmt: skip
+            nn.ModuleDict(
+                {
+                    "gate": nn.Linear(hidden, shared, bias=False),
+                    "up": nn.Linear(hidden, shared, bias=False),
+                    "down": nn.Linear(shared, hidden, bias=False),
+                }
+            )
+            if shared
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = F.softmax(self.router(x), -1).topk(self.topk)

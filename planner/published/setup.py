@@ -70,7 +70,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
                     if where in _kinds(setup.dims, blocks)
                 },
             )
-        )  # fmt: skip
+        )
     return Plan(
         model=fingerprint(graph),
         global_batch_size=setup.global_batch,

@@ -122,9 +122,12 @@ class Answers:
             elif draft.step_time_s < best.step_time_s:
                 bigger.append(_rival(draft))
         evaluator = Evaluator(
-            graph=search.graph, table=search.table, cluster=search.cluster,
-            optimizer=search.optimizer, target=search.target,
-        )  # fmt: skip
+            graph=search.graph,
+            table=search.table,
+            cluster=search.cluster,
+            optimizer=search.optimizer,
+            target=search.target,
+        )
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
 
 

@@ -55,11 +55,17 @@ def explain_search(
         for name, proof in result.certificates.items()
     ]
     return _report(
-        best, graph, table, cluster, result.best.assignments, runners=runners, solver=proofs,
+        best,
+        graph,
+        table,
+        cluster,
+        result.best.assignments,
+        runners=runners,
+        solver=proofs,
         proof={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
         phases_s={**phases_s, **result.phases_s},
         notes=(*_runs(result.best.plan), *result.notes),
-    )  # fmt: skip
+    )
 
 
 def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any]:
@@ -108,18 +114,32 @@ def explain_plan(
 ) -> Report:
     """The report of a plan that was given, not searched."""
     return _report(
-        evaluation, graph, table, cluster, check_plan(evaluation.plan, graph, table),
-        runners=[], solver=[], proof={}, phases_s=phases_s,
+        evaluation,
+        graph,
+        table,
+        cluster,
+        check_plan(evaluation.plan, graph, table),
+        runners=[],
+        solver=[],
+        proof={},
+        phases_s=phases_s,
         notes=("the plan was given: nothing was searched",),
-    )  # fmt: skip
+    )
 
 
 def _report(
-    evaluation: Evaluation, graph: Graph, table: FactorTable, cluster: Cluster,
-    assignments: Sequence[Mapping[str, Assignment]], *,
-    runners: Sequence[Row], solver: Sequence[Row], proof: Row,
-    phases_s: Mapping[str, float], notes: Sequence[str],
-) -> Report:  # fmt: skip
+    evaluation: Evaluation,
+    graph: Graph,
+    table: FactorTable,
+    cluster: Cluster,
+    assignments: Sequence[Mapping[str, Assignment]],
+    *,
+    runners: Sequence[Row],
+    solver: Sequence[Row],
+    proof: Row,
+    phases_s: Mapping[str, float],
+    notes: Sequence[str],
+) -> Report:
     plan, prediction = evaluation.plan, evaluation.prediction
     shares = divided(plan, graph, table, assignments)
     refused = excluded(graph, table, _degrees(plan, cluster))

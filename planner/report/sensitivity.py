@@ -34,9 +34,11 @@ def scaled_link(link: Link, factor: float) -> Link:
         return None if value is None else value * factor
 
     return replace(
-        link, bandwidth=link.bandwidth * factor, per_rank_bandwidth=times(link.per_rank_bandwidth),
+        link,
+        bandwidth=link.bandwidth * factor,
+        per_rank_bandwidth=times(link.per_rank_bandwidth),
         switch_bandwidth=times(link.switch_bandwidth),
-    )  # fmt: skip
+    )
 
 
 def _inter(cluster: Cluster, factor: float) -> Cluster:

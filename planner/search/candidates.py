@@ -94,9 +94,14 @@ def make_candidate(coster: StageCoster, draft: Draft) -> Candidate:
         )
     plan = dataclasses.replace(plan, stages=tuple(stages))
     priced = evaluate(
-        plan, coster.graph, coster.table, coster.cluster, assignments, optimizer=coster.optimizer,
+        plan,
+        coster.graph,
+        coster.table,
+        coster.cluster,
+        assignments,
+        optimizer=coster.optimizer,
         coster=coster,
-    )  # fmt: skip
+    )
     return Candidate(evaluation=priced, assignments=assignments, fits=_fits(priced, coster.cluster))
 
 
@@ -121,10 +126,16 @@ def _stage_plan(
     mesh = drafted.way.mesh
     names = tuple(b.name for b in coster.graph.blocks[drafted.start : drafted.stop])
     return StagePlan(
-        blocks=names, ranks=ranks, dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep,
-        zero=drafted.way.zero, dp_shard=drafted.way.dp_shard or None,
+        blocks=names,
+        ranks=ranks,
+        dp=mesh.dp,
+        tp=mesh.tp,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        zero=drafted.way.zero,
+        dp_shard=drafted.way.dp_shard or None,
         recompute=recompute_of(names, policies),
-    )  # fmt: skip
+    )
 
 
 # --- recompute -----------------------------------------------------------------------------------
@@ -136,9 +147,12 @@ def _policies(coster: StageCoster, drafted: Drafted, plan: Plan, k: int) -> tupl
         return drafted.policies
     groups = len(plan.devices)
     held = in_flight(
-        plan.schedule, stage=k, num_stages=len(plan.stages),
-        num_microbatches=plan.num_microbatches, num_devices=groups,
-    )  # fmt: skip
+        plan.schedule,
+        stage=k,
+        num_stages=len(plan.stages),
+        num_microbatches=plan.num_microbatches,
+        num_devices=groups,
+    )
     each = len(plan.stages) // groups
     first = drafted.ladder.at(drafted.run, drafted.chosen.nothing())
     found = choose_policies(

@@ -152,9 +152,15 @@ class EqualStages:
 
     def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
         return self.coster.setting(
-            dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, microbatches=m, dp_shard=shard,
-            rows=self.space.global_batch_size / m / mesh.dp, spread=mesh.spread,
-        )  # fmt: skip
+            dp=mesh.dp,
+            tp=mesh.tp,
+            cp=mesh.cp,
+            ep=mesh.ep,
+            microbatches=m,
+            dp_shard=shard,
+            rows=self.space.global_batch_size / m / mesh.dp,
+            spread=mesh.spread,
+        )
 
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
@@ -209,10 +215,12 @@ class EqualStages:
         mesh, whole = slot.mesh, float(part[FIELDS.index("parameters")])
         split = self.parameters / (mesh.tp * mesh.ep * stages)
         return _Even(
-            each=each, steps=steps, least_s=float(least.sum()),
+            each=each,
+            steps=steps,
+            least_s=float(least.sum()),
             slowest_s=slowest_s(least, self.classes, slot.groups),
             states_bytes=states * min(1.0, split / max(whole, 1.0)),
-        )  # fmt: skip
+        )
 
     def _node(self, slot: Slot, way: Way, schedule: str, even: _Even) -> Node:
         """One combination, estimated from stages that are all alike."""
@@ -226,10 +234,14 @@ class EqualStages:
         turn = each * (costs.amortised_s(m) + self._sent(way, schedule, stages))
         estimate = m * turn * uneven + (groups - 1) * each * _fill(costs, schedule, m, groups)
         return Node(
-            way=way, num_microbatches=m, schedule=schedule, groups=groups, each=each,
+            way=way,
+            num_microbatches=m,
+            schedule=schedule,
+            groups=groups,
+            each=each,
             estimate_s=estimate * (TIGHT if tight else 1.0),
             bound_s=_bound(even.least_s, even.slowest_s, schedule, m, groups),
-        )  # fmt: skip
+        )
 
     def _sent(self, way: Way, schedule: str, stages: int) -> float:
         """Seconds that sends add to a stage's turn: 1F1B holds too few micro-batches to hide them
@@ -279,9 +291,12 @@ class EqualStages:
             fills.append(np.where(np.isfinite(times[-1]), filling, np.inf))
         level = [levels.index(h) for h in held]
         found = cut_evenly(
-            np.stack(times), np.stack(fills), np.array(level),
-            later=float(m * node.each), cutoff=cutoff_s,
-        )  # fmt: skip
+            np.stack(times),
+            np.stack(fills),
+            np.array(level),
+            later=float(m * node.each),
+            cutoff=cutoff_s,
+        )
         if found is None:
             return None
         return found.objective_s, [

@@ -13,9 +13,8 @@ class InfeasibleError(ValueError):
     closest; `relaxations`, what would help by itself, the cheapest first."""
 
     def __init__(
-        self, message: str, shortfall_bytes: Sequence[float],
-        relaxations: Sequence[Relaxation] = (),
-    ) -> None:  # fmt: skip
+        self, message: str, shortfall_bytes: Sequence[float], relaxations: Sequence[Relaxation] = ()
+    ) -> None:
         super().__init__(message)
         self.shortfall_bytes = tuple(shortfall_bytes)
         self.relaxations = tuple(relaxations)

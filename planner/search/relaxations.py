@@ -147,11 +147,15 @@ def _least_nodes(search: Search) -> int:
     """Nodes that the states alone fill, however they are divided."""
     states = min(
         model_state_bytes(
-            search.graph.num_parameters(), precision=search.precision, zero=zero, dp=1,
-            optimizer=search.optimizer, target=search.target,
+            search.graph.num_parameters(),
+            precision=search.precision,
+            zero=zero,
+            dp=1,
+            optimizer=search.optimizer,
+            target=search.target,
         )
         for zero in (0, 3)
-    )  # fmt: skip
+    )
     room = search.cluster.device.usable_bytes * search.cluster.devices_per_node
     return math.ceil(states / room)
 

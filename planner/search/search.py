@@ -115,15 +115,25 @@ class Search:
                 self.graph, self.graph.blocks, self.restrictions.shardings, "override shardings"
             )
         self.space = Space(
-            graph=self.graph, table=self.table, cluster=self.cluster,
-            global_batch_size=self.global_batch_size, restrictions=self.restrictions,
-        )  # fmt: skip
+            graph=self.graph,
+            table=self.table,
+            cluster=self.cluster,
+            global_batch_size=self.global_batch_size,
+            restrictions=self.restrictions,
+        )
         at = self.space.cut_at
         if self.coster is None:
             self.coster = StageCoster(
-                self.graph, self.table, self.cluster, self.precision, self.optimizer, entries,
-                target=self.target, profile=self.profile, cut_at=at,
-            )  # fmt: skip
+                self.graph,
+                self.table,
+                self.cluster,
+                self.precision,
+                self.optimizer,
+                entries,
+                target=self.target,
+                profile=self.profile,
+                cut_at=at,
+            )
         else:
             self.coster = self.coster.deciding(entries, at)
         self.equal = EqualStages(self.space, self.coster)
@@ -216,9 +226,11 @@ class Search:
 
     def _simulated(self, stages: Sequence[Drafted], m: int, schedule: str, each: int = 1) -> Draft:
         step = Step(
-            global_batch_size=self.global_batch_size, num_microbatches=m, schedule=schedule,
+            global_batch_size=self.global_batch_size,
+            num_microbatches=m,
+            schedule=schedule,
             each=each,
-        )  # fmt: skip
+        )
         return make_draft(self.coster, stages, step)
 
     # --- different meshes ---
@@ -284,10 +296,13 @@ class Search:
             if stage.tp == 1:
                 continue
             setting = self.coster.setting(
-                dp=stage.dp, tp=stage.tp, cp=stage.cp, ep=stage.ep,
+                dp=stage.dp,
+                tp=stage.tp,
+                cp=stage.cp,
+                ep=stage.ep,
                 rows=best.plan.microbatch_rows / stage.dp,
                 microbatches=best.plan.num_microbatches,
-            )  # fmt: skip
+            )
             chain = self.coster.chain(setting)
             classes: set[str] = set()
             for block, table in zip(self.graph.blocks, chain.tables, strict=True):

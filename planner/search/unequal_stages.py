@@ -143,9 +143,11 @@ class UnequalStages:
             steps = self.equal.ladder(way, schedule)
             drafted = Drafted(
                 start=int(self.equal.cuts[choice.start]),
-                stop=int(self.equal.cuts[choice.stop]), way=way, ladder=steps,
+                stop=int(self.equal.cuts[choice.stop]),
+                way=way,
+                ladder=steps,
                 chosen=steps.share(held, self.equal.room),
-            )  # fmt: skip
+            )
             if not drafted.chosen.fits[drafted.run]:
                 return None
             if way.zero > 1 and schedule in SPLIT_BACKWARD:

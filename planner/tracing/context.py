@@ -14,10 +14,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from meshwright.planner.tracing.user_module.hooks import refused_hooks
@@ -107,7 +104,5 @@ def depends_on_values(error: Exception) -> bool:
     """Whether a trace stopped because it was asked for a number that only real tensors have."""
     return isinstance(
         error,
-        (
-            DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
-        ),
-    )  # fmt: skip
+        (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),
+    )

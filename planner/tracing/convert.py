@@ -98,10 +98,15 @@ def convert(
 
 class _Converter:
     def __init__(
-        self, program: torch.export.ExportedProgram, module: nn.Module, model: nn.Module,
-        loss_fn: Any, inputs: Sequence[tuple[str, bool]], groups: Sequence[Alike],
+        self,
+        program: torch.export.ExportedProgram,
+        module: nn.Module,
+        model: nn.Module,
+        loss_fn: Any,
+        inputs: Sequence[tuple[str, bool]],
+        groups: Sequence[Alike],
         leaves: Sequence[Leaf],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.module, self.loss_fn = program, module, loss_fn
         self.leaves = leaves
         self.builder = Builder()
@@ -341,9 +346,15 @@ class _Converter:
             target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
         several = isinstance(node.meta["val"], (tuple, list))
         made = self.builder.add(
-            target, args, kwargs, place,
-            name=node.name, metas=metas, several=several, grad=scope.grad,
-        )  # fmt: skip
+            target,
+            args,
+            kwargs,
+            place,
+            name=node.name,
+            metas=metas,
+            several=several,
+            grad=scope.grad,
+        )
         bases = [self._base(node, scope, t) for t in results]
         slots = [self.slots.new(v, base) for v, base in zip(made, bases, strict=True)]
         return slots if several else slots[0]
@@ -354,10 +365,15 @@ class _Converter:
         held = [Ref(self.slots.read(x)) for x in fx.map_arg(operands, scope.value)]
         place = Place(module=module_of(node), source=source_of(node))
         made = self.builder.add(
-            str(node.target), (leaf, held), {}, place,
-            name=node.name, metas=[meta_of(t) for t in results_of(node)], several=True,
+            str(node.target),
+            (leaf, held),
+            {},
+            place,
+            name=node.name,
+            metas=[meta_of(t) for t in results_of(node)],
+            several=True,
             grad=scope.grad,
-        )  # fmt: skip
+        )
         for value, flows in zip_longest(made, leaf.gradients, fillvalue=False):
             meta = self.builder.values[value]
             self.builder.values[value] = replace(meta, requires_grad=meta.requires_grad and flows)

@@ -66,9 +66,13 @@ class _Loss(nn.Module):
     """`batch -> loss` as a module of flat tensor arguments."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Any,
-        stand_ins: StandIns, kept: Leaves,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        example: Any,
+        stand_ins: StandIns,
+        kept: Leaves,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -254,9 +258,13 @@ def _export(
         tensors = tuple(leaf for leaf in wrapper.leaves if isinstance(leaf, torch.Tensor))
         try:
             with (
-                quiet(), torch.enable_grad(), adapted(wrapper.model), recorded_gradients(),
-                unvalidated(), way.casts(),
-            ):  # fmt: skip
+                quiet(),
+                torch.enable_grad(),
+                adapted(wrapper.model),
+                recorded_gradients(),
+                unvalidated(),
+                way.casts(),
+            ):
                 if way.symbolic:
                     wrapper.model = _symbolic(wrapper)
                 program = torch.export.export(wrapper, tensors, strict=False)

@@ -164,11 +164,17 @@ def measure_collectives(
                 slowest, spread = _largest([middle, _spread(times)], device)
                 found.append(
                     CollectiveTiming(
-                        backend=dist.get_backend(), kind=kind, ranks=ranks, size=shape.size,
-                        per_node=shape.per_node(devices_per_node), nbytes=4 * numel,
-                        seconds=slowest, repetitions=len(times), spread=spread,
+                        backend=dist.get_backend(),
+                        kind=kind,
+                        ranks=ranks,
+                        size=shape.size,
+                        per_node=shape.per_node(devices_per_node),
+                        nbytes=4 * numel,
+                        seconds=slowest,
+                        repetitions=len(times),
+                        spread=spread,
                     )
-                )  # fmt: skip
+                )
     return found
 
 

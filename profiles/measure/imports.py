@@ -241,11 +241,18 @@ def timings_for(
             seconds = statistics.median(times)
             timings.append(
                 CollectiveTiming(
-                    backend="nccl", kind=kind, ranks=cluster.num_devices, size=size,
-                    per_node=per_node, nbytes=nbytes, seconds=seconds, repetitions=len(times),
-                    spread=_spread(times), source=chosen,
+                    backend="nccl",
+                    kind=kind,
+                    ranks=cluster.num_devices,
+                    size=size,
+                    per_node=per_node,
+                    nbytes=nbytes,
+                    seconds=seconds,
+                    repetitions=len(times),
+                    spread=_spread(times),
+                    source=chosen,
                 )
-            )  # fmt: skip
+            )
     return tuple(timings), dict(skipped)
 
 

@@ -107,8 +107,10 @@ def _call(target: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Op,
 
 def _check_repeats(op: Op, trial: Trial) -> None:
     if not trial.repeats():
-        raise ValueError(f"{op.target}: two equal calls differ: it draws random numbers, or leaves "
-                         "memory unwritten; nothing can be compared")  # fmt: skip
+        raise ValueError(
+            f"{op.target}: two equal calls differ: it draws random numbers, or leaves "
+            "memory unwritten; nothing can be compared"
+        )
 
 
 # --- the search ----------------------------------------------------------------------------------

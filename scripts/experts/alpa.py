@@ -45,9 +45,16 @@ class Experts(nn.Module):
 def moe(*, layers: int, hidden: int, experts: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """The model and a sample batch of two rows."""
     dims = TransformerDims(
-        layers=layers, hidden=hidden, heads=16, kv_heads=16, ffn=8 * hidden, vocab=32000,
-        seq_len=1024, attention="written", tied=False,
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        heads=16,
+        kv_heads=16,
+        ffn=8 * hidden,
+        vocab=32000,
+        seq_len=1024,
+        attention="written",
+        tied=False,
+    )
     with torch.device("meta"):
         model = Transformer(dims)
         for layer in list(model.layers)[1::2]:

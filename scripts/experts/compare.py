@@ -66,9 +66,14 @@ def compare(
         theirs, predicted = _theirs(expert)
         recompute = _recompute(theirs) if like_theirs else None
         work = (
-            theirs.model, repr(expert.cluster), expert.target, expert.precision, expert.optimizer,
-            expert.global_batch_size, recompute,
-        )  # fmt: skip
+            theirs.model,
+            repr(expert.cluster),
+            expert.target,
+            expert.precision,
+            expert.optimizer,
+            expert.global_batch_size,
+            recompute,
+        )
         if work not in found:
             started = time.process_time()
             result = _search(expert, Overrides(recompute=recompute))
@@ -96,9 +101,12 @@ def _theirs(expert: Expert) -> tuple[Plan, Prediction]:
         return found.best.plan, found.best.evaluation.prediction
     graph, table = expert.traced()
     evaluator = Evaluator(
-        graph=graph, table=table, cluster=expert.cluster, optimizer=expert.optimizer,
+        graph=graph,
+        table=table,
+        cluster=expert.cluster,
+        optimizer=expert.optimizer,
         target=expert.target,
-    )  # fmt: skip
+    )
     priced = [(plan, evaluator.price(plan).prediction) for plan in expert.plans(graph)]
     return min(priced, key=lambda p: (max(p[1].shortfall_bytes(expert.cluster)), p[1].step_time_s))
 
@@ -113,9 +121,15 @@ def _search(expert: Expert, overrides: Overrides) -> SearchResult | None:
     graph, table = expert.traced()
     try:
         return Search(
-            graph, table, expert.cluster, expert.global_batch_size, expert.precision,
-            expert.optimizer, overrides, target=expert.target,
-        ).run()  # fmt: skip
+            graph,
+            table,
+            expert.cluster,
+            expert.global_batch_size,
+            expert.precision,
+            expert.optimizer,
+            overrides,
+            target=expert.target,
+        ).run()
     except InfeasibleError:
         return None
 

@@ -103,9 +103,14 @@ def _transformer(setup: Setup, *, name: str, source: str, **facts: float | str) 
 
 
 def _expert(
-    setup: Setup, plans: Callable[[Graph], Sequence[Plan]], *, name: str, source: str,
-    measured_s: float | None = None, note: str = "",
-) -> Expert:  # fmt: skip
+    setup: Setup,
+    plans: Callable[[Graph], Sequence[Plan]],
+    *,
+    name: str,
+    source: str,
+    measured_s: float | None = None,
+    note: str = "",
+) -> Expert:
     return Expert(
         name=name,
         source=source,
@@ -226,9 +231,12 @@ def _alpa_gpt() -> Iterator[Expert]:
             return [staged(setup, graph, meshes, microbatches=m)]
 
         yield _expert(
-            setup, plans, name=f"GPT-{name} on {gpus}", source=_ALPA,
+            setup,
+            plans,
+            name=f"GPT-{name} on {gpus}",
+            source=_ALPA,
             note="groups of layers taken as equal; sharded as Megatron on the operator axis",
-        )  # fmt: skip
+        )
 
 
 def _alpa_moe() -> Iterator[Expert]:
@@ -242,12 +250,20 @@ def _alpa_moe() -> Iterator[Expert]:
             return [replace(plan, stages=tuple(replace(s, ep=s.dp) for s in plan.stages))]
 
         yield replace(
-            _expert(replace(setup, framework=framework), plans, name=f"MoE-{name} on {gpus}",
-                    source=_ALPA, note="experts shared over the data axis"),
-            traced=_once(lambda made=(layers, hidden, experts): traced(
-                moe(layers=made[0], hidden=made[1], experts=made[2]), "fp16")),
+            _expert(
+                replace(setup, framework=framework),
+                plans,
+                name=f"MoE-{name} on {gpus}",
+                source=_ALPA,
+                note="experts shared over the data axis",
+            ),
+            traced=_once(
+                lambda made=(layers, hidden, experts): traced(
+                    moe(layers=made[0], hidden=made[1], experts=made[2]), "fp16"
+                )
+            ),
             optimizer="sgd",  # Adafactor's second moments are a row and a column of each matrix
-        )  # fmt: skip
+        )
 
 
 def _alpa_wide_resnet() -> Iterator[Expert]:
@@ -266,14 +282,15 @@ def _alpa_wide_resnet() -> Iterator[Expert]:
             target=framework_of("Alpa/XLA").target,
             precision="fp32",
             global_batch_size=batch,
-            traced=_once(lambda made=(groups, channels, width): traced(
-                wide_resnet(groups=made[0], channels=made[1], width=made[2]), "fp32")),
-            pinned=Overrides(
-                stages=blocks, num_microbatches=m, schedule="1f1b", recompute="full"
+            traced=_once(
+                lambda made=(groups, channels, width): traced(
+                    wide_resnet(groups=made[0], channels=made[1], width=made[2]), "fp32"
+                )
             ),
+            pinned=Overrides(stages=blocks, num_microbatches=m, schedule="1f1b", recompute="full"),
             optimizer="momentum",
             note="cut and micro-batches as published, operators' shardings free",
-        )  # fmt: skip
+        )
 
 
 def _once(make: Callable[[], Traced]) -> Callable[[], Traced]:
@@ -317,7 +334,9 @@ def _llama3() -> Iterator[Expert]:
             ]
 
         yield _expert(
-            setup, plans, name=f"Llama-3-405B on {gpus}, sequence {length}",
+            setup,
+            plans,
+            name=f"Llama-3-405B on {gpus}, sequence {length}",
             source="The Llama 3 Herd of Models (arXiv 2407.21783), table 4",
             note=f"published MFU {mfu:.0%}; fastest reading of FSDP and recompute that fits",
-        )  # fmt: skip
+        )

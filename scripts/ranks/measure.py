@@ -53,10 +53,15 @@ def ours(overrides: Overrides) -> Make:
 
     def made(setting: Setting) -> Trainer:
         result = auto_parallelize(
-            setting.model(), _cluster(), example_inputs=setting.batch(2),
-            global_batch_size=setting.rows, loss_fn=loss_of, precision=PRECISION,
-            overrides=overrides, profile=False,
-        )  # fmt: skip
+            setting.model(),
+            _cluster(),
+            example_inputs=setting.batch(2),
+            global_batch_size=setting.rows,
+            loss_fn=loss_of,
+            precision=PRECISION,
+            overrides=overrides,
+            profile=False,
+        )
         optimizer = adamw(result.parameters())
 
         def step(batch: Batch) -> torch.Tensor:
@@ -220,9 +225,12 @@ def run_ranks(
         own |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env={**os.environ, **own}, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env={**os.environ, **own},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:

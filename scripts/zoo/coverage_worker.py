@@ -105,10 +105,14 @@ def run(name: str, layout: str) -> dict[str, Any]:
     cluster = Cluster.local(RANKS, measure=False)
     try:
         result = auto_parallelize(
-            made.model, cluster if layout == CHOSEN else free_links(cluster),
-            example_inputs=made.batch, global_batch_size=ROWS, loss_fn=made.loss_fn,
-            precision="fp32", overrides=LAYOUTS[layout],
-        )  # fmt: skip
+            made.model,
+            cluster if layout == CHOSEN else free_links(cluster),
+            example_inputs=made.batch,
+            global_batch_size=ROWS,
+            loss_fn=made.loss_fn,
+            precision="fp32",
+            overrides=LAYOUTS[layout],
+        )
     except OverrideError as error:  # on all ranks alike
         return {"refused": str(error)}
     loss = float(result.train_step(made.batch))

@@ -41,9 +41,16 @@ def _hf(config: str, model: str, options: Options) -> nn.Module:
 
 
 def language(
-    name: str, stem: str, *, small: Options, published: Options, length: int = 2048,
-    head: str = "ForCausalLM", model: str = "", make: Make = causal_batch,
-) -> None:  # fmt: skip
+    name: str,
+    stem: str,
+    *,
+    small: Options,
+    published: Options,
+    length: int = 2048,
+    head: str = "ForCausalLM",
+    model: str = "",
+    make: Make = causal_batch,
+) -> None:
     """A language model `<stem><head>` (or `model`) of a `<stem>Config`; `published` sizes are those
     of its config or paper."""
 
@@ -57,20 +64,25 @@ def language(
 
 
 def vision(
-    name: str, stem: str, *, small: Options, published: Options, side: int = 32,
+    name: str,
+    stem: str,
+    *,
+    small: Options,
+    published: Options,
+    side: int = 32,
     published_side: int = 224,
-) -> None:  # fmt: skip
+) -> None:
     """An image classifier `<stem>ForImageClassification`."""
 
     @entry(name, "transformers", IMAGES)
     def build(size: str, rows: int) -> Built:
         options = dict(small) if size == SMALL else dict(published)
         classes = 8 if size == SMALL else 1000
-        model = _hf(f"{stem}Config", f"{stem}ForImageClassification",
-                    {"num_labels": classes, **options})  # fmt: skip
+        model = _hf(
+            f"{stem}Config", f"{stem}ForImageClassification", {"num_labels": classes, **options}
+        )
         return Built(
-            model=model,
-            batch=image_batch(rows, side if size == SMALL else published_side, classes),
+            model=model, batch=image_batch(rows, side if size == SMALL else published_side, classes)
         )
 
 
@@ -90,158 +102,311 @@ BERT_PLAIN = MappingProxyType({
 })  # fmt: skip
 
 language(
-    "GPT-2", "GPT2", head="LMHeadModel", length=1024,
+    "GPT-2",
+    "GPT2",
+    head="LMHeadModel",
+    length=1024,
     small={"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, **NO_DROPOUT},
     published={"n_embd": 1600, "n_layer": 48, "n_head": 25},
-)  # fmt: skip
+)
 language(
-    "Llama 3", "Llama", small=decoder(kv_heads=2),
+    "Llama 3",
+    "Llama",
+    small=decoder(kv_heads=2),
     published={
-        "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
-        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
     },
-)  # fmt: skip
+)
 language(
-    "Mistral", "Mistral", small=decoder(kv_heads=2, sliding_window=8),
-    published={"num_hidden_layers": 32, "sliding_window": 4096}, length=8192,
-)  # fmt: skip
+    "Mistral",
+    "Mistral",
+    small=decoder(kv_heads=2, sliding_window=8),
+    published={"num_hidden_layers": 32, "sliding_window": 4096},
+    length=8192,
+)
 language(
-    "Qwen2", "Qwen2", small=decoder(kv_heads=1),
+    "Qwen2",
+    "Qwen2",
+    small=decoder(kv_heads=1),
     published={
-        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
     },
-)  # fmt: skip
+)
 language(
-    "Qwen3", "Qwen3", small=decoder(kv_heads=2, head_dim=16),
+    "Qwen3",
+    "Qwen3",
+    small=decoder(kv_heads=2, head_dim=16),
     published={
-        "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600,
-        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
         "head_dim": 128,
     },
-)  # fmt: skip
+)
 language(
-    "Gemma 2", "Gemma2", small=decoder(kv_heads=2, head_dim=16, sliding_window=8),
-    published={
-        "vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336,
-        "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 256,
-    },
-)  # fmt: skip
-language(
-    "Gemma 3", "Gemma3Text", model="Gemma3ForCausalLM",
+    "Gemma 2",
+    "Gemma2",
     small=decoder(kv_heads=2, head_dim=16, sliding_window=8),
     published={
-        "vocab_size": 262208, "hidden_size": 3840, "intermediate_size": 15360,
-        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "vocab_size": 256000,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 42,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
         "head_dim": 256,
     },
-)  # fmt: skip
+)
 language(
-    "Phi-3", "Phi3", small=decoder(kv_heads=2, pad_token_id=0),
-    published={"num_hidden_layers": 32},
-)  # fmt: skip
-language(
-    "OLMo 2", "Olmo2", small=decoder(),
+    "Gemma 3",
+    "Gemma3Text",
+    model="Gemma3ForCausalLM",
+    small=decoder(kv_heads=2, head_dim=16, sliding_window=8),
     published={
-        "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 13824,
-        "num_hidden_layers": 40, "num_attention_heads": 40,
+        "vocab_size": 262208,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
     },
-)  # fmt: skip
+)
+language(
+    "Phi-3", "Phi3", small=decoder(kv_heads=2, pad_token_id=0), published={"num_hidden_layers": 32}
+)
+language(
+    "OLMo 2",
+    "Olmo2",
+    small=decoder(),
+    published={
+        "vocab_size": 100352,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+)
 EXPERTS = MappingProxyType({"num_experts_per_tok": 2, "output_router_logits": True})
 language(
-    "Mixtral", "Mixtral", small=decoder(kv_heads=2, num_local_experts=4, **EXPERTS),
-    published={"num_local_experts": 8, **EXPERTS}, length=4096,
-)  # fmt: skip
+    "Mixtral",
+    "Mixtral",
+    small=decoder(kv_heads=2, num_local_experts=4, **EXPERTS),
+    published={"num_local_experts": 8, **EXPERTS},
+    length=4096,
+)
 language(
-    "Qwen3-MoE", "Qwen3Moe",
+    "Qwen3-MoE",
+    "Qwen3Moe",
     small=decoder(kv_heads=2, head_dim=16, num_experts=8, moe_intermediate_size=32, **EXPERTS),
     published={
-        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-        "moe_intermediate_size": 768, "num_experts_per_tok": 8, "output_router_logits": True,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "output_router_logits": True,
     },
     length=4096,
-)  # fmt: skip
+)
 language(
-    "DeepSeek-V3", "DeepseekV3", length=4096,
+    "DeepSeek-V3",
+    "DeepseekV3",
+    length=4096,
     small=decoder(
-        n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2,
-        topk_group=1, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
-        v_head_dim=16, first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=1,
     ),
     published={},
-)  # fmt: skip
+)
 language(
-    "GPT-OSS", "GptOss", length=4096,
+    "GPT-OSS",
+    "GptOss",
+    length=4096,
     small=decoder(
-        kv_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        kv_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
     ),
     published={},
-)  # fmt: skip
+)
 language(
-    "BERT", "Bert", head="ForMaskedLM", length=512, make=masked_batch, small=BERT_PLAIN,
-    published={"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-               "num_attention_heads": 16},
-)  # fmt: skip
+    "BERT",
+    "Bert",
+    head="ForMaskedLM",
+    length=512,
+    make=masked_batch,
+    small=BERT_PLAIN,
+    published={
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+    },
+)
 language(
-    "DeBERTa-v3", "DebertaV2", head="ForMaskedLM", length=512, make=masked_batch,
+    "DeBERTa-v3",
+    "DebertaV2",
+    head="ForMaskedLM",
+    length=512,
+    make=masked_batch,
     small={
-        **BERT_PLAIN, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 8, "max_relative_positions": -1, "norm_rel_ebd": "layer_norm",
-        "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0,
+        **BERT_PLAIN,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 8,
+        "max_relative_positions": -1,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
         "max_position_embeddings": 64,
     },
     published={
-        "vocab_size": 128100, "hidden_size": 1024, "intermediate_size": 4096,
-        "num_hidden_layers": 24, "num_attention_heads": 16, "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"], "position_buckets": 256, "max_relative_positions": -1,
-        "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False,
+        "vocab_size": 128100,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 256,
+        "max_relative_positions": -1,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
         "type_vocab_size": 0,
     },
-)  # fmt: skip
+)
 language(
-    "T5", "T5", head="ForConditionalGeneration", length=512, make=masked_batch,
-    small={"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
-           "dropout_rate": 0.0, "decoder_start_token_id": 0},
-    published={"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32,
-               "decoder_start_token_id": 0},
-)  # fmt: skip
-language(
-    "BART", "Bart", head="ForConditionalGeneration", length=1024, make=masked_batch,
+    "T5",
+    "T5",
+    head="ForConditionalGeneration",
+    length=512,
+    make=masked_batch,
     small={
-        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
-        "max_position_embeddings": 64, "dropout": 0.0,
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+    published={
+        "d_model": 1024,
+        "d_kv": 128,
+        "d_ff": 16384,
+        "num_layers": 24,
+        "num_heads": 32,
+        "decoder_start_token_id": 0,
+    },
+)
+language(
+    "BART",
+    "Bart",
+    head="ForConditionalGeneration",
+    length=1024,
+    make=masked_batch,
+    small={
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
     },
     published={},
-)  # fmt: skip
+)
 language(
-    "Mamba-2", "Mamba2", length=2048,
-    small={"hidden_size": 32, "num_hidden_layers": 4, "num_heads": 4, "head_dim": 16,
-           "state_size": 8, "n_groups": 2, "chunk_size": 8},
-    published={"vocab_size": 50288, "hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80,
-               "head_dim": 64, "state_size": 128, "n_groups": 1},
-)  # fmt: skip
+    "Mamba-2",
+    "Mamba2",
+    length=2048,
+    small={
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    published={
+        "vocab_size": 50288,
+        "hidden_size": 2560,
+        "num_hidden_layers": 64,
+        "num_heads": 80,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+    },
+)
 vision(
-    "ViT", "ViT",
+    "ViT",
+    "ViT",
     small={**BERT_PLAIN, "image_size": 32, "patch_size": 8},
-    published={"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
-               "num_attention_heads": 16, "patch_size": 14},
-)  # fmt: skip
+    published={
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+    },
+)
 vision(
-    "Swin", "Swin",
-    small={"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2],
-           "num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0},
-    published={"image_size": 224, "embed_dim": 192, "depths": [2, 2, 18, 2],
-               "num_heads": [6, 12, 24, 48], "window_size": 7},
-)  # fmt: skip
+    "Swin",
+    "Swin",
+    small={
+        "image_size": 32,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+        "drop_path_rate": 0.0,
+    },
+    published={
+        "image_size": 224,
+        "embed_dim": 192,
+        "depths": [2, 2, 18, 2],
+        "num_heads": [6, 12, 24, 48],
+        "window_size": 7,
+    },
+)
 vision(
-    "ConvNeXt", "ConvNext",
+    "ConvNeXt",
+    "ConvNext",
     small={"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "drop_path_rate": 0.0},
     published={"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 3, 27, 3]},
-)  # fmt: skip
+)
 
 
 @entry("SegFormer", "transformers", IMAGES)
@@ -258,8 +423,9 @@ def _segformer(size: str, rows: int) -> Built:
     }
     classes, side = (8, 32) if size == SMALL else (150, 512)
     options = small if size == SMALL else published
-    model = _hf("SegformerConfig", "SegformerForSemanticSegmentation",
-                {"num_labels": classes, **options})  # fmt: skip
+    model = _hf(
+        "SegformerConfig", "SegformerForSemanticSegmentation", {"num_labels": classes, **options}
+    )
     labels = torch.randint(classes, (rows, side, side), generator=random_numbers(), device="cpu")
     return Built(model=model, batch={"pixel_values": pixels(rows, side), "labels": labels})
 
@@ -278,8 +444,9 @@ def _whisper(size: str, rows: int) -> Built:
         "decoder_layers": 32, "encoder_attention_heads": 20, "decoder_attention_heads": 20,
         "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120,
     }  # fmt: skip
-    model = _hf("WhisperConfig", "WhisperForConditionalGeneration",
-                small if size == SMALL else published)  # fmt: skip
+    model = _hf(
+        "WhisperConfig", "WhisperForConditionalGeneration", small if size == SMALL else published
+    )
     config: Any = model.config
     frames = 2 * config.max_source_positions
     features = torch.randn(
@@ -301,13 +468,29 @@ def _clip(size: str, rows: int) -> Built:
     }  # fmt: skip
     text |= {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
     if size == SMALL:
-        tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                 "num_attention_heads": 4}  # fmt: skip
-        text = {**tower, "vocab_size": VOCAB, "max_position_embeddings": 32, "bos_token_id": 1,
-                "eos_token_id": 2}  # fmt: skip
+        tower = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        text = {
+            **tower,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 32,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
         image = {**tower, "image_size": 32, "patch_size": 8}
-    model = _hf("CLIPConfig", "CLIPModel", {"text_config": text, "vision_config": image,
-                "projection_dim": 32 if size == SMALL else 768})  # fmt: skip
+    model = _hf(
+        "CLIPConfig",
+        "CLIPModel",
+        {
+            "text_config": text,
+            "vision_config": image,
+            "projection_dim": 32 if size == SMALL else 768,
+        },
+    )
     length, side = (16, 32) if size == SMALL else (77, 224)
     return Built(
         model=model,
@@ -323,12 +506,24 @@ def _clip(size: str, rows: int) -> Built:
 def _llava(size: str, rows: int) -> Built:
     transformers = _transformers()
     if size == SMALL:
-        image = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "image_size": 32, "patch_size": 8}  # fmt: skip
+        image = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 8,
+        }
         text, side, patches, length, token = decoder(vocab_size=VOCAB), 32, 16, 24, VOCAB - 1
     else:
-        image = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-                 "num_attention_heads": 16, "image_size": 336, "patch_size": 14}  # fmt: skip
+        image = {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "image_size": 336,
+            "patch_size": 14,
+        }
         text = {"vocab_size": 32064}
         side, patches, length, token = 336, 576, 1024, 32000
     config = transformers.LlavaConfig(

@@ -136,9 +136,10 @@ def _transformer(size: str, rows: int) -> Built:
     sizes = (64, 4, 2, 128) if size == SMALL else (1024, 16, 6, 4096)
     tokens = ids(rows, length, vocab)
     return Built(
-        model=Seq2Seq(vocab, *sizes), batch=(tokens, tokens.clone(), tokens.clone()),
+        model=Seq2Seq(vocab, *sizes),
+        batch=(tokens, tokens.clone(), tokens.clone()),
         loss_fn=sequence_loss,
-    )  # fmt: skip
+    )
 
 
 @entry("nn.LSTM", "torch")

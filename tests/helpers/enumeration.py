@@ -237,14 +237,22 @@ class Enumeration:
             recompute = recompute_of(names, policies)
             written.append(
                 StagePlan(
-                    blocks=names, ranks=own, dp=how.dp, tp=how.tp, zero=how.zero,
+                    blocks=names,
+                    ranks=own,
+                    dp=how.dp,
+                    tp=how.tp,
+                    zero=how.zero,
                     recompute=recompute,
                 )
-            )  # fmt: skip
+            )
         return Plan(
-            model=self._coster.fingerprint, global_batch_size=self.batch, num_microbatches=m,
-            schedule=schedule, precision="bf16", stages=tuple(written),
-        )  # fmt: skip
+            model=self._coster.fingerprint,
+            global_batch_size=self.batch,
+            num_microbatches=m,
+            schedule=schedule,
+            precision="bf16",
+            stages=tuple(written),
+        )
 
     def _costs_of(
         self, stages: Sequence[Stage], m: int, schedule: str, each: int
@@ -253,10 +261,14 @@ class Enumeration:
         keys = [(m, stage) for stage in stages]
         if any(key not in self._costs for key in keys):
             priced = evaluate(
-                self._plan(stages, m, schedule, each), self.of.graph, self.of.table, self.cluster,
-                [self._assignments(stage, m) for stage in stages], optimizer="adamw",
+                self._plan(stages, m, schedule, each),
+                self.of.graph,
+                self.of.table,
+                self.cluster,
+                [self._assignments(stage, m) for stage in stages],
+                optimizer="adamw",
                 coster=self._coster,
-            )  # fmt: skip
+            )
             self._costs |= dict(zip(keys, priced.stages, strict=True))
         return [self._costs[key] for key in keys]
 
@@ -267,6 +279,10 @@ class Enumeration:
         busy = [m * sum(costs[k].forward_s + costs[k].backward_s for k in own) for own in placed]
         used = [sum(costs[k].static_bytes - costs[k].passing_bytes for k in own) for own in placed]
         return Bounded(
-            stages=stages, num_microbatches=m, schedule=schedule, each=each,
-            least_s=float(max(busy)), least_bytes=float(max(used)),
-        )  # fmt: skip
+            stages=stages,
+            num_microbatches=m,
+            schedule=schedule,
+            each=each,
+            least_s=float(max(busy)),
+            least_bytes=float(max(used)),
+        )

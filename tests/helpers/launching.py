@@ -131,13 +131,16 @@ def launch(
     return Launch(
         ranks=tuple(
             Outcome(
-                returncode=process.returncode, stdout=texts[2 * k], stderr=texts[2 * k + 1],
-                wall_s=ended.get(k, time.monotonic() - started), killed=k not in ended,
+                returncode=process.returncode,
+                stdout=texts[2 * k],
+                stderr=texts[2 * k + 1],
+                wall_s=ended.get(k, time.monotonic() - started),
+                killed=k not in ended,
                 children_left=left[k] and k in ended,
             )
             for k, process in enumerate(running)
         )
-    )  # fmt: skip
+    )
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -20,11 +20,21 @@ MIXED = ("full", "none", "selective")  # policies of a stage's blocks in turn
 
 
 def build_plan(
-    graph: Graph, *, meshes: Sequence[tuple[int, int]], rows: int, num_microbatches: int,
-    schedule: str = "1f1b", virtual: int = 1, placement: str = "tp,dp,pp",
-    cut: str | Sequence[int] = "even", zero: int = 0, dp_shard: int | None = None,
-    recompute: str = "none", precision: str = "fp32", shardings: Mapping[str, str] | None = None,
-) -> Plan:  # fmt: skip
+    graph: Graph,
+    *,
+    meshes: Sequence[tuple[int, int]],
+    rows: int,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    virtual: int = 1,
+    placement: str = "tp,dp,pp",
+    cut: str | Sequence[int] = "even",
+    zero: int = 0,
+    dp_shard: int | None = None,
+    recompute: str = "none",
+    precision: str = "fp32",
+    shardings: Mapping[str, str] | None = None,
+) -> Plan:
     """A plan of one (dp, tp) mesh per device group, each running `virtual` stages.
 
     `cut` may list the first blocks of the stages after the first. Shardings go to the stages with
@@ -47,16 +57,24 @@ def build_plan(
         mixed = [MIXED[(bounds[k] + i) % len(MIXED)] for i in range(len(names))]
         stages.append(
             StagePlan(
-                blocks=names, ranks=ranks[group_of[k]], dp=dp, tp=tp,
-                zero=zero if dp > 1 else 0, dp_shard=dp_shard if zero and dp > 1 else None,
+                blocks=names,
+                ranks=ranks[group_of[k]],
+                dp=dp,
+                tp=tp,
+                zero=zero if dp > 1 else 0,
+                dp_shard=dp_shard if zero and dp > 1 else None,
                 recompute=recompute_of(names, mixed) if recompute == "mixed" else recompute,
                 shardings=matching(graph, blocks, shardings or {}) if tp > 1 else {},
             )
-        )  # fmt: skip
+        )
     return Plan(
-        model=fingerprint(graph), global_batch_size=rows, precision=precision, schedule=schedule,
-        num_microbatches=num_microbatches, stages=tuple(stages),
-    )  # fmt: skip
+        model=fingerprint(graph),
+        global_batch_size=rows,
+        precision=precision,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        stages=tuple(stages),
+    )
 
 
 def ranks_of(meshes: Sequence[tuple[int, int]], placement: str) -> list[tuple[int, ...]]:

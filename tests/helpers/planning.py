@@ -37,9 +37,11 @@ def case(name: str, rows: int = 4) -> Traced:
 
 
 def cut(
-    model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor] | None = None,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     precision: str = "bf16",
-) -> Traced:  # fmt: skip
+) -> Traced:
     graph = trace(model, batch, loss_fn=loss_fn, precision=precision)
     table = analyse(graph)
     return Traced(graph=cut_blocks(graph, table), table=table)
@@ -49,24 +51,42 @@ def cut(
 
 
 def cluster(
-    devices: int = 4, *, nodes: int = 1, flops: float = 1e12, memory_bandwidth: float = 1e12,
-    bandwidth: float = 1e10, latency_s: float = 0.0, launch_s: float = 0.0,
-    memory_bytes: float = 2.0**40, node_bandwidth: float = 1e10,
-) -> Cluster:  # fmt: skip
+    devices: int = 4,
+    *,
+    nodes: int = 1,
+    flops: float = 1e12,
+    memory_bandwidth: float = 1e12,
+    bandwidth: float = 1e10,
+    latency_s: float = 0.0,
+    launch_s: float = 0.0,
+    memory_bytes: float = 2.0**40,
+    node_bandwidth: float = 1e10,
+) -> Cluster:
     """`nodes` nodes of `devices` devices that reach what they promise, whatever the shape, reserve
     nothing and wait for no host."""
     base = Cluster.from_catalog("h100-sxm")
     device = dataclasses.replace(
-        base.device, peak_flops={"fp32": flops, "bf16": flops}, memory_bandwidth=memory_bandwidth,
-        matmul_efficiency=1.0, attention_efficiency=1.0, memory_efficiency=1.0, tiles=(),
-        launch_overhead_s=launch_s, host_overhead_s=0.0, overlap_slowdown=0.0, reserved_bytes=0,
+        base.device,
+        peak_flops={"fp32": flops, "bf16": flops},
+        memory_bandwidth=memory_bandwidth,
+        matmul_efficiency=1.0,
+        attention_efficiency=1.0,
+        memory_efficiency=1.0,
+        tiles=(),
+        launch_overhead_s=launch_s,
+        host_overhead_s=0.0,
+        overlap_slowdown=0.0,
+        reserved_bytes=0,
         memory_bytes=int(memory_bytes),
-    )  # fmt: skip
+    )
     return dataclasses.replace(
-        base, device=device, num_nodes=nodes, devices_per_node=devices,
+        base,
+        device=device,
+        num_nodes=nodes,
+        devices_per_node=devices,
         intra_link=Link(name="wire", latency_s=latency_s, bandwidth=bandwidth),
         inter_link=Link(name="net", latency_s=latency_s, bandwidth=node_bandwidth),
-    )  # fmt: skip
+    )
 
 
 def odd_cluster(seed: int, devices: int = 8) -> Cluster:
@@ -77,9 +97,13 @@ def odd_cluster(seed: int, devices: int = 8) -> Cluster:
         return 10 ** rng.uniform(low, high)
 
     return cluster(
-        devices, flops=rate(8, 13), memory_bandwidth=rate(7, 13), bandwidth=rate(7, 13),
-        latency_s=rng.choice([0.0, 1e-7, 1e-5]), launch_s=rng.choice([0.0, 1e-6]),
-    )  # fmt: skip
+        devices,
+        flops=rate(8, 13),
+        memory_bandwidth=rate(7, 13),
+        bandwidth=rate(7, 13),
+        latency_s=rng.choice([0.0, 1e-7, 1e-5]),
+        launch_s=rng.choice([0.0, 1e-6]),
+    )
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -94,9 +118,17 @@ def token_batch(rows: int, sequence: int) -> dict[str, torch.Tensor]:
 def large_gpt2() -> Traced:
     """Two layers of hidden size 2048, embedding and head tied."""
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=2048, n_head=16, vocab_size=50304, n_positions=1024, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        n_layer=2,
+        n_embd=2048,
+        n_head=16,
+        vocab_size=50304,
+        n_positions=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     return cut(model, token_batch(2, 1024))
@@ -106,9 +138,14 @@ def large_gpt2() -> Traced:
 def large_llama() -> Traced:
     """Two layers of hidden size 4096 with grouped queries."""
     config = transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=2048,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     return cut(model, token_batch(2, 2048))
@@ -118,10 +155,15 @@ def large_llama() -> Traced:
 def large_bert() -> Traced:
     """Two post-norm layers of hidden size 2048."""
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=2048, num_attention_heads=16, intermediate_size=8192,
-        vocab_size=30592, max_position_embeddings=1024, hidden_dropout_prob=0.0,
+        num_hidden_layers=2,
+        hidden_size=2048,
+        num_attention_heads=16,
+        intermediate_size=8192,
+        vocab_size=30592,
+        max_position_embeddings=1024,
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(config)
     return cut(model, token_batch(2, 1024))

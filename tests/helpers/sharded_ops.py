@@ -293,11 +293,14 @@ class OperatorCheck:
         """The lowered operator of one rank, and what it takes besides its operands."""
         op = self.op
         low = Lowering(
-            graph=self.graph, table=self.sample.table,
+            graph=self.graph,
+            table=self.sample.table,
             data=DataLayout(strategies={op.name: data}, states={}, gathered=()),
-            data_axis=data_axis, tensor_axis=tensor_axis, device=torch.device("cpu"),
+            data_axis=data_axis,
+            tensor_axis=tensor_axis,
+            device=torch.device("cpu"),
             microbatches=self.microbatches,
-        )  # fmt: skip
+        )
         states = dict(
             zip(op.operands, zip(data.operands, tensor.operands, strict=True), strict=True)
         )
@@ -313,9 +316,14 @@ class OperatorCheck:
         return module, extras
 
     def check(
-        self, mesh: Mesh, data: Strategy | None, tensor: Strategy | None, ranks: Ranks,
-        *, talking: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        mesh: Mesh,
+        data: Strategy | None,
+        tensor: Strategy | None,
+        ranks: Ranks,
+        *,
+        talking: bool = False,
+    ) -> None:
         """Raise AssertionError unless the operator on shards is the whole operator."""
         data, tensor = data or self.replicated, tensor or self.replicated
         operands = list(zip(data.operands, tensor.operands, strict=True))
@@ -339,9 +347,13 @@ class OperatorCheck:
         self._compare(got, operands, results, mesh, at)
 
     def _compare(
-        self, got: Mapping[Rank, Outcome], operands: list[State], results: list[State],
-        mesh: Mesh, at: str,
-    ) -> None:  # fmt: skip
+        self,
+        got: Mapping[Rank, Outcome],
+        operands: list[State],
+        results: list[State],
+        mesh: Mesh,
+        at: str,
+    ) -> None:
         for k, (state, expected) in enumerate(zip(results, self.expected.results, strict=True)):
             held = {rank: outcome.results[k] for rank, outcome in got.items()}
             close(whole(held, state, mesh, f"{at} result {k}"), expected, f"{at} result {k}")

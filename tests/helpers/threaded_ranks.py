@@ -57,10 +57,7 @@ class Ranks:
         d, t = divmod(rank, tp)
         rows = tuple(d * tp + k for k in range(tp))
         columns = tuple(k * tp + t for k in range(dp))
-        return (
-            Axis("data", dp, d, groups.get(columns)),
-            Axis("tensor", tp, t, groups.get(rows)),
-        )
+        return (Axis("data", dp, d, groups.get(columns)), Axis("tensor", tp, t, groups.get(rows)))
 
     def run(self, mesh: Mesh, work: Callable[[Axis, Axis], Any]) -> dict[Rank, Any]:
         """`work(data axis, tensor axis)` on every rank of a mesh; an error is raised here."""

@@ -109,10 +109,7 @@ def plan_for(graph: Graph, *, stages: int = 1, dp: int = 2, tp: int = 2, **chang
         precision="fp32",
         stages=tuple(
             StagePlan(
-                blocks=tuple(run),
-                ranks=tuple(range(k * dp * tp, (k + 1) * dp * tp)),
-                dp=dp,
-                tp=tp,
+                blocks=tuple(run), ranks=tuple(range(k * dp * tp, (k + 1) * dp * tp)), dp=dp, tp=tp
             )
             for k, run in enumerate(runs)
         ),

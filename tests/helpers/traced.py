@@ -121,20 +121,34 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return transformers.GPT2LMHeadModel(config), batch
     if name == "llama":
         config = transformers.LlamaConfig(
-            num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=24, vocab_size=VOCAB, **special,
-        )  # fmt: skip
+            num_hidden_layers=2,
+            hidden_size=16,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=24,
+            vocab_size=VOCAB,
+            **special,
+        )
         return transformers.LlamaForCausalLM(config), batch
     if name == "t5":
         config = transformers.T5Config(
-            d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, vocab_size=VOCAB,
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=VOCAB,
             decoder_start_token_id=0,
-        )  # fmt: skip
+        )
         return transformers.T5ForConditionalGeneration(config), batch
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=4, intermediate_size=24,
-        vocab_size=VOCAB, max_position_embeddings=16,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        intermediate_size=24,
+        vocab_size=VOCAB,
+        max_position_embeddings=16,
+    )
     mask = torch.ones_like(ids())
     mask[1, 4:] = 0
     return transformers.BertForMaskedLM(config), {**batch, "attention_mask": mask}

@@ -221,9 +221,16 @@ def test_bad_cluster(capsys: Captured, cluster: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["plna"], ["plan"], ["plan", "m:f"], [*PLAN, "--tp", "two"], [*PLAN, "--what"],
-     ["run", "m:f", "--batch", "4", "--steps", "0"]],
-)  # fmt: skip
+    [
+        [],
+        ["plna"],
+        ["plan"],
+        ["plan", "m:f"],
+        [*PLAN, "--tp", "two"],
+        [*PLAN, "--what"],
+        ["run", "m:f", "--batch", "4", "--steps", "0"],
+    ],
+)
 def test_a_wrong_command_line_exits_with_1(capsys: Captured, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -158,9 +158,11 @@ def normed() -> tuple[nn.Module, ParallelModel, Any]:
     data = (torch.randn(ROWS, 6), torch.randint(0, 5, (ROWS,)))
     example = tuple(x[:4] for x in data)
     result = planned(
-        model, example_inputs=example, loss_fn=F.cross_entropy,
+        model,
+        example_inputs=example,
+        loss_fn=F.cross_entropy,
         overrides=Overrides(num_microbatches=1),
-    )  # fmt: skip
+    )
     return model, result, data
 
 

@@ -37,12 +37,14 @@ def read(*flags: str) -> Overrides:
         ("--recompute full", {"recompute": "full"}),
         ("--recompute h.*=selective", {"recompute": {"h.*": "selective"}}),
         ("--dp-shard a=b=2", {"dp_shard": {"a=b": 2}}),
-        ("--stage embed,h.0-5 --stage h.6-11,head",
-         {"stages": [["embed", "h.0-5"], ["h.6-11", "head"]]}),
+        (
+            "--stage embed,h.0-5 --stage h.6-11,head",
+            {"stages": [["embed", "h.0-5"], ["h.6-11", "head"]]},
+        ),
         ("--sharding h.*.up=colwise", {"shardings": {"h.*.up": "colwise"}}),
         ("--forbid tp --forbid zero-3", {"forbid": ("tp", "zero-3")}),
     ],
-)  # fmt: skip
+)
 def test_flags_are_overrides(flags: str, expected: dict[str, Any]) -> None:
     assert read(*flags.split()) == Overrides(**expected)
 

@@ -144,13 +144,15 @@ def test_a_spent_budget_leaves_the_rest_to_the_roofline(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "collectives", "expected"),
-    [(2, True, [(2, "gloo")]), (2, False, []), (1, True, [])],
+    ("ranks", "collectives", "expected"), [(2, True, [(2, "gloo")]), (2, False, []), (1, True, [])]
 )
 def test_collectives_take_as_many_ranks_as_the_cluster_has(
-    store: Store, launches: list[tuple[int, str]], ranks: int, collectives: bool,
+    store: Store,
+    launches: list[tuple[int, str]],
+    ranks: int,
+    collectives: bool,
     expected: list[tuple[int, str]],
-) -> None:  # fmt: skip
+) -> None:
     cluster = tiny.host(ranks)
     profiled(store, cluster, collectives=collectives, budget_s=1e-6)
     assert launches == expected
@@ -217,9 +219,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(*more: str) -> int:
     return main(
-        ["profile", "profile_targets:net", "--batch", "2", "--precision", "fp32", "--cluster",
-         "local:1", "--budget", "600", *more]
-    )  # fmt: skip
+        [
+            "profile",
+            "profile_targets:net",
+            "--batch",
+            "2",
+            "--precision",
+            "fp32",
+            "--cluster",
+            "local:1",
+            "--budget",
+            "600",
+            *more,
+        ]
+    )
 
 
 def test_a_profile_travels_as_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,9 +273,13 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("stream", "rank", "shown"),
-    [(Terminal(), None, True), (Terminal(), "0", True), (Terminal(), "1", False),
-     (io.StringIO(), None, False)],
-)  # fmt: skip
+    [
+        (Terminal(), None, True),
+        (Terminal(), "0", True),
+        (Terminal(), "1", False),
+        (io.StringIO(), None, False),
+    ],
+)
 def test_the_bar_is_for_rank_0s_terminal(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, rank: str | None, shown: bool
 ) -> None:

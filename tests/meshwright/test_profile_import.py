@@ -80,9 +80,15 @@ def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_
     assert between == (pytest.approx(70e-6), INTERPOLATED)  # half way
     graph, table = tiny.cut(tiny.net())
     setting = Setting(
-        cluster=PAIR, dp=2, tp=8, rows=4, num_microbatches=1, precision="bf16", optimizer="adamw",
+        cluster=PAIR,
+        dp=2,
+        tp=8,
+        rows=4,
+        num_microbatches=1,
+        precision="bf16",
+        optimizer="adamw",
         profile=profile,
-    )  # fmt: skip
+    )
     prices = Pricer(graph=graph, table=table, setting=setting)
     exposed = 1.0 - setting.target.overlap_tensor
     assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(exposed * 70e-6)
@@ -121,9 +127,16 @@ def test_own_curves_come_before_published_ones(store: Store, tmp_path: Path) -> 
     taken(store, tmp_path, log())
     taken(store, tmp_path, log(program="all_gather_perf"))
     mine = CollectiveTiming(
-        backend="nccl", kind="all_reduce", ranks=16, size=8, per_node=8, nbytes=2 * MIB,
-        seconds=0.5, repetitions=9, spread=0.0,
-    )  # fmt: skip
+        backend="nccl",
+        kind="all_reduce",
+        ranks=16,
+        size=8,
+        per_node=8,
+        nbytes=2 * MIB,
+        seconds=0.5,
+        repetitions=9,
+        spread=0.0,
+    )
     own = DeviceId(name=GPU, driver="1", torch="2")
     store.add(Measurements(device=own, operators={}, collectives=(mine,)))
     profile = load_profile(PAIR, store)
@@ -307,9 +320,13 @@ OTHER_ROW = "lab,all_reduce,H100 SXM,2,8,16,NVLink,NDR,1024,nccl-tests size,60,1
     ],
 )
 def test_a_refused_file_is_one_message(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, more: tuple[str, ...],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str,
+    more: tuple[str, ...],
     message: str,
-) -> None:  # fmt: skip
+) -> None:
     (folder / name).write_text(text)
     assert command("--import", name, *more) == 1
     said = capsys.readouterr()
@@ -339,9 +356,16 @@ def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_cache_without_sources_is_kept(store: Store) -> None:
     device = DeviceId(name="a chip", driver="1", torch="2")
     timing = CollectiveTiming(
-        backend="gloo", kind="all_reduce", ranks=2, size=2, per_node=2, nbytes=8, seconds=0.5,
-        repetitions=3, spread=0.0,
-    )  # fmt: skip
+        backend="gloo",
+        kind="all_reduce",
+        ranks=2,
+        size=2,
+        per_node=2,
+        nbytes=8,
+        seconds=0.5,
+        repetitions=3,
+        spread=0.0,
+    )
     found = Measurements(device=device, operators={}, collectives=(timing,))
     store.add(found)
     with closing(sqlite3.connect(store.path)) as connection:

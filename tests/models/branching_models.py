@@ -15,11 +15,21 @@ from torch.nn import functional as F
 
 def t5(*, vocab: int) -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=vocab, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2,
-        num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=16,
-        dropout_rate=0.0, feed_forward_proj="gated-silu", pad_token_id=0, decoder_start_token_id=0,
+        vocab_size=vocab,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-silu",
+        pad_token_id=0,
+        decoder_start_token_id=0,
         use_cache=False,
-    )  # fmt: skip
+    )
     return transformers.T5ForConditionalGeneration(config).train()
 
 

@@ -39,27 +39,45 @@ Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 def gpt2(*, tied: bool, dropout: float = 0.0, layers: int = 3) -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQUENCE, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        n_layer=layers,
+        n_embd=32,
+        n_head=4,
+        vocab_size=VOCAB,
+        n_positions=SEQUENCE,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         tie_word_embeddings=tied,
-    )  # fmt: skip
+    )
     return transformers.GPT2LMHeadModel(config).train()
 
 
 def llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, vocab_size=VOCAB, max_position_embeddings=SEQUENCE,
-    )  # fmt: skip
+        num_hidden_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQUENCE,
+    )
     return transformers.LlamaForCausalLM(config).train()
 
 
 def bert() -> nn.Module:
     config = transformers.BertConfig(
-        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=64,
-        vocab_size=VOCAB, max_position_embeddings=SEQUENCE, hidden_dropout_prob=0.0,
+        num_hidden_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    )
     return transformers.BertForMaskedLM(config).train()
 
 
@@ -429,16 +447,32 @@ def traced(case: Case, rows: int, precision: str = "fp32") -> Traced:
 
 
 def make_plan(
-    graph: Graph, *, pp: int, dp: int, tp: int, num_microbatches: int, shardings: Mapping[str, str],
-    schedule: str = "1f1b", recompute: str = "none", zero: int = 0, precision: str = "fp32",
-) -> Plan:  # fmt: skip
+    graph: Graph,
+    *,
+    pp: int,
+    dp: int,
+    tp: int,
+    num_microbatches: int,
+    shardings: Mapping[str, str],
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    zero: int = 0,
+    precision: str = "fp32",
+) -> Plan:
     """A plan of `pp` equal meshes over uneven stages: the last takes all blocks but one per other
     stage."""
     return build_plan(
-        graph, meshes=((dp, tp),) * pp, rows=GLOBAL_BATCH, num_microbatches=num_microbatches,
-        schedule=schedule, cut="back", zero=zero, recompute=recompute, precision=precision,
+        graph,
+        meshes=((dp, tp),) * pp,
+        rows=GLOBAL_BATCH,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        cut="back",
+        zero=zero,
+        recompute=recompute,
+        precision=precision,
         shardings=shardings,
-    )  # fmt: skip
+    )
 
 
 def parallelize(

@@ -232,9 +232,12 @@ def case_of(spec: Spec) -> Case:
         "tokens": token_loss, "vectors": F.mse_loss, "images": F.cross_entropy,
     }  # fmt: skip
     return Case(
-        build=lambda: Net(spec), batch=batch, optimizer=sgd, loss_fn=losses[spec.family],
+        build=lambda: Net(spec),
+        batch=batch,
+        optimizer=sgd,
+        loss_fn=losses[spec.family],
         batch_statistics=spec.batch_statistics,
-    )  # fmt: skip
+    )
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -270,10 +273,16 @@ def _skeleton(random: Random, of: Traced, ranks: int, microbatches: int) -> Plan
     equal = len(set(meshes)) == 1 and several and meshes[0][0] > 1
     zero = random.choice((0, 1, 2, 3))
     plan = build_plan(
-        of.graph, meshes=meshes, rows=ROWS, num_microbatches=microbatches, schedule=schedule,
-        virtual=each, cut=starts, zero=zero,
+        of.graph,
+        meshes=meshes,
+        rows=ROWS,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        virtual=each,
+        cut=starts,
+        zero=zero,
         placement="tp,pp,dp" if equal and random.random() < 0.5 else "tp,dp,pp",
-    )  # fmt: skip
+    )
     shards = {m.ranks: random.choice(divisors(m.dp)) for m in plan.stages}
     stages = [
         dataclasses.replace(

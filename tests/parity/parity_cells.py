@@ -119,9 +119,18 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
     """The plan that a cell names, and the graph it is for: `of` where it was traced elsewhere."""
     of = of or graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
     plan = build_plan(
-        of.graph, meshes=cell.meshes, rows=cell.rows, num_microbatches=cell.microbatches,
-        schedule=cell.schedule, virtual=cell.virtual, placement=cell.placement, cut=cell.cut,
-        zero=cell.zero, dp_shard=cell.dp_shard, recompute=cell.recompute,
-        precision=cell.precision, shardings=cell.patterns,
-    )  # fmt: skip
+        of.graph,
+        meshes=cell.meshes,
+        rows=cell.rows,
+        num_microbatches=cell.microbatches,
+        schedule=cell.schedule,
+        virtual=cell.virtual,
+        placement=cell.placement,
+        cut=cell.cut,
+        zero=cell.zero,
+        dp_shard=cell.dp_shard,
+        recompute=cell.recompute,
+        precision=cell.precision,
+        shardings=cell.patterns,
+    )
     return plan, of

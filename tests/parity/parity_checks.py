@@ -50,17 +50,22 @@ REPEATED = tuple(
     Cell.parse(f"recurrent {rest}")
     for rest in (
         "pp2xdp2 interleaved_1f1b m4 v2 zero1",
-        "pp2xdp2 zb_v m4 zero2", "pp2xtp2 dualpipe_v m4", "pp2xdp2 interleaved_1f1b m4 v2 bf16",
+        "pp2xdp2 zb_v m4 zero2",
+        "pp2xtp2 dualpipe_v m4",
+        "pp2xdp2 interleaved_1f1b m4 v2 bf16",
         "dp4 m2 zero3",
     )
-)  # fmt: skip
+)
 ACCUMULATED = tuple(
     Cell.parse(line)
     for line in (
-        "gpt2_tied dp4 m2", "gpt2_tied dp2xtp2 m2 zero1", "gpt2_tied dp4 m2 zero2",
-        "llama dp2xtp2 m2 zero3", "gpt2_tied pp2xdp2 m2 front",
+        "gpt2_tied dp4 m2",
+        "gpt2_tied dp2xtp2 m2 zero1",
+        "gpt2_tied dp4 m2 zero2",
+        "llama dp2xtp2 m2 zero3",
+        "gpt2_tied pp2xdp2 m2 front",
     )
-)  # fmt: skip
+)
 STRANGE = {zero: Cell.parse(f"mlp dp4 m2 zero{zero}") for zero in (0, 1, 2, 3)}
 SHARES = {zero: Cell.parse(f"gpt2_untied dp4 m2 zero{zero}") for zero in (0, 1, 2, 3)}
 DROPOUT = {
@@ -71,10 +76,16 @@ DROPOUT = {
 UNEQUAL = tuple(
     Cell.parse(line)
     for line in (
-        "llama 1|dp3 rows12", "llama 1|dp2|1", "unet 1|dp2|1 gpipe front", "llama dp2|tp2",
-        "llama tp2|dp2", "unet 1|tp2|1", "llama dp2|dp4|dp2", "t5 dp2xtp2|tp2|tp2",
+        "llama 1|dp3 rows12",
+        "llama 1|dp2|1",
+        "unet 1|dp2|1 gpipe front",
+        "llama dp2|tp2",
+        "llama tp2|dp2",
+        "unet 1|tp2|1",
+        "llama dp2|dp4|dp2",
+        "t5 dp2xtp2|tp2|tp2",
     )
-)  # fmt: skip
+)
 CELLS = (
     *UNEQUAL,
     SAVED,

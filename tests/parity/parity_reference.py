@@ -52,9 +52,13 @@ def plain_loop(case: Case, rows: int, *, parts: int = 1) -> Reference:
 
 
 def trained(
-    model: nn.Module, optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[int, int], torch.Tensor], *, steps: int, parts: int,
-) -> Reference:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[int, int], torch.Tensor],
+    *,
+    steps: int,
+    parts: int,
+) -> Reference:
     """An ordinary training loop; `loss_of` a step and one of its `parts` micro-batches, of equal
     weight."""
     losses, gradients = [], []

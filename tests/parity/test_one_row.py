@@ -82,9 +82,14 @@ def test_what_changes_nothing_at_any_batch_is_dropped() -> None:
 def test_vit_runs_in_micro_batches_of_one_row() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        image_size=16, patch_size=8, num_labels=3,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+        num_labels=3,
+    )
     torch.manual_seed(0)
     model = transformers.ViTForImageClassification(config)
     batch = {
@@ -92,8 +97,13 @@ def test_vit_runs_in_micro_batches_of_one_row() -> None:
     }  # fmt: skip
     wanted = copy.deepcopy(model)
     result = auto_parallelize(
-        model, Cluster.local(1, measure=False), example_inputs=batch, global_batch_size=BATCH,
-        precision="fp32", profile=False, overrides=Overrides(num_microbatches=BATCH),
-    )  # fmt: skip
+        model,
+        Cluster.local(1, measure=False),
+        example_inputs=batch,
+        global_batch_size=BATCH,
+        precision="fp32",
+        profile=False,
+        overrides=Overrides(num_microbatches=BATCH),
+    )
     loss = wanted(**batch).loss
     assert float(result.train_step(batch)) == pytest.approx(loss.item(), rel=1e-5)

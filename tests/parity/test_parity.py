@@ -343,7 +343,7 @@ def test_plan_of_many_ranks_needs_them(dp: int, tp: int) -> None:
     of = graph_of("mlp", GLOBAL_BATCH)
     plan = make_plan(
         of.graph, pp=1, dp=dp, tp=tp, num_microbatches=1, shardings=CASES["mlp"].shardings
-    )  # fmt: skip
+    )
     says = rf"{dp * tp} ranks, but 1 .*launch {dp * tp} with torchrun"
     with pytest.raises(PlanError, match=says):
         parallelize(CASES["mlp"].model(), plan, of)

@@ -172,12 +172,11 @@ def test_recompute_changes_nothing(layer: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [DropWeights, DropTokens, DropPath, lambda: nn.Dropout(0.3)],
+    "layer",
+    [DropWeights, DropTokens, DropPath, lambda: nn.Dropout(0.3)],
     ids=["weights", "tokens", "rows", "activations"],
-)  # fmt: skip
-def test_masks_do_not_depend_on_the_number_of_micro_batches(
-    layer: Callable[[], nn.Module],
-) -> None:
+)
+def test_masks_do_not_depend_on_the_number_of_micro_batches(layer: Callable[[], nn.Module]) -> None:
     """Down to micro-batches of one row, in which nothing has a batch dim that shows."""
     losses = []
     for count in (1, 2, ROWS):

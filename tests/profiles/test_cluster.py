@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from meshwright.profiles import cluster as cluster_module
+from meshwright.profiles import measure_cpu as measure_cpu_module
 from meshwright.profiles.cluster import Cluster, Device, Link
 from meshwright.profiles.curve import Curve
-from meshwright.profiles import measure_cpu as measure_cpu_module
 from meshwright.profiles.measure_cpu import CpuRates, measure_cpu
 
 

@@ -47,9 +47,11 @@ LINEAR = call("aten.linear.default", f32(4, 8), f32(16, 8), f32(16))
 def test_a_differentiable_call_has_a_forward_and_a_backward(signature: OpSignature) -> None:
     if signature.short == "gather":  # its dim stands between its tensors
         signature = OpSignature.of_call(
-            signature.target, [f32(4, 6), ("int64", (4, 2), False)],
-            [OperandIndex(0), 1, OperandIndex(1)], {},
-        )  # fmt: skip
+            signature.target,
+            [f32(4, 6), ("int64", (4, 2), False)],
+            [OperandIndex(0), 1, OperandIndex(1)],
+            {},
+        )
     found = measure(signature, CPU, budget_s=SHORT_S)
     assert found.forward_s > 0 and found.backward_s > 0
     assert found.repetitions >= measure_ops.MIN_REPETITIONS

@@ -62,9 +62,12 @@ def test_between_two_measured_sizes_it_is_interpolated() -> None:
 
 
 @given(
-    st.integers(1, 50), st.integers(1, 50), st.integers(1, 50),
-    st.floats(1e-6, 1.0), st.floats(0.0, 1e-2),
-)  # fmt: skip
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.floats(1e-6, 1.0),
+    st.floats(0.0, 1e-2),
+)
 def test_an_affine_truth_is_met(a: int, b: int, c: int, base: float, slope: float) -> None:
     """Seconds base + slope·rows, at rows between two measured ones, in both operands at once."""
     low, middle, high = a, a + b, a + b + c
@@ -86,12 +89,13 @@ def test_the_nearest_neighbours_answer() -> None:
 @pytest.mark.parametrize(
     "unknown",
     [
-        linear(2), linear(16),  # beyond what was measured
+        linear(2),
+        linear(16),  # beyond what was measured
         linear(5, inputs=9),  # another width
         linear(5, dtype="bfloat16"),
         add(5, 8),
     ],
-)  # fmt: skip
+)
 def test_nothing_is_said_of_what_is_not_known(unknown: str) -> None:
     profile = knowing({linear(4): timing(1.0), linear(8): timing(3.0)})
     assert profile.op(unknown) is None
@@ -123,9 +127,16 @@ def test_ranks_that_share_a_core_wait_for_each_other() -> None:
 
 def curve(points: Iterable[tuple[int, float]], **changes: object) -> Measurements:
     base = CollectiveTiming(
-        backend="gloo", kind="all_reduce", ranks=2, size=2, per_node=2, nbytes=1, seconds=1.0,
-        repetitions=5, spread=0.0,
-    )  # fmt: skip
+        backend="gloo",
+        kind="all_reduce",
+        ranks=2,
+        size=2,
+        per_node=2,
+        nbytes=1,
+        seconds=1.0,
+        repetitions=5,
+        spread=0.0,
+    )
     made = [dataclasses.replace(base, nbytes=n, seconds=s, **changes) for n, s in points]
     return Measurements(device=HERE, operators={}, collectives=tuple(made))
 
@@ -140,12 +151,15 @@ POINTS = [(4096, 5.0), (1024, 2.0), (2048, 3.0)]
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "label"),
     [
-        (1024, 2.0, MEASURED), (4096, 5.0, MEASURED),
-        (1536, 2.5, INTERPOLATED), (3072, 4.0, INTERPOLATED),
-        (0, 2.0, INTERPOLATED), (1, 2.0, INTERPOLATED),  # latency
+        (1024, 2.0, MEASURED),
+        (4096, 5.0, MEASURED),
+        (1536, 2.5, INTERPOLATED),
+        (3072, 4.0, INTERPOLATED),
+        (0, 2.0, INTERPOLATED),
+        (1, 2.0, INTERPOLATED),  # latency
         (8192, 9.0, INTERPOLATED),  # 2 s for each 2048 bytes more
     ],
-)  # fmt: skip
+)
 def test_a_message_between_two_measured_ones(nbytes: int, seconds: float, label: str) -> None:
     found = asking(curve(POINTS)).collective("all_reduce", nbytes, 2, 2)
     assert found == (pytest.approx(seconds), label)
@@ -163,8 +177,7 @@ def test_a_single_point_is_latency_below_and_bandwidth_above() -> None:
 
 
 @pytest.mark.parametrize(
-    "question",
-    [("all_gather", 1024, 2, 2), ("all_reduce", 1024, 4, 4), ("all_reduce", 1024, 2, 1)],
+    "question", [("all_gather", 1024, 2, 2), ("all_reduce", 1024, 4, 4), ("all_reduce", 1024, 2, 1)]
 )
 def test_other_groups_are_not_known(question: tuple[str, int, int, int]) -> None:
     assert asking(curve(POINTS)).collective(*question) is None

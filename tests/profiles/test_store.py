@@ -43,9 +43,16 @@ def timing(forward_s: float = 1e-3, backward_s: float = 2e-3) -> Timing:
 
 def collective(nbytes: int = 1024, seconds: float = 1e-4) -> CollectiveTiming:
     return CollectiveTiming(
-        backend="gloo", kind="all_reduce", ranks=2, size=2, per_node=2, nbytes=nbytes,
-        seconds=seconds, repetitions=7, spread=0.2,
-    )  # fmt: skip
+        backend="gloo",
+        kind="all_reduce",
+        ranks=2,
+        size=2,
+        per_node=2,
+        nbytes=nbytes,
+        seconds=seconds,
+        repetitions=7,
+        spread=0.2,
+    )
 
 
 def some(device: DeviceId = HERE) -> Measurements:
@@ -142,11 +149,17 @@ def test_a_file_that_stays_locked_is_rebuilt(
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("forward_s", -1.0), ("forward_s", 0.0), ("forward_s", "fast"), ("forward_s", None),
-        ("backward_s", -1.0), ("backward_s", float("inf")), ("repetitions", 0),
-        ("spread", -0.5), ("signature", "relu"),
+        ("forward_s", -1.0),
+        ("forward_s", 0.0),
+        ("forward_s", "fast"),
+        ("forward_s", None),
+        ("backward_s", -1.0),
+        ("backward_s", float("inf")),
+        ("repetitions", 0),
+        ("spread", -0.5),
+        ("signature", "relu"),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_no_clock_read_condemns_the_file(
     store: Store, column: str, value: Any
 ) -> None:

@@ -130,9 +130,11 @@ def test_our_plans_can_hold_on_the_ranks_of_the_case(name: str) -> None:
     case = bench.CASES[name]
     setting = bench.setting_of(case, bench.NEAR)
     check_overrides(
-        case.overrides(setting.layers), num_devices=case.ranks, global_batch_size=setting.rows,
+        case.overrides(setting.layers),
+        num_devices=case.ranks,
+        global_batch_size=setting.rows,
         num_blocks=setting.layers + 2,
-    )  # fmt: skip
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 4))

@@ -110,12 +110,17 @@ def test_interleaved_stages_take_the_devices_in_turn() -> None:
 def comparison() -> compare_experts.Comparison:
     """A tiny model on eight devices, with the only plan that its expert thought of."""
     expert = Expert(
-        name="tiny", source="a test", cluster=setup().cluster, target=setup().framework.target,
-        precision="fp16", global_batch_size=32, traced=lambda: traced(setup().dims, "fp16"),
+        name="tiny",
+        source="a test",
+        cluster=setup().cluster,
+        target=setup().framework.target,
+        precision="fp16",
+        global_batch_size=32,
+        traced=lambda: traced(setup().dims, "fp16"),
         plans=lambda graph: [
             staged(setup(), graph, ((4, 2, 2),) * 2, microbatches=m) for m in (2, 4)
         ],
-    )  # fmt: skip
+    )
     (found,) = compare_experts.compare([expert])
     return found
 

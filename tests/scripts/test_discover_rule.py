@@ -35,8 +35,11 @@ def written(made: OpFactors) -> set[Place]:
         size = made.sizes[name]
         seen = size % 2 == 0 and size >= SMALLEST and kind in ("map", "sum", "mean")
         sides = [_places(dims, name) for dims in (made.operands, made.results)]
-        alone = all(dim in ((name,), ()) or name not in dim
-                    for tensor in (*made.operands, *made.results) for dim in tensor)  # fmt: skip
+        alone = all(
+            dim in ((name,), ()) or name not in dim
+            for tensor in (*made.operands, *made.results)
+            for dim in tensor
+        )
         if seen and alone and sides[0] and name not in made.implementations:
             found.add((*sides, kind))
     return found
@@ -74,11 +77,37 @@ def compared(of: Case) -> tuple[set[Place], set[Place]] | None:
 # recurrent kernels read what is not there when weights don't go together
 CALLS = [of for of in (*WRITTEN, *IMAGES) if of not in RECURRENT]
 EXACTLY = (
-    "linear bias", "addmm", "bmm", "baddbmm", "einsum", "layer_norm", "rms_norm", "softmax", "sdpa",
-    "cumsum", "conv1d", "conv2d", "conv_transpose2d", "conv2d depthwise", "max_pool2d",
-    "embedding", "group_norm plain", "instance_norm", "glu", "sum dim",
-    "mean dim", "index", "index_add", "cdist", "mul", "add", "where", "gather", "topk", "amax",
-)  # fmt: skip
+    "linear bias",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "einsum",
+    "layer_norm",
+    "rms_norm",
+    "softmax",
+    "sdpa",
+    "cumsum",
+    "conv1d",
+    "conv2d",
+    "conv_transpose2d",
+    "conv2d depthwise",
+    "max_pool2d",
+    "embedding",
+    "group_norm plain",
+    "instance_norm",
+    "glu",
+    "sum dim",
+    "mean dim",
+    "index",
+    "index_add",
+    "cdist",
+    "mul",
+    "add",
+    "where",
+    "gather",
+    "topk",
+    "amax",
+)
 
 
 @pytest.mark.parametrize("name", EXACTLY)
@@ -109,11 +138,20 @@ def test_what_draws_or_has_no_tensors_is_refused() -> None:
 
 def test_script_prints_the_line_to_paste_and_what_stays_whole() -> None:
     run = subprocess.run(
-        [sys.executable, "scripts/discover_rule.py", "aten.layer_norm", "--example",
-         "torch.randn(4, 6, 8), [8], torch.randn(8), torch.randn(8)"],
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=300, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "scripts/discover_rule.py",
+            "aten.layer_norm",
+            "--example",
+            "torch.randn(4, 6, 8), [8], torch.randn(8), torch.randn(8)",
+        ],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     line, *whole = run.stdout.splitlines()
     assert line.startswith('meshwright.rule("aten.layer_norm.default", "a b c, d, e -> a b f"')
     assert "whole='c d e f'" in line

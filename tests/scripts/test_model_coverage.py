@@ -19,9 +19,17 @@ WHOLE = {"aten.masked_scatter.default"}
 # chunks, sliding windows, fused projections, an encoder that all of a decoder reads, skips over
 # stages. Experts, with sinks and latent attention, have tests of their own (test_hf_experts.py).
 CELLS = (
-    "CLIP/dp4", "LLaVA/pp4", "DeBERTa-v3/dp2×tp2", "Mamba-2/dp2×tp2", "Gemma 3/tp4",
-    "Phi-3/dp2×tp2", "T5/tp4", "Whisper/pp2×tp2", "U-Net/pp2×tp2", "SegFormer/pp2×tp2",
-)  # fmt: skip
+    "CLIP/dp4",
+    "LLaVA/pp4",
+    "DeBERTa-v3/dp2×tp2",
+    "Mamba-2/dp2×tp2",
+    "Gemma 3/tp4",
+    "Phi-3/dp2×tp2",
+    "T5/tp4",
+    "Whisper/pp2×tp2",
+    "U-Net/pp2×tp2",
+    "SegFormer/pp2×tp2",
+)
 
 
 @pytest.mark.parametrize("name", INSTALLED)

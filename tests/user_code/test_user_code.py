@@ -100,10 +100,14 @@ def test_half_precision_trains_what_has_float_tensors(name: str) -> None:
     fp32 up to bf16's rounding."""
     user = USERS[name]
     result = auto_parallelize(
-        built(user), Cluster.local(1, measure=False), example_inputs=batch_of(user, 0),
-        global_batch_size=ROWS, loss_fn=user.loss_fn, precision="bf16",
+        built(user),
+        Cluster.local(1, measure=False),
+        example_inputs=batch_of(user, 0),
+        global_batch_size=ROWS,
+        loss_fn=user.loss_fn,
+        precision="bf16",
         overrides=Overrides(num_microbatches=1),
-    )  # fmt: skip
+    )
     runtime = result.runtime
     assert runtime is not None
     assert any(CASTS[name] in note for note in runtime.graph.notes)
@@ -168,10 +172,14 @@ def test_runs_the_work_that_plain_pytorch_runs(kind: str) -> None:
     with FlopCounterMode(display=False) as plain:
         F.cross_entropy(model(batch[0]), batch[1]).backward()
     result = auto_parallelize(
-        _wide(kind), Cluster.local(1, measure=False), example_inputs=batch, precision="fp32",
-        global_batch_size=BATCH, loss_fn=F.cross_entropy,
+        _wide(kind),
+        Cluster.local(1, measure=False),
+        example_inputs=batch,
+        precision="fp32",
+        global_batch_size=BATCH,
+        loss_fn=F.cross_entropy,
         overrides=Overrides(num_microbatches=1, recompute="none"),
-    )  # fmt: skip
+    )
     with FlopCounterMode(display=False) as ours:
         result.train_step(batch)
     assert ours.get_total_flops() == plain.get_total_flops()
@@ -189,10 +197,13 @@ def _priced(kind: str) -> tuple[Graph, Evaluation]:
     graph = cut_blocks(graph, table)
     names = tuple(b.name for b in graph.blocks)
     plan = Plan(
-        model=fingerprint(graph), global_batch_size=rows, precision="bf16", schedule="1f1b",
+        model=fingerprint(graph),
+        global_batch_size=rows,
+        precision="bf16",
+        schedule="1f1b",
         num_microbatches=1,
         stages=(StagePlan(blocks=names, ranks=tuple(range(8)), dp=8, tp=1, recompute="none"),),
-    )  # fmt: skip
+    )
     cluster = Cluster.from_catalog("h100-sxm", num_nodes=1)
     priced = Evaluator(graph=graph, table=table, cluster=cluster, optimizer="adamw").price(plan)
     return graph, priced
@@ -319,9 +330,13 @@ def test_rows_that_no_plan_divides_are_refused() -> None:
 
     def plan(rows: int) -> Plan:
         return auto_parallelize(
-            built(user), Cluster.local(RANKS, measure=False), example_inputs=batch_of(user, 0),
-            global_batch_size=rows, precision="fp32", overrides=Overrides(dp=4, tp=1, pp=1),
-        ).plan  # fmt: skip
+            built(user),
+            Cluster.local(RANKS, measure=False),
+            example_inputs=batch_of(user, 0),
+            global_batch_size=rows,
+            precision="fp32",
+            overrides=Overrides(dp=4, tp=1, pp=1),
+        ).plan
 
     assert plan(RANKS).microbatch_rows == RANKS  # one row for each rank
     with pytest.raises(ValueError, match="4 does not divide global_batch_size=6; legal: 1, 2, 3"):
@@ -348,9 +363,13 @@ def test_stages_do_not_part_readers_of_a_buffer_from_its_writer() -> None:
             for k, part in enumerate((names[:cut], names[cut:]))
         )
         plan = Plan(
-            model=fingerprint(graph), global_batch_size=ROWS, precision="fp32", schedule="1f1b",
-            num_microbatches=1, stages=stages,
-        )  # fmt: skip
+            model=fingerprint(graph),
+            global_batch_size=ROWS,
+            precision="fp32",
+            schedule="1f1b",
+            num_microbatches=1,
+            stages=stages,
+        )
         check_plan(plan, graph, table)
 
     check(writer)

@@ -45,10 +45,15 @@ class KeywordsOnly(nn.Module):
         self.body = Stack(VOCAB)
 
     def forward(
-        self, *, ids: torch.Tensor, labels: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None, extra: torch.Tensor | None = None, scaled: bool = False,
+        self,
+        *,
+        ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+        scaled: bool = False,
         repeats: int = 1,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         x = self.embed(ids)
         if mask is not None:
             x = x * mask[..., None]
@@ -200,9 +205,11 @@ class TiedTranslator(nn.Module):
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ahead = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1)
         out = self.inner(
-            self.embed(source), self.decoder_embed(target[:, :-1]), tgt_mask=ahead,
+            self.embed(source),
+            self.decoder_embed(target[:, :-1]),
+            tgt_mask=ahead,
             tgt_is_causal=True,
-        )  # fmt: skip
+        )
         return token_loss(self.head(out), target[:, 1:])
 
 

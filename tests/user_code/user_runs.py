@@ -80,10 +80,15 @@ def prepare(folder: Path, names: list[str]) -> dict[str, str]:
         traced = {ROWS: traced_at(user, ROWS)}
         references: dict[int, Reference] = {}
         first = auto_parallelize(
-            built(user), free_links(RANKS), example_inputs=batch_of(user, 0),
-            global_batch_size=ROWS, loss_fn=user.loss_fn, precision="fp32", executable=True,
+            built(user),
+            free_links(RANKS),
+            example_inputs=batch_of(user, 0),
+            global_batch_size=ROWS,
+            loss_fn=user.loss_fn,
+            precision="fp32",
+            executable=True,
             overrides=LAYOUTS["dp4"],
-        )  # fmt: skip
+        )
         for layout, overrides in LAYOUTS.items():
             try:
                 plan = first.replan(_sharded(user, overrides)).plan
@@ -148,10 +153,14 @@ def _loss(user: UserModel, model: nn.Module, batch: Any) -> torch.Tensor:
 def runtime_steps(user: UserModel, parts: int) -> Reference:
     """The lowered model on one device: its dropout masks are those of every plan."""
     result = auto_parallelize(
-        built(user), Cluster.local(1, measure=False), example_inputs=batch_of(user, 0),
-        global_batch_size=ROWS, loss_fn=user.loss_fn, precision="fp32",
+        built(user),
+        Cluster.local(1, measure=False),
+        example_inputs=batch_of(user, 0),
+        global_batch_size=ROWS,
+        loss_fn=user.loss_fn,
+        precision="fp32",
         overrides=Overrides(num_microbatches=parts),
-    )  # fmt: skip
+    )
     assert result.runtime is not None
     return steps_of(user, result.runtime)
 

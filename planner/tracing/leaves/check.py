@@ -18,9 +18,13 @@ from meshwright.planner.tracing.leaves.trial import try_rule
 
 
 def check_rule(
-    leaf: Leaf, operands: Sequence[TensorLike], results: Sequence[TensorLike], *, runs: bool,
+    leaf: Leaf,
+    operands: Sequence[TensorLike],
+    results: Sequence[TensorLike],
+    *,
+    runs: bool,
     random: bool,
-) -> str:  # fmt: skip
+) -> str:
     """Why the rule's numbers are taken on trust; empty where they were tried and hold.
 
     Raises LeafError for a rule that does not fit its tensors; where the forward `runs` on fake
@@ -54,9 +58,14 @@ def check_rule(
 
 
 def _check_part(
-    leaf: Leaf, program: Program, made: OpFactors, letter: str, parts: int,
-    operands: Sequence[TensorLike], results: Sequence[TensorLike],
-) -> None:  # fmt: skip
+    leaf: Leaf,
+    program: Program,
+    made: OpFactors,
+    letter: str,
+    parts: int,
+    operands: Sequence[TensorLike],
+    results: Sequence[TensorLike],
+) -> None:
     sizes = {**made.sizes, letter: made.sizes[letter] // parts}
     given = [x.resized(dims, sizes) for x, dims in zip(operands, made.operands, strict=True)]
     wanted = [x.resized(dims, sizes) for x, dims in zip(results, made.results, strict=True)]

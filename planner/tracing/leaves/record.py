@@ -53,9 +53,13 @@ OPERATORS = (torch.ops.meshwright.leaf.default, torch.ops.meshwright.random_leaf
 
 
 def _shapes(
-    operands: list[torch.Tensor], leaf: int, ranks: list[int], sizes: list[int],
-    strides: list[int], dtypes: list[torch.dtype],
-) -> list[torch.Tensor]:  # fmt: skip
+    operands: list[torch.Tensor],
+    leaf: int,
+    ranks: list[int],
+    sizes: list[int],
+    strides: list[int],
+    dtypes: list[torch.dtype],
+) -> list[torch.Tensor]:
     made = []
     at = 0
     for rank, dtype in zip(ranks, dtypes, strict=True):
@@ -155,18 +159,29 @@ class Leaves:
     # --- calls ---
 
     def _module(
-        self, fqn: str, module: nn.Module, original: nn.Module, said: Declaration, args: Any,
+        self,
+        fqn: str,
+        module: nn.Module,
+        original: nn.Module,
+        said: Declaration,
+        args: Any,
         kwargs: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         parts, integers = describe(original)
         watched = positions_of(module)
         known = {place: n for place, n in integers.items() if place not in watched}
         subject = Subject(
-            name=type(original).__name__, place=fqn, function=module, module=module,
+            name=type(original).__name__,
+            place=fqn,
+            function=module,
+            module=module,
             kind=type(original),
             identity=(tuple(parts), frozenset(known.items()), hooks_in(original)),
-            state=state_of(module), weights=state_of(original), said=said, positions=bool(watched),
-        )  # fmt: skip
+            state=state_of(module),
+            weights=state_of(original),
+            said=said,
+            positions=bool(watched),
+        )
         try:
             return self._call(subject, args, kwargs)
         except LeafError as error:
@@ -177,11 +192,17 @@ class Leaves:
 
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
         found = Subject(
-            name=subject.__qualname__, place="", module=None, kind=subject,
+            name=subject.__qualname__,
+            place="",
+            module=None,
+            kind=subject,
             identity=("function", subject),
             function=Applied(subject) if isinstance(subject, type) else subject,
-            state={}, weights={}, said=declared(subject) or Declaration(), positions=False,
-        )  # fmt: skip
+            state={},
+            weights={},
+            said=declared(subject) or Declaration(),
+            positions=False,
+        )
         return self._call(found, args, kwargs)
 
     def _call(self, subject: Subject, args: Any, kwargs: Any) -> Any:
@@ -205,14 +226,24 @@ class Leaves:
         likes = tuple(map(TensorLike.of, operands))
         cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         program = Program(
-            name=subject.name, function=subject.function, module=subject.module,
-            leaves=tuple(template), spec=spec, state=tuple(subject.state),
-            dense=tuple(x.is_contiguous() for x in operands), autocast=cast,
-        )  # fmt: skip
+            name=subject.name,
+            function=subject.function,
+            module=subject.module,
+            leaves=tuple(template),
+            spec=spec,
+            state=tuple(subject.state),
+            dense=tuple(x.is_contiguous() for x in operands),
+            autocast=cast,
+        )
         key = (
-            subject.identity, subject.said, tuple(map(_comparable, template)), spec, likes, cast,
+            subject.identity,
+            subject.said,
+            tuple(map(_comparable, template)),
+            spec,
+            likes,
+            cast,
             torch.is_grad_enabled(),
-        )  # fmt: skip
+        )
         call = next((c for c in self.calls if c.key == key), None)
         if call is None:
             call = self._new(key, program, likes, subject)
@@ -226,11 +257,14 @@ class Leaves:
         likes += [TensorLike.of(operands[first + names[name]]) for name in call.probe.written]
         made = iter(
             OPERATORS[call.probe.random is not False](  # seeded where nobody knows
-                operands, call.number, [len(x.shape) for x in likes],
-                [n for x in likes for n in x.shape], [n for x in likes for n in x.stride],
+                operands,
+                call.number,
+                [len(x.shape) for x in likes],
+                [n for x in likes for n in x.shape],
+                [n for x in likes for n in x.stride],
                 [x.dtype for x in likes],
             )
-        )  # fmt: skip
+        )
         leaves: list[Any] = []
         for leaf in call.probe.leaves:
             if isinstance(leaf, TensorLike):
@@ -247,9 +281,12 @@ class Leaves:
     # --- what is found out once ---
 
     def _new(
-        self, key: tuple[Any, ...], program: Program, likes: tuple[TensorLike, ...],
+        self,
+        key: tuple[Any, ...],
+        program: Program,
+        likes: tuple[TensorLike, ...],
         subject: Subject,
-    ) -> _Call:  # fmt: skip
+    ) -> _Call:
         probe = self._probe(program, likes, subject)
         flows = tuple(x.requires_grad for x in probe.made)
         program = replace(
@@ -274,9 +311,13 @@ class Leaves:
         return call
 
     def _trust(
-        self, leaf: Leaf, key: tuple[Any, ...], probe: Probe, likes: tuple[TensorLike, ...],
+        self,
+        leaf: Leaf,
+        key: tuple[Any, ...],
+        probe: Probe,
+        likes: tuple[TensorLike, ...],
         subject: Subject,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Why the rule is taken on trust, if it is; checked once in a process."""
         tried = _TRIED.setdefault(subject.kind, {})
         call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))

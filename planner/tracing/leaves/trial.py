@@ -43,9 +43,7 @@ DTYPES = (torch.float64, torch.float32, None)  # None: as traced
 Likes = Sequence[TensorLike]
 
 
-def try_rule(
-    leaf: Leaf, made: OpFactors, operands: Likes, results: Likes, *, runs: bool
-) -> str:  # fmt: skip
+def try_rule(leaf: Leaf, made: OpFactors, operands: Likes, results: Likes, *, runs: bool) -> str:
     """Why the rule can't be tried on numbers, empty where it was and holds; LeafError where it does
     not. `made` is the rule on the traced tensors; `runs`: the forward does on fake tensors."""
     traced = {

@@ -70,9 +70,13 @@ class CopiedCalls:
     """The layers of `groups` in a graph that is being made by a `Builder`."""
 
     def __init__(
-        self, builder: Builder, slots: Slots, state: TracedState, model: nn.Module,
+        self,
+        builder: Builder,
+        slots: Slots,
+        state: TracedState,
+        model: nn.Module,
         groups: Sequence[Alike],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.builder, self.slots, self.state, self.model = builder, slots, state, model
         self.groups = {name: group for group in groups for name in group.members}
         self.calls: dict[str, _Call] = {}

@@ -57,9 +57,13 @@ for _mark in (ENTER, LEAVE):
 
 @torch.library.register_fake(REPEATED, lib=_LIBRARY)
 def _repeated(
-    inputs: list[torch.Tensor], member: str, position: int, size: list[int], stride: list[int],
+    inputs: list[torch.Tensor],
+    member: str,
+    position: int,
+    size: list[int],
+    stride: list[int],
     dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=inputs[0].device)
 
 
@@ -249,8 +253,10 @@ class StandIns:
             if first is None or second is None or last is None:
                 raise Irregular(f"{group.members[0]} and its like are not all called")
             if (second.arguments, second.results, second.spec) != (
-                last.arguments, last.results, last.spec,
-            ):  # fmt: skip
+                last.arguments,
+                last.results,
+                last.spec,
+            ):
                 raise Irregular(f"{group.members[-1]} is not called as {group.members[1]}")
             pairs = zip(second.inputs, last.inputs, strict=True)
             shared = [k for k, (a, b) in enumerate(pairs) if a is b]
@@ -309,9 +315,22 @@ def _looked(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__",
-    "__reversed__", "get", "keys", "values", "items", "pop", "setdefault", "update", "copy",
-):  # fmt: skip
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__contains__",
+    "__iter__",
+    "__len__",
+    "__reversed__",
+    "get",
+    "keys",
+    "values",
+    "items",
+    "pop",
+    "setdefault",
+    "update",
+    "copy",
+):
     setattr(_Closed, _name, _looked(_name))
 
 
@@ -354,10 +373,24 @@ for _name in (
         f"__{side}{op}__"
         for side in ("", "r")
         for op in (
-            "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
-            "lshift", "rshift",
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "divmod",
+            "pow",
+            "and",
+            "or",
+            "xor",
+            "lshift",
+            "rshift",
         )
     ),
-    "__round__", "__trunc__", "__floor__", "__ceil__",
-):  # fmt: skip
+    "__round__",
+    "__trunc__",
+    "__floor__",
+    "__ceil__",
+):
     setattr(_Number, _name, _used(_name))

@@ -44,9 +44,14 @@ TRACE: ContextVar[Recorder | None] = ContextVar("TRACE", default=None)
 
 
 def leaf(
-    target: Any = None, *, rule: str = "", sums: str = "", flops: Amount | None = None,
-    saved_bytes: Amount | None = None, result: Callable[..., Any] | None = None,
-) -> Any:  # fmt: skip
+    target: Any = None,
+    *,
+    rule: str = "",
+    sums: str = "",
+    flops: Amount | None = None,
+    saved_bytes: Amount | None = None,
+    result: Callable[..., Any] | None = None,
+) -> Any:
     """Keep a module, a class of modules, a `torch.autograd.Function` or a function as one node.
 
     Its forward is not looked into: it runs as it is written, in ordinary autograd, on this rank's

@@ -23,18 +23,26 @@ from torch import nn
 
 MIN_ALIKE = 5  # members that a stack needs for the shortcut: three are traced all the same
 STATE = ("_parameters", "_buffers", "_modules")
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 UNSEEN = frozenset({  # attributes of every module that forward does not look at
     *STATE, *HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 })  # fmt: skip
 PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,
-    torch.layout, torch.memory_format,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+)
 
 Place = tuple[str, str]  # (path below the member, attribute)
 

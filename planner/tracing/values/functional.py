@@ -72,9 +72,17 @@ class Builder:
         return name
 
     def add(
-        self, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place, *,
-        name: str = "", metas: Sequence[TensorMeta] = (), several: bool = False, grad: bool = True,
-    ) -> tuple[str, ...]:  # fmt: skip
+        self,
+        target: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        place: Place,
+        *,
+        name: str = "",
+        metas: Sequence[TensorMeta] = (),
+        several: bool = False,
+        grad: bool = True,
+    ) -> tuple[str, ...]:
         """Append one call; names of its results. Without `metas` their shapes are found on meta."""
         short = target.split(".")[1]
         metas = metas or evaluate(self.values, target, args, kwargs)
@@ -97,9 +105,14 @@ class Builder:
         return Ref(self.add("aten.detach.default", (Ref(value),), {}, place)[0])
 
     def _append(
-        self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-        results: tuple[str, ...], name: str, place: Place,
-    ) -> None:  # fmt: skip
+        self,
+        target: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        results: tuple[str, ...],
+        name: str,
+        place: Place,
+    ) -> None:
         base = f"{place.module}:{target.split('.')[1]}"
         count = self._keys[base]
         self._keys[base] += 1
@@ -212,9 +225,14 @@ class Slots:
             args = (Ref(self.read(view.base)), *view.op.args[1:])
             metas = [self.builder.values[r] for r in view.op.results]
             made = self.builder.add(
-                view.op.target, args, view.op.kwargs, _place(view.op),
-                name=view.op.name, metas=metas, several=view.op.results != (view.op.name,),
-            )  # fmt: skip
+                view.op.target,
+                args,
+                view.op.kwargs,
+                _place(view.op),
+                name=view.op.name,
+                metas=metas,
+                several=view.op.results != (view.op.name,),
+            )
             self.held[slot] = made[view.index]
             self._seen[slot] = writes
         return self.held[slot]
@@ -279,9 +297,15 @@ _NAMED_OTHERWISE: Mapping[str, str] = {
 
 
 def functional_call(
-    builder: Builder, target: str, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place,
-    *, name: str, grad: bool,
-) -> str:  # fmt: skip
+    builder: Builder,
+    target: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    place: Place,
+    *,
+    name: str,
+    grad: bool,
+) -> str:
     """The value that an in-place call `target` would leave in its first operand, or one with `out`
     in that."""
     namespace, base, which = target.split(".")

@@ -43,26 +43,44 @@ SMALL: Mapping[str, Any] = {"vocab_size": VOCAB, "attn_implementation": "eager"}
 
 def eager_gpt2(dropout: float) -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, n_positions=SEQUENCE, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **SMALL,
-    )  # fmt: skip
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        n_positions=SEQUENCE,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        **SMALL,
+    )
     return transformers.GPT2LMHeadModel(config).train()
 
 
 def eager_llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=SEQUENCE, **SMALL,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=SEQUENCE,
+        **SMALL,
+    )
     return transformers.LlamaForCausalLM(config).train()
 
 
 def eager_bert(dropout: float) -> nn.Module:
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=SEQUENCE, hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout, **SMALL,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        **SMALL,
+    )
     return transformers.BertForMaskedLM(config).train()
 
 
@@ -217,9 +235,15 @@ def test_layer_on_gpus_is_the_closed_form(tp: int, dropout: float) -> None:
     split |= {op.name: Entry(strategy="colwise.1") for op in block.ops if "qkv:linear" in op.key}
     assignment = layouts.complete(split if tp > 1 else {}, {})
     setting = Setting(
-        cluster=Cluster.from_catalog("h100-sxm"), dp=1, tp=tp, rows=b, num_microbatches=1,
-        precision="bf16", optimizer="adamw", target=Target(name="plain kernels"),
-    )  # fmt: skip
+        cluster=Cluster.from_catalog("h100-sxm"),
+        dp=1,
+        tp=tp,
+        rows=b,
+        num_microbatches=1,
+        precision="bf16",
+        optimizer="adamw",
+        target=Target(name="plain kernels"),
+    )
     prices = Pricer(graph=graph, table=table, setting=setting)
     price = price_block(prices, layouts, assignment, {})
     whole = 10 if dropout else 8

@@ -33,16 +33,29 @@ HIDING = Target(name="hiding", overlap_gradients=True, overlap_parameters=True)
 
 
 def stage(
-    *, zero: int = 0, recompute: str = "none", target: Target = EAGER, slowdown: float = 0.0,
-    kind: str = "cuda", precision: str = "fp32", **sums: float,
-) -> StageCosts:  # fmt: skip
+    *,
+    zero: int = 0,
+    recompute: str = "none",
+    target: Target = EAGER,
+    slowdown: float = 0.0,
+    kind: str = "cuda",
+    precision: str = "fp32",
+    **sums: float,
+) -> StageCosts:
     """A stage of these sums on four data-parallel ranks, others 0."""
     on = cluster(4)
     device = dataclasses.replace(on.device, overlap_slowdown=slowdown, kind=kind)
     setting = Setting(
-        cluster=dataclasses.replace(on, device=device), dp=4, tp=1, rows=1, num_microbatches=3,
-        precision=precision, optimizer="adamw", zero=zero, target=target,
-    )  # fmt: skip
+        cluster=dataclasses.replace(on, device=device),
+        dp=4,
+        tp=1,
+        rows=1,
+        num_microbatches=3,
+        precision=precision,
+        optimizer="adamw",
+        zero=zero,
+        target=target,
+    )
     assert set(sums) <= set(FIELDS)
     return stage_costs(np.array([sums.get(name, 0.0) for name in FIELDS]), setting, recompute)
 
@@ -55,9 +68,12 @@ def test_reduction_beside_the_backward_costs_between_the_longer_and_both(
     compute: float, comm: float, edge: float
 ) -> None:
     found = stage(
-        backward_s=compute, reduce_s=comm, parameters=1000, largest_parameters=1000 * edge,
+        backward_s=compute,
+        reduce_s=comm,
+        parameters=1000,
+        largest_parameters=1000 * edge,
         target=HIDING,
-    )  # fmt: skip
+    )
     together = found.backward_s + found.reduce_s
     assert max(compute, comm) - 1e-9 <= together <= compute + comm + 1e-9
     # the last block's gradients come when nothing is left to compute
@@ -89,9 +105,13 @@ def test_by_hand() -> None:
     """10 s of backward, 4 s of reduction of which the last block's quarter is bare, 20 % slower
     while 3 s run beside: 10.6 + 1 s."""
     found = stage(
-        backward_s=10, reduce_s=4, parameters=1000, largest_parameters=250, target=HIDING,
+        backward_s=10,
+        reduce_s=4,
+        parameters=1000,
+        largest_parameters=250,
+        target=HIDING,
         slowdown=0.2,
-    )  # fmt: skip
+    )
     assert found.backward_s == 10
     assert found.reduce_s == pytest.approx(1.6)
 
@@ -209,9 +229,13 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     are divided among fewer."""
     target = dataclasses.replace(EAGER, bucket_copies=0)
     found = stage(
-        zero=zero, target=target, precision="bf16", parameters=1000, shard_parameters=1000 / 2,
+        zero=zero,
+        target=target,
+        precision="bf16",
+        parameters=1000,
+        shard_parameters=1000 / 2,
         frozen_bytes=64,
-    )  # fmt: skip
+    )
     states = model_state_bytes(
         1000, precision="bf16", zero=zero, dp=2, optimizer="adamw", target=target
     )
@@ -233,9 +257,16 @@ def test_arrays_of_stages_are_priced_one_by_one() -> None:
     rng = np.random.default_rng(0)
     sums = rng.random((3, 4, len(FIELDS)))
     setting = Setting(
-        cluster=cluster(4), dp=4, tp=1, rows=1, num_microbatches=3, precision="bf16",
-        optimizer="adamw", zero=2, target=HIDING,
-    )  # fmt: skip
+        cluster=cluster(4),
+        dp=4,
+        tp=1,
+        rows=1,
+        num_microbatches=3,
+        precision="bf16",
+        optimizer="adamw",
+        zero=2,
+        target=HIDING,
+    )
     whole = stage_costs(sums, setting, "full")
     for i, j in np.ndindex(3, 4):
         one = stage_costs(sums[i, j], setting, "full")

@@ -89,9 +89,13 @@ class Setup:
 
 
 def setup(
-    of: Traced, shardings: Mapping[str, str] | None = None, *, mesh: Mesh = (1, 1),
-    microbatches: int = 1, recompute: str = "none",
-) -> Setup:  # fmt: skip
+    of: Traced,
+    shardings: Mapping[str, str] | None = None,
+    *,
+    mesh: Mesh = (1, 1),
+    microbatches: int = 1,
+    recompute: str = "none",
+) -> Setup:
     """The choices of a plan with these shardings. One micro-batch divides losses by nothing."""
     dp, tp = mesh
     plan = make_plan(
@@ -102,16 +106,23 @@ def setup(
 
 
 def chosen(
-    of: Traced, assignments: Mapping[str, Assignment], *, mesh: Mesh, microbatches: int = 1,
+    of: Traced,
+    assignments: Mapping[str, Assignment],
+    *,
+    mesh: Mesh,
+    microbatches: int = 1,
     recompute: str = "none",
-) -> Setup:  # fmt: skip
+) -> Setup:
     blocks = of.graph.blocks
     return Setup(
-        of=of, mesh=mesh, rows=of.graph.batch_size / mesh[0], microbatches=microbatches,
+        of=of,
+        mesh=mesh,
+        rows=of.graph.batch_size / mesh[0],
+        microbatches=microbatches,
         layouts={b.name: BlockLayouts(of.graph, of.table, b, mesh[1]) for b in blocks},
         assignments=assignments,
         recompute=frozenset(b.name for b in blocks if recompute == "full" and recomputable(b)),
-    )  # fmt: skip
+    )
 
 
 # --- predicted ------------------------------------------------------------------------------------
@@ -120,9 +131,14 @@ def chosen(
 def pricer(of: Setup) -> Pricer:
     dp, tp = of.mesh
     setting = Setting(
-        cluster=Cluster.local(dp * tp), dp=dp, tp=tp, rows=of.rows,
-        num_microbatches=of.microbatches, precision="fp32", optimizer="adamw",
-    )  # fmt: skip
+        cluster=Cluster.local(dp * tp),
+        dp=dp,
+        tp=tp,
+        rows=of.rows,
+        num_microbatches=of.microbatches,
+        precision="fp32",
+        optimizer="adamw",
+    )
     return Pricer(graph=of.of.graph, table=of.of.table, setting=setting)
 
 
@@ -152,18 +168,28 @@ def predicted(of: Setup) -> float:
 
 
 def counted(
-    of: Setup, batch: Any, data: Axis | None = None, tensor: Axis | None = None, *,
+    of: Setup,
+    batch: Any,
+    data: Axis | None = None,
+    tensor: Axis | None = None,
+    *,
     derived: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes that one forward keeps on the rank at these axes; with what is `derived` from the batch
     alone, if wanted (the batch itself is never counted)."""
     graph, table = of.of.graph, of.of.table
     data, tensor = data or Axis("data", 1, 0), tensor or Axis("tensor", 1, 0)
     layout = data_layout(graph, table, data.size)
     lowering = Lowering(
-        graph=graph, table=table, data=layout, data_axis=data, tensor_axis=tensor,
-        device=torch.device("cpu"), microbatches=of.microbatches, repeated_whole=of.recompute,
-    )  # fmt: skip
+        graph=graph,
+        table=table,
+        data=layout,
+        data_axis=data,
+        tensor_axis=tensor,
+        device=torch.device("cpu"),
+        microbatches=of.microbatches,
+        repeated_whole=of.recompute,
+    )
     stored = parameter_states(graph, of.blocks, of.layouts, of.assignments, layout)
     lowered = [
         lowering.block(
@@ -211,18 +237,26 @@ def _buffer_states(of: Setup, block: Block) -> dict[str, Placement]:
 
 
 def _forward(
-    of: Setup, lowering: Lowering, lowered: list[Lowered], held: dict[str, torch.Tensor],
-    raw: dict[str, torch.Tensor], derived: bool,
-) -> int:  # fmt: skip
+    of: Setup,
+    lowering: Lowering,
+    lowered: list[Lowered],
+    held: dict[str, torch.Tensor],
+    raw: dict[str, torch.Tensor],
+    derived: bool,
+) -> int:
     graph = of.of.graph
     wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
     program = StageProgram(
         prologue=lowering.prologue(graph.derived, wanted),
-        blocks=[BlockModule(block, {}) for block in lowered], tensors=held, shared={}, sends=(),
-        loss=graph.loss, updates={},
+        blocks=[BlockModule(block, {}) for block in lowered],
+        tensors=held,
+        shared={},
+        sends=(),
+        loss=graph.loss,
+        updates={},
         differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     apart = [*held.values(), *raw.values()]
     if not derived:
         program.prologue.module.register_forward_hook(lambda _, args, made: apart.extend(made))

@@ -77,9 +77,14 @@ def test_a_leaf_costs_what_its_operators_cost(rows_run: int) -> None:
         model = nn.Sequential(nn.Linear(1024, 1024), part)
         graph = trace(model, (torch.empty(8, 1024),) * 2, loss_fn=F.mse_loss, precision="fp32")
         setting = Setting(
-            cluster=Cluster.from_catalog("h100-sxm"), dp=1, tp=1, rows=rows_run,
-            num_microbatches=1, precision="fp32", optimizer="adamw",
-        )  # fmt: skip
+            cluster=Cluster.from_catalog("h100-sxm"),
+            dp=1,
+            tp=1,
+            rows=rows_run,
+            num_microbatches=1,
+            precision="fp32",
+            optimizer="adamw",
+        )
         table = analyse(graph)
         op = next(op for op in graph.ops if op.module == "1")
         (whole, *_) = strategies(graph, table, op, 1)
@@ -104,9 +109,15 @@ def test_declared_numbers_are_taken() -> None:
 def test_seconds_follow_kernels_flops_and_bytes() -> None:
     device = Cluster.from_catalog("h100-sxm").device
     small = Work(
-        kernels=10, flops=0, nbytes=0, taken=(0,), saves=(), saved_bytes=0, numel=1,
+        kernels=10,
+        flops=0,
+        nbytes=0,
+        taken=(0,),
+        saves=(),
+        saved_bytes=0,
+        numel=1,
         source="declared",
-    )  # fmt: skip
+    )
     forward, backward = leaf_seconds(device, "bf16", small, 1.0, [1.0])
     assert forward == pytest.approx(10 * device.launch_overhead_s)
     assert backward == pytest.approx(2 * forward)

@@ -63,9 +63,13 @@ def test_shards_are_scattered_near_and_reduced_far(dp: int, cp: int, shards: int
     """Nodes of as many devices as shards: a byte inside takes 1 s, one that leaves a node 1000 s of
     its NIC, of which a node's ranks share one."""
     on = cluster(
-        shards, nodes=8 // shards, flops=ENDLESS, memory_bandwidth=28.0, bandwidth=1.0,
+        shards,
+        nodes=8 // shards,
+        flops=ENDLESS,
+        memory_bandwidth=28.0,
+        bandwidth=1.0,
         node_bandwidth=1e-3,
-    )  # fmt: skip
+    )
     found = pricer(on, dp=dp, cp=cp, dp_shard=shards)
     numel, replicas = net().graph.num_parameters(), 8 // shards
     inside, outside = (shards - 1) / shards, 2 * (replicas - 1) / replicas
@@ -115,9 +119,11 @@ def changed(other: Setting) -> dict[str, Any]:
 
 
 @given(
-    st.sampled_from([1, 2, 4]), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([4, 8, 6]),
-)  # fmt: skip
+)
 def test_the_data_axis_lies_where_its_ranks_do(tp: int, dp: int, spread: int, node: int) -> None:
     on = cluster(node, nodes=-(-tp * dp * spread // node) + 1)
     found = setting(on, dp=dp, tp=tp, spread=spread)

@@ -60,9 +60,11 @@ def pricer(of: Traced, on: Cluster, *, fusion: str = "none", **given: Any) -> Pr
         "optimizer": "adamw", **given,
     }  # fmt: skip
     return Pricer(
-        graph=of.graph, table=of.table, setting=Setting(cluster=on, **setting),
+        graph=of.graph,
+        table=of.table,
+        setting=Setting(cluster=on, **setting),
         fusion=fuse(of.graph, of.table, fusion),
-    )  # fmt: skip
+    )
 
 
 def costs(found: Pricer, short: str, strategy: str = "replicate") -> list[Cost]:

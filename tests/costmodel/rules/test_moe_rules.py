@@ -78,9 +78,11 @@ def test_operator_on_shards_is_the_operator(of: Case, ranks: Ranks) -> None:  # 
 
 
 def test_copies_are_what_lies_between_dispatch_and_combine() -> None:
-    graph = trace(language_model("routed", "none"), batch(4, 0), loss_fn=lambda made, targets: (
-        token_loss(made[0], targets) + made[1]
-    ))  # fmt: skip
+    graph = trace(
+        language_model("routed", "none"),
+        batch(4, 0),
+        loss_fn=lambda made, targets: token_loss(made[0], targets) + made[1],
+    )
     table = analyse(graph)
     assert table.copies == copies_of(graph.ops)
     for op in graph.ops:
@@ -91,9 +93,11 @@ def test_copies_are_what_lies_between_dispatch_and_combine() -> None:
 
 
 def test_no_block_ends_where_copies_are_away() -> None:
-    graph = trace(language_model("routed", "none"), batch(4, 0), loss_fn=lambda made, targets: (
-        token_loss(made[0], targets) + made[1]
-    ))  # fmt: skip
+    graph = trace(
+        language_model("routed", "none"),
+        batch(4, 0),
+        loss_fn=lambda made, targets: token_loss(made[0], targets) + made[1],
+    )
     away = 0
     for k, op in enumerate(graph.ops):  # counted along the way
         assert (k in inside_experts(graph.ops)) == bool(away)

@@ -106,9 +106,12 @@ class _Uncounted(_OneOp):
 @pytest.mark.parametrize("split", ["n", "vocab"])
 def test_loss_counts_its_rows_over_every_axis_that_splits_them(ranks: Ranks, split: str) -> None:
     tokens = case(
-        "ce", "", lambda a, t: F.cross_entropy(a.flatten(0, 1), t.flatten(), ignore_index=0),
-        x(4, 6, 4), ids(3, 4, 6),
-    )  # fmt: skip
+        "ce",
+        "",
+        lambda a, t: F.cross_entropy(a.flatten(0, 1), t.flatten(), ignore_index=0),
+        x(4, 6, 4),
+        ids(3, 4, 6),
+    )
     check = operator(tokens)
     check.emitter = _Uncounted
     _, data = check.options(2, data=True)
@@ -122,9 +125,13 @@ def test_only_plain_losses_are_normalised_by_the_global_count(
 ) -> None:
     reduction = "mean" if weights else "none"
     loss = case(
-        "ce", "", lambda a, t, *c: F.cross_entropy(a, t, *c, reduction=reduction),
-        x(8, 4), ids(4, 8), *weights,
-    )  # fmt: skip
+        "ce",
+        "",
+        lambda a, t, *c: F.cross_entropy(a, t, *c, reduction=reduction),
+        x(8, 4),
+        ids(4, 8),
+        *weights,
+    )
     check = operator(loss)
     check.microbatches = 2
     for option in check.options(2, data=True):
@@ -238,9 +245,16 @@ def by_hand(
             n: TensorMeta(shape=tuple(v.shape), dtype=PRECISION, requires_grad=True)
             for n, v in values.items()
         },
-        ops=(op,), derived=(), inputs={n: n for n in names}, batched=frozenset({"x0"}),
-        parameters={}, buffers={}, constants={}, loss="y", batch_size=shapes[0][0],
-    )  # fmt: skip
+        ops=(op,),
+        derived=(),
+        inputs={n: n for n in names},
+        batched=frozenset({"x0"}),
+        parameters={},
+        buffers={},
+        constants={},
+        loss="y",
+        batch_size=shapes[0][0],
+    )
     return OperatorCheck(Sample(graph=graph, table=analyse(graph), values=values), op)
 
 

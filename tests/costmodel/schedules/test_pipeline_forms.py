@@ -49,9 +49,12 @@ def test_one_stage_per_device_takes_the_textbook_time(
 
 
 @given(
-    p=st.integers(1, 5), v=st.integers(1, 4), rounds=st.integers(1, 4), forward=positive,
+    p=st.integers(1, 5),
+    v=st.integers(1, 4),
+    rounds=st.integers(1, 4),
+    forward=positive,
     backward=positive,
-)  # fmt: skip
+)
 def test_interleaving_divides_the_bubble_by_the_stages_per_device(
     p: int, v: int, rounds: int, forward: int, backward: int
 ) -> None:
@@ -75,8 +78,13 @@ def test_a_round_that_is_not_full_takes_no_longer_than_a_full_one(
     )
 
 
-@given(p=st.integers(1, 6), more=st.integers(0, 9), w=positive, f=st.integers(0, 5),
-       i=st.integers(0, 5))  # fmt: skip
+@given(
+    p=st.integers(1, 6),
+    more=st.integers(0, 9),
+    w=positive,
+    f=st.integers(0, 5),
+    i=st.integers(0, 5),
+)
 def test_zb_h1_puts_weight_gradients_into_the_bubble(
     p: int, more: int, w: int, f: int, i: int
 ) -> None:
@@ -97,8 +105,13 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_when_all_take_the_same(
     assert 3 * bubbles[0] == bubbles[1]
 
 
-@given(p=st.integers(1, 6), more=st.integers(0, 9), w=positive, f=st.integers(0, 5),
-       i=st.integers(0, 5))  # fmt: skip
+@given(
+    p=st.integers(1, 6),
+    more=st.integers(0, 9),
+    w=positive,
+    f=st.integers(0, 5),
+    i=st.integers(0, 5),
+)
 def test_zb_h2_has_hardly_a_bubble_where_steps_follow_without_a_barrier(
     p: int, more: int, w: int, f: int, i: int
 ) -> None:
@@ -116,8 +129,13 @@ def test_zb_v_has_no_bubble_when_all_take_the_same(p: int, more: int, w: int, lo
     assert timeline.step_time_s - timeline.period_s <= (p - 1) * f
 
 
-@given(p=st.integers(2, 6), more=st.integers(0, 9), w=positive, longer=st.integers(0, 5),
-       saved=st.integers(0, 9))  # fmt: skip
+@given(
+    p=st.integers(2, 6),
+    more=st.integers(0, 9),
+    w=positive,
+    longer=st.integers(0, 5),
+    saved=st.integers(0, 9),
+)
 def test_dualpipe_v_idles_as_published(p: int, more: int, w: int, longer: int, saved: int) -> None:
     """(PP/2 - 1)(F&B + B - 3W) on the busiest path, for PP = 2p stages."""
     f = w + longer

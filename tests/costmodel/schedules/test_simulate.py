@@ -116,10 +116,7 @@ def longest_path_s(shape: Shape, of_stages: Sequence[StageTimes], transfers: Tra
     """When the last compute ends, asked backwards from the end of each device. Knows no streams,
     and only channels that no two stages share."""
     orders = compute_orders(
-        shape.name,
-        num_stages=shape.num_stages,
-        num_microbatches=shape.m,
-        num_devices=shape.p,
+        shape.name, num_stages=shape.num_stages, num_microbatches=shape.m, num_devices=shape.p
     )
     where = {
         (c.action is F, c.stage, c.microbatch): (d, at)
@@ -198,9 +195,7 @@ def test_any_stage_graph_finishes_when_its_longest_path_does(
 
 
 @given(case=cases())
-def test_a_track_does_one_thing_at_a_time(
-    case: tuple[Shape, list[StageTimes], Transfers],
-) -> None:
+def test_a_track_does_one_thing_at_a_time(case: tuple[Shape, list[StageTimes], Transfers]) -> None:
     shape, of_stages, transfers = case
     placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
     device_of = {stage: d for d, stages in enumerate(placed) for stage in stages}
@@ -249,10 +244,7 @@ def test_the_step_ends_with_the_last_reduction_and_optimizer() -> None:
 
 def test_the_stages_of_a_device_share_its_channels() -> None:
     # stages 0 and 2 on device 0 send one activation each to stage 1 and 3 on device 1
-    streams = (
-        [*sends(0, 1, [0]), *sends(2, 3, [0])],
-        [*receives(1, 0, [0]), *receives(3, 2, [0])],
-    )
+    streams = ([*sends(0, 1, [0]), *sends(2, 3, [0])], [*receives(1, 0, [0]), *receives(3, 2, [0])])
     timeline = simulate(streams, [times(1, 1)] * 4, {(0, 1): 5, (2, 3): 4})
     assert [(e.name, e.start_s, e.end_s) for e in timeline.events] == [
         ("sendF0->1", 0, 5),

@@ -49,8 +49,10 @@ def test_operands_are_what_a_rank_is_given(sample: Sample, degree: int) -> None:
             part = max(held.values(), key=torch.numel)  # the one that is waited for
             meta = sample.graph.values[value]
             assert operand == (
-                str(part.dtype).removeprefix("torch."), tuple(part.shape), meta.requires_grad
-            ), f"{op.target} {one.name}"  # fmt: skip
+                str(part.dtype).removeprefix("torch."),
+                tuple(part.shape),
+                meta.requires_grad,
+            ), f"{op.target} {one.name}"
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -100,8 +102,13 @@ def test_rows_scale_as_a_trace_of_that_many_rows(name: str) -> None:
 
 def mlp() -> tuple[Graph, FactorTable]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
-    graph = trace(model, (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)), batch_size=4,
-                  loss_fn=F.cross_entropy, precision="fp32")  # fmt: skip
+    graph = trace(
+        model,
+        (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)),
+        batch_size=4,
+        loss_fn=F.cross_entropy,
+        precision="fp32",
+    )
     return graph, analyse(graph)
 
 
@@ -120,8 +127,10 @@ def test_a_column_split_linear_by_hand() -> None:
     made = made_for("linear", "colwise", rows=12)
     assert made is not None
     assert made.operands == (
-        ("float32", (12, 8), False), ("float32", (8, 8), True), ("float32", (8,), True)
-    )  # fmt: skip
+        ("float32", (12, 8), False),
+        ("float32", (8, 8), True),
+        ("float32", (8,), True),
+    )
     assert made.target == "aten.linear.default"
     assert made.dtype == "float32"
     assert made.nbytes == 4 * (12 * 8 + 8 * 8 + 8)
@@ -191,9 +200,16 @@ def test_an_argument_without_a_text_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "3", '{"op":"a"}', '{"op":"a","operands":[1],"args":[],"kwargs":{}}',
-     '{"op":"a","operands":[["float31",[1],0]],"args":[],"kwargs":{}}'],
-)  # fmt: skip
+    [
+        "",
+        "{}",
+        "[]",
+        "3",
+        '{"op":"a"}',
+        '{"op":"a","operands":[1],"args":[],"kwargs":{}}',
+        '{"op":"a","operands":[["float31",[1],0]],"args":[],"kwargs":{}}',
+    ],
+)
 def test_what_is_no_signature_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no operator signature"):
         OpSignature.parse(text)

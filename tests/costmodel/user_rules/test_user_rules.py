@@ -39,9 +39,11 @@ def halves_back(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) ->
 
 def registered(name: str, backward: object) -> None:
     made = torch.library.custom_op(
-        f"meshwright_test::{name}", lambda x, w: project(x, w), mutates_args=(),
+        f"meshwright_test::{name}",
+        lambda x, w: project(x, w),
+        mutates_args=(),
         schema="(Tensor x, Tensor w) -> Tensor",
-    )  # fmt: skip
+    )
     made.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[1]))
     made.register_autograd(
         backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
@@ -226,12 +228,17 @@ def _group_softmax(x: torch.Tensor, groups: int = 4) -> torch.Tensor:
 X_TO_Y = "(Tensor x) -> Tensor"
 defined("flipped", X_TO_Y, lambda x: x.flip(1), lambda g, _: g.flip(1))
 defined("pairs", X_TO_Y, _pairs_swapped, lambda g, _: _pairs_swapped(g))
-defined("scaled", "(Tensor x, Tensor a, Tensor b) -> Tensor",
-        lambda x, a, b: x * a + b, _only_first)  # fmt: skip
+defined(
+    "scaled", "(Tensor x, Tensor a, Tensor b) -> Tensor", lambda x, a, b: x * a + b, _only_first
+)
 defined("forward_only", X_TO_Y, lambda x: 2 * x)
 defined("groups", "(Tensor x, int groups=4) -> Tensor", _group_softmax, lambda g, _: (g, None))
-defined("counted", "(Tensor x, int? n=None) -> Tensor", lambda x, n=None: x.clone(),
-        lambda g, _: (g, None))  # fmt: skip
+defined(
+    "counted",
+    "(Tensor x, int? n=None) -> Tensor",
+    lambda x, n=None: x.clone(),
+    lambda g, _: (g, None),
+)
 defined("picked", "(Tensor x, Tensor i) -> Tensor", lambda x, i: x * i)
 defined("leaf", X_TO_Y, lambda x: 3 * x, lambda g, _: 3 * g)
 defined("batch_norm", X_TO_Y, lambda x: 3 * x, lambda g, _: 3 * g)
@@ -347,8 +354,13 @@ def _operands_tried(graph: Graph) -> list[torch.Tensor]:
 
 
 def test_count_left_at_its_default_is_divided() -> None:
-    rule("meshwright_test::groups", "*b (g d) -> *b (g d)", whole="d", counts={"groups": "g"},
-         verify=False)  # fmt: skip
+    rule(
+        "meshwright_test::groups",
+        "*b (g d) -> *b (g d)",
+        whole="d",
+        counts={"groups": "g"},
+        verify=False,
+    )
     graph = graph_calling("groups", (12,))
     op = next(op for op in graph.ops if op.short == "meshwright_test.groups")
     made = analyse(graph).ops[op.name]

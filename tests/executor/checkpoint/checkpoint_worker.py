@@ -82,9 +82,12 @@ class Run:
 
     def save(self, path: Path, asynchronous: bool = False) -> checkpoint.Saving:
         return checkpoint.save(
-            self.runtime, path, self.optimizer,
-            extra={"scheduler": self.scheduler}, asynchronous=asynchronous,
-        )  # fmt: skip
+            self.runtime,
+            path,
+            self.optimizer,
+            extra={"scheduler": self.scheduler},
+            asynchronous=asynchronous,
+        )
 
     def load(self, path: Path) -> None:
         checkpoint.load(self.runtime, path, self.optimizer, extra={"scheduler": self.scheduler})
@@ -116,9 +119,12 @@ def _traced(case: str) -> Traced:
 def plan_of(case: str, name: str) -> tuple[Plan, Traced]:
     of = _traced(case)
     plan = build_plan(
-        of.graph, rows=GLOBAL_BATCH, num_microbatches=MICROBATCHES,
-        shardings=CASES[case].shardings, **PLANS[name],
-    )  # fmt: skip
+        of.graph,
+        rows=GLOBAL_BATCH,
+        num_microbatches=MICROBATCHES,
+        shardings=CASES[case].shardings,
+        **PLANS[name],
+    )
     return plan, of
 
 

@@ -66,10 +66,16 @@ def running(case: str, layout: Layout) -> tuple[Runtime, nn.Module]:
     """A plan of a model on meta, and the model."""
     of = graph_of(case, ROWS, layout.precision)
     plan = build_plan(
-        of.graph, meshes=layout.meshes, rows=ROWS, num_microbatches=1,
-        zero=layout.zero, dp_shard=layout.dp_shard, virtual=layout.virtual,
-        precision=layout.precision, shardings=CASES[case].shardings,
-    )  # fmt: skip
+        of.graph,
+        meshes=layout.meshes,
+        rows=ROWS,
+        num_microbatches=1,
+        zero=layout.zero,
+        dp_shard=layout.dp_shard,
+        virtual=layout.virtual,
+        precision=layout.precision,
+        shardings=CASES[case].shardings,
+    )
     with torch.device("meta"):
         model = CASES[case].build()
     return parallelize(model, plan, of), model

@@ -115,10 +115,18 @@ def graph_of(rows: int, precision: str) -> Traced:
 
 def plan_of(run: Run, of: Traced) -> Plan:
     plan = build_plan(
-        of.graph, meshes=((run.dp, run.tp),) * run.pp, rows=ROWS, num_microbatches=run.microbatches,
-        zero=run.zero, dp_shard=run.dp_shard, recompute=run.recompute, shardings=run.shardings,
-        schedule=run.schedule, virtual=run.virtual, precision=run.precision,
-    )  # fmt: skip
+        of.graph,
+        meshes=((run.dp, run.tp),) * run.pp,
+        rows=ROWS,
+        num_microbatches=run.microbatches,
+        zero=run.zero,
+        dp_shard=run.dp_shard,
+        recompute=run.recompute,
+        shardings=run.shardings,
+        schedule=run.schedule,
+        virtual=run.virtual,
+        precision=run.precision,
+    )
     stages = zip(plan.stages, cycle(run.ep), strict=False)
     return replace(plan, stages=tuple(replace(stage, ep=ep) for stage, ep in stages))
 
@@ -225,9 +233,15 @@ def library(_: Path) -> dict[str, Any]:
         model = Library()
     cluster = Cluster.local(4, "cpu", measure=False)
     made = auto_parallelize(
-        model, cluster, example_inputs=batch(2, 0), global_batch_size=ROWS, loss_fn=token_loss,
-        precision="fp32", overrides=Overrides(ep=2, dp=4, zero=1), profile=False,
-    )  # fmt: skip
+        model,
+        cluster,
+        example_inputs=batch(2, 0),
+        global_batch_size=ROWS,
+        loss_fn=token_loss,
+        precision="fp32",
+        overrides=Overrides(ep=2, dp=4, zero=1),
+        profile=False,
+    )
     made.init_weights(seed=5)
     alone = Library()
     started = initialised(alone, 5)

@@ -75,10 +75,14 @@ def run(name: str, layout: str, masked: bool = False) -> dict[str, Any]:
     free = Link(name="free", latency_s=1e-12, bandwidth=1e18)  # so that all is split that can be
     model = model_of(name)
     result = auto_parallelize(
-        model, dataclasses.replace(cluster, intra_link=free, inter_link=free),
-        example_inputs=batch_of(masked), global_batch_size=ROWS, precision="fp32",
-        overrides=LAYOUTS[layout], profile=False,
-    )  # fmt: skip
+        model,
+        dataclasses.replace(cluster, intra_link=free, inter_link=free),
+        example_inputs=batch_of(masked),
+        global_batch_size=ROWS,
+        precision="fp32",
+        overrides=LAYOUTS[layout],
+        profile=False,
+    )
     loss = float(result.train_step(batch_of(masked)))
     gradients = result.runtime.full_gradients()
     held = {

@@ -106,9 +106,7 @@ def test_a_rank_holds_its_share_of_the_experts(
         assert bool(found["held"]) == (ep > 1)
 
 
-def test_the_bytes_sent_are_those_that_are_priced(
-    launched: tuple[dict[str, Any], Path],
-) -> None:
+def test_the_bytes_sent_are_those_that_are_priced(launched: tuple[dict[str, Any], Path]) -> None:
     """(ep-1)/ep of b·s·k·h elements, out and back in both passes of each layer and micro-batch, as
     `test_moe_pricing.py` has it of the price."""
     (ep,) = EVEN.ep
@@ -118,9 +116,7 @@ def test_the_bytes_sent_are_those_that_are_priced(
         assert rank["sent"] == 4 * LAYERS * EVEN.microbatches * each
 
 
-def test_a_checkpoint_goes_on_under_any_other_plan(
-    launched: tuple[dict[str, Any], Path],
-) -> None:
+def test_a_checkpoint_goes_on_under_any_other_plan(launched: tuple[dict[str, Any], Path]) -> None:
     found = result(launched, "checkpoints")
     others = {name: x for name, x in found.items() if name in RUNS}
     assert len(others) == 4

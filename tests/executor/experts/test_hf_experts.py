@@ -83,9 +83,13 @@ def experts(*, gate: bool, bias: bool, transposed: bool, norm: bool, interleaved
     if interleaved:
         Experts._apply_gate = apply_gate
     Experts = moe.use_experts_implementation(
-        Experts, has_gate=gate, has_bias=bias, is_transposed=transposed,
-        has_post_expert_norm=norm, is_concatenated=not interleaved,
-    )  # fmt: skip
+        Experts,
+        has_gate=gate,
+        has_bias=bias,
+        is_transposed=transposed,
+        has_post_expert_norm=norm,
+        is_concatenated=not interleaved,
+    )
     return Experts(SimpleNamespace(_experts_implementation="eager"))
 
 

@@ -98,9 +98,15 @@ def test_default_backend_draws_the_same_dropout_masks() -> None:
     for mode in (False, True):
         torch.manual_seed(3)  # of the dropout masks
         result = auto_parallelize(
-            model, Cluster.local(1), example_inputs=batch, global_batch_size=8, precision="fp32",
-            loss_fn=nn.functional.mse_loss, compile=mode, profile=False,
-        ).replan(Overrides(num_microbatches=2))  # fmt: skip
+            model,
+            Cluster.local(1),
+            example_inputs=batch,
+            global_batch_size=8,
+            precision="fp32",
+            loss_fn=nn.functional.mse_loss,
+            compile=mode,
+            profile=False,
+        ).replan(Overrides(num_microbatches=2))
         loss = float(result.train_step(batch))
         found.append((loss, result.runtime.full_gradients(), result.runtime))
     (eager, gradients, _), (compiled, ours, runtime) = found
@@ -147,10 +153,17 @@ def test_compiled_backwards_are_priced_whole() -> None:
     found = {}
     for mode, target in ((False, None), (True, None), (True, "eager")):
         result = auto_parallelize(
-            case.model(), Cluster.local(2), example_inputs=case.batch(4, 0), plan=plan,
-            global_batch_size=cell.rows, loss_fn=case.loss_fn, precision="fp32", profile=False,
-            compile=mode, target=target,
-        )  # fmt: skip
+            case.model(),
+            Cluster.local(2),
+            example_inputs=case.batch(4, 0),
+            plan=plan,
+            global_batch_size=cell.rows,
+            loss_fn=case.loss_fn,
+            precision="fp32",
+            profile=False,
+            compile=mode,
+            target=target,
+        )
         events = [e for e in result.report.timeline["traceEvents"] if e["ph"] == "X"]
         found[mode, target] = {
             kind: sum(e["dur"] for e in events if e["name"].startswith(kind)) for kind in "IW"

@@ -26,9 +26,12 @@ from tests.helpers.threaded_ranks import Ranks, alone, talking_ranks
 
 SHAPE = (8, 16, 4)
 SHARDS = (
-    Placement("S", 0), Placement("S", 1), Placement("S", 1, 2), Placement("S", 1, 4),
+    Placement("S", 0),
+    Placement("S", 1),
+    Placement("S", 1, 2),
+    Placement("S", 1, 4),
     Placement("S", 2),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +90,10 @@ def test_two_axes_split_two_factors_of_one_dim(factors: list[int], data: st.Data
     """The second axis sees fewer parts before its factor, if the first axis split one of them."""
     chosen = data.draw(st.permutations(range(len(factors))))[:2]
     mesh = (2, 3)
-    sizes = [n * math.prod(m for c, m in zip(chosen, mesh, strict=True) if c == i)
-             for i, n in enumerate(factors)]  # fmt: skip
+    sizes = [
+        n * math.prod(m for c, m in zip(chosen, mesh, strict=True) if c == i)
+        for i, n in enumerate(factors)
+    ]
     state = tuple(Placement("S", 0, math.prod(sizes[:c])) for c in chosen)
     x = torch.arange(math.prod(sizes))
     grid = x.view(sizes)
@@ -126,9 +131,13 @@ SIZED = [(source, target, SHAPE) for source, target in TRIED] + [
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(("source", "target", "shape"), SIZED, ids=str)
 def test_a_move_keeps_value_and_gradient(
-    ranks: Ranks, source: Placement, target: Placement, shape: tuple[int, ...], n: int,
+    ranks: Ranks,
+    source: Placement,
+    target: Placement,
+    shape: tuple[int, ...],
+    n: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(0)
     x, g = torch.randn(2, *shape, dtype=torch.float64)
     values = cut(x, source, n)

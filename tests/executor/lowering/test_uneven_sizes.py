@@ -109,9 +109,14 @@ def test_the_largest_part_is_paid_for() -> None:
     of = cut(nn.Sequential(nn.Embedding(50257, 8)), *_words(50257))
     (value,) = of.graph.parameters
     setting = Setting(
-        cluster=cluster(8), dp=1, tp=8, rows=4, num_microbatches=1, precision="fp32",
+        cluster=cluster(8),
+        dp=1,
+        tp=8,
+        rows=4,
+        num_microbatches=1,
+        precision="fp32",
         optimizer="adamw",
-    )  # fmt: skip
+    )
     pricer = Pricer(graph=of.graph, table=of.table, setting=setting)
     assert pricer.numel(value, Placement("S", 0)) == math.ceil(50257 / 8) * 8
     assert pricer.numel(value, Placement("S", 1)) == 50257
@@ -137,9 +142,12 @@ def test_products_that_run_in_full_are_named_with_the_degrees_that_divide() -> N
 def test_shared_out_is_what_the_plan_splits() -> None:
     of = _five_heads()
     plan = build_plan(
-        of.graph, meshes=((1, 2),), rows=4, num_microbatches=1,
+        of.graph,
+        meshes=((1, 2),),
+        rows=4,
+        num_microbatches=1,
         shardings={"transformer.h.*.mlp.c_fc": "colwise"},
-    )  # fmt: skip
+    )
     (share,) = divided(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
     work = {op.key: op_flops(of.table, op) for op in of.graph.ops}
     mlp = sum(flops for key, flops in work.items() if ".mlp." in key)
@@ -151,9 +159,13 @@ def test_shared_out_is_what_the_plan_splits() -> None:
 @cache
 def _planned(tp: int | None) -> ParallelModel:
     return auto_parallelize(
-        _gpt2_of_five_heads(), host(4), example_inputs=CASES["gpt2_tied"].batch(4, 0),
-        global_batch_size=8, precision="fp32", overrides=Overrides(tp=tp) if tp else Overrides(),
-    )  # fmt: skip
+        _gpt2_of_five_heads(),
+        host(4),
+        example_inputs=CASES["gpt2_tied"].batch(4, 0),
+        global_batch_size=8,
+        precision="fp32",
+        overrides=Overrides(tp=tp) if tp else Overrides(),
+    )
 
 
 def test_the_report_says_what_is_excluded_in_three_places() -> None:
@@ -178,9 +190,12 @@ def test_a_degree_that_divides_nothing_is_told() -> None:
 def test_a_sharding_that_cannot_be_is_refused_with_the_degrees_that_can() -> None:
     of = _five_heads()
     plan = build_plan(
-        of.graph, meshes=((1, 2),), rows=4, num_microbatches=1,
+        of.graph,
+        meshes=((1, 2),),
+        rows=4,
+        num_microbatches=1,
         shardings={"transformer.h.*.attn:scaled_dot_product_attention": "heads"},
-    )  # fmt: skip
+    )
     message = r"not possible with tp=2 \(heads = 5; degrees that divide: 5\); legal: replicate"
     with pytest.raises(PlanError, match=message):
         check_plan(plan, of.graph, of.table)
@@ -188,9 +203,17 @@ def test_a_sharding_that_cannot_be_is_refused_with_the_degrees_that_can() -> Non
 
 def _gpt2_of_five_heads() -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=40, n_head=5, vocab_size=96, n_positions=16, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        n_layer=3,
+        n_embd=40,
+        n_head=5,
+        vocab_size=96,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config).train()
 
 

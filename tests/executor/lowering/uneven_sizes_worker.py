@@ -33,29 +33,54 @@ MICROBATCHES = 2
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, n_inner=INNER, vocab_size=WORDS, n_positions=SEQUENCE,
-        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        n_inner=INNER,
+        vocab_size=WORDS,
+        n_positions=SEQUENCE,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config).train()
 
 
 def bert() -> nn.Module:
     """Its decoder has a bias of the vocabulary's size."""
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=INNER,
-        vocab_size=WORDS, max_position_embeddings=SEQUENCE, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, pad_token_id=101,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        intermediate_size=INNER,
+        vocab_size=WORDS,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=101,
+    )
     return transformers.BertForMaskedLM(config).train()
 
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=INNER, num_layers=2, num_decoder_layers=2,
-        num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=16,
-        dropout_rate=0.0, feed_forward_proj="gated-silu", pad_token_id=0, decoder_start_token_id=0,
+        vocab_size=WORDS,
+        d_model=32,
+        d_kv=8,
+        d_ff=INNER,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-silu",
+        pad_token_id=0,
+        decoder_start_token_id=0,
         use_cache=False,
-    )  # fmt: skip
+    )
     return transformers.T5ForConditionalGeneration(config).train()
 
 
@@ -133,8 +158,12 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 }
 TRAINED = (
     *(("gpt2", plan) for plan in ("tp4", "zero1", "zero2", "zero3", "pp2xtp2", "tp2|dp2")),
-    ("bert", "tp4"), ("bert", "zero1"), ("t5", "tp4"), ("t5", "zero3"), ("odd", "tp4"),
-)  # fmt: skip
+    ("bert", "tp4"),
+    ("bert", "zero1"),
+    ("t5", "tp4"),
+    ("t5", "zero3"),
+    ("odd", "tp4"),
+)
 SAVED, RELOADED = "tp4", ("pp2xtp2", "zero1", "zero3")
 SEED = 11
 
@@ -147,9 +176,12 @@ def of_case(case: str, rows: int = ROWS // MICROBATCHES) -> Traced:
 def built(case: str, plan: str, model: nn.Module | None = None) -> Runtime:
     of = of_case(case)
     made = build_plan(
-        of.graph, rows=ROWS, num_microbatches=MICROBATCHES, shardings=ODD[case].shardings,
+        of.graph,
+        rows=ROWS,
+        num_microbatches=MICROBATCHES,
+        shardings=ODD[case].shardings,
         **PLANS[plan],
-    )  # fmt: skip
+    )
     return parallelize(model or ODD[case].model(), made, of)
 
 
@@ -157,9 +189,12 @@ def train(case: str, plan: str) -> dict[str, Any]:
     """Three steps, against plain PyTorch; and the parts of the parameters that ranks hold."""
     of = of_case(case)
     made = build_plan(
-        of.graph, rows=ROWS, num_microbatches=MICROBATCHES, shardings=ODD[case].shardings,
+        of.graph,
+        rows=ROWS,
+        num_microbatches=MICROBATCHES,
+        shardings=ODD[case].shardings,
         **PLANS[plan],
-    )  # fmt: skip
+    )
     found = runtime_loop(ODD[case], made, of)
     if launch.rank():
         return {}

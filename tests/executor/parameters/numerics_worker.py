@@ -35,11 +35,7 @@ from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_reference import difference
 
 CASE = CASES["gpt2_tied"]  # fused projections, biases, and an embedding that two stages share
-LAYOUTS = (
-    "gpt2_tied dp2xtp2 m2 zero1",
-    "gpt2_tied pp2xdp2 m2 zero1",
-    "gpt2_tied pp2xtp2 m2",
-)
+LAYOUTS = ("gpt2_tied dp2xtp2 m2 zero1", "gpt2_tied pp2xdp2 m2 zero1", "gpt2_tied pp2xtp2 m2")
 OPTIMIZER_LAYOUTS = LAYOUTS[:2]
 NORM_LAYOUTS = (
     *LAYOUTS,
@@ -104,10 +100,7 @@ def grouped(named: Named) -> Groups:
     """Weight decay for matrices and embeddings, by FQN; none for biases and norms."""
     decayed = [p for n, p in named if n.endswith(".weight") and ".ln_" not in n]
     spared = [p for n, p in named if not n.endswith(".weight") or ".ln_" in n]
-    return [
-        {"params": decayed, "weight_decay": 0.1},
-        {"params": spared, "weight_decay": 0.0},
-    ]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
 
 
 def around(name: str) -> contextlib.AbstractContextManager[Any]:

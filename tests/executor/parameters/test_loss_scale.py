@@ -118,11 +118,19 @@ def held(*values: list[float]) -> list[StageParameter]:
         weights = torch.ones(len(numbers))
         found.append(
             StageParameter(
-                value=f"w{k}", fqn=f"w{k}", shape=tuple(weights.shape), placement=R, sum_data=False,
-                sum_tensor=False, trainable=True, leaf=nn.Parameter(weights), stored=weights,
-                gradient=torch.tensor(numbers), api=nn.Parameter(weights),
+                value=f"w{k}",
+                fqn=f"w{k}",
+                shape=tuple(weights.shape),
+                placement=R,
+                sum_data=False,
+                sum_tensor=False,
+                trainable=True,
+                leaf=nn.Parameter(weights),
+                stored=weights,
+                gradient=torch.tensor(numbers),
+                api=nn.Parameter(weights),
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -213,9 +221,10 @@ def test_an_optimizer_does_nothing_in_a_skipped_step(name: str) -> None:
 def test_a_skipped_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Searching the scale is news; a step lost without that, or at its floor, is a warning."""
     for scale, level in (
-        (LossScale(), logging.INFO), (LossScale(value=1.0), logging.WARNING),
+        (LossScale(), logging.INFO),
+        (LossScale(value=1.0), logging.WARNING),
         (None, logging.WARNING),
-    ):  # fmt: skip
+    ):
         caplog.clear()
         with caplog.at_level(logging.INFO):
             guard(scale).admit(held([math.nan]))

@@ -43,14 +43,25 @@ class Stage:
 
 
 def parameter(
-    *, placement: Placement = R, zero: Placement = R, shared_stages: tuple[int, ...] = (),
+    *,
+    placement: Placement = R,
+    zero: Placement = R,
+    shared_stages: tuple[int, ...] = (),
     shape: Sequence[int] = SHAPE,
-) -> StageParameter:  # fmt: skip
+) -> StageParameter:
     return StageParameter(
-        value="w", fqn="w", shape=tuple(shape), placement=placement, zero=zero, sum_data=True,
-        sum_tensor=False, trainable=True, leaf=nn.Parameter(torch.empty(0)), stored=torch.empty(0),
+        value="w",
+        fqn="w",
+        shape=tuple(shape),
+        placement=placement,
+        zero=zero,
+        sum_data=True,
+        sum_tensor=False,
+        trainable=True,
+        leaf=nn.Parameter(torch.empty(0)),
+        stored=torch.empty(0),
         shared_stages=shared_stages,
-    )  # fmt: skip
+    )
 
 
 def places(stages: Sequence[Stage]) -> Iterator[tuple[int, Place]]:
@@ -60,13 +71,22 @@ def places(stages: Sequence[Stage]) -> Iterator[tuple[int, Place]]:
         for rank in s.mesh.ranks:
             d, t = s.mesh.coordinate(rank)
             replicate, shard = divmod(d, s.shard)
-            yield k, Place(
-                stages=(k,), meshes=meshes, data=Axis("data", s.mesh.dp, d),
-                shard=Axis("shard", s.shard, shard),
-                replicate=Axis("replicate", s.replicate, replicate),
-                tensor=Axis("tensor", s.tensor, t), mesh=None, links={}, owners={}, device=CPU,
-                rank=rank,
-            )  # fmt: skip
+            yield (
+                k,
+                Place(
+                    stages=(k,),
+                    meshes=meshes,
+                    data=Axis("data", s.mesh.dp, d),
+                    shard=Axis("shard", s.shard, shard),
+                    replicate=Axis("replicate", s.replicate, replicate),
+                    tensor=Axis("tensor", s.tensor, t),
+                    mesh=None,
+                    links={},
+                    owners={},
+                    device=CPU,
+                    rank=rank,
+                ),
+            )
 
 
 @st.composite
@@ -190,9 +210,10 @@ def one_device(
 
 @settings(deadline=None)
 @given(
-    st.sampled_from((0.0, 1e-3, 1.0, 40.0, 1e9, math.inf)), st.sampled_from(NORM_TYPES[1:]),
+    st.sampled_from((0.0, 1e-3, 1.0, 40.0, 1e9, math.inf)),
+    st.sampled_from(NORM_TYPES[1:]),
     st.integers(0, 99),
-)  # fmt: skip
+)
 def test_clipping_is_torchs_on_one_device(max_norm: float, norm_type: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     gradients = [torch.randn(SHAPE, generator=generator), None, torch.randn(SHAPE)]

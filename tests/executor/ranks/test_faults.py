@@ -144,9 +144,17 @@ def test_plan_for_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.Mo
     planned(net(), 4).plan.save(file)
     monkeypatch.chdir(WORKER.parent)
     arguments = (
-        "run", "fault_worker:target", "--cluster", "local:2", "--batch", str(ROWS),
-        "--precision", "fp32", "--plan", str(file),
-    )  # fmt: skip
+        "run",
+        "fault_worker:target",
+        "--cluster",
+        "local:2",
+        "--batch",
+        str(ROWS),
+        "--precision",
+        "fp32",
+        "--plan",
+        str(file),
+    )
     run = launch(ROOT / "meshwright" / "cli.py", *arguments, ranks=2, timeout_s=120, grace_s=60)
     for rank in run.ranks:
         assert (rank.returncode, rank.killed) == (1, False), run.tail()
@@ -223,9 +231,12 @@ def test_only_a_phase_can_take_too_long(
     progress = Progress()
     for spent_s in (1.0, 9.0, 11.0, 16.0, 39.0, 41.0, 1e6):
         progress.where = dataclasses.replace(
-            progress.where, phase=phase, waits=waits, steps_done=steps_done,
+            progress.where,
+            phase=phase,
+            waits=waits,
+            steps_done=steps_done,
             since_s=time.monotonic() - spent_s,
-        )  # fmt: skip
+        )
         expected = allowed_s is not None and spent_s > allowed_s
         assert progress.is_stuck(10.0) == expected, spent_s
 

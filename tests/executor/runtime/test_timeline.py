@@ -162,9 +162,14 @@ def test_an_unwritable_path_is_said_on_every_rank_before_the_step(launched: Laun
 def planned(example: tuple[torch.Tensor, ...]) -> Any:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     return auto_parallelize(
-        model, Cluster.local(1), example_inputs=example, global_batch_size=8,
-        loss_fn=nn.functional.mse_loss, precision="fp32", profile=False,
-    )  # fmt: skip
+        model,
+        Cluster.local(1),
+        example_inputs=example,
+        global_batch_size=8,
+        loss_fn=nn.functional.mse_loss,
+        precision="fp32",
+        profile=False,
+    )
 
 
 def test_example_inputs_are_repeated_where_no_batch_is_given(tmp_path: Path) -> None:
@@ -251,17 +256,22 @@ def test_reductions_follow_one_another() -> None:
 
 
 @given(
-    st.sampled_from(("gpipe", "1f1b", "zb_h1", "interleaved_1f1b")), st.integers(2, 4),
-    st.integers(1, 4), st.floats(0.1, 1),
-)  # fmt: skip
+    st.sampled_from(("gpipe", "1f1b", "zb_h1", "interleaved_1f1b")),
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.floats(0.1, 1),
+)
 def test_times_of_a_simulated_trace_are_the_simulation_s(
     schedule: str, devices: int, rounds: int, optimizer_s: float
 ) -> None:
     stages = devices * (2 if schedule == "interleaved_1f1b" else 1)
     streams = build_schedule(
-        schedule, num_stages=stages, num_devices=devices, num_microbatches=rounds * devices,
+        schedule,
+        num_stages=stages,
+        num_devices=devices,
+        num_microbatches=rounds * devices,
         edges=[(k, k + 1) for k in range(stages - 1)],
-    )  # fmt: skip
+    )
     prices = [
         Prices(
             forward_s=1.0 + k, backward_s=2.0 + k, weight_s=1.0, reduce_s=0.5,

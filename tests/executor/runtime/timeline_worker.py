@@ -31,10 +31,15 @@ def planned(folder: Path, cell: Cell) -> ParallelModel:
     case = CASES[cell.case]
     plan, _ = plan_of(cell, load_graph(folder, cell))
     return auto_parallelize(
-        case.model(), Cluster.local(WORLD), example_inputs=case.batch(cell.rows, 0),
-        global_batch_size=cell.rows, loss_fn=case.loss_fn, precision="fp32", plan=plan,
+        case.model(),
+        Cluster.local(WORLD),
+        example_inputs=case.batch(cell.rows, 0),
+        global_batch_size=cell.rows,
+        loss_fn=case.loss_fn,
+        precision="fp32",
+        plan=plan,
         profile=False,
-    )  # fmt: skip
+    )
 
 
 def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:

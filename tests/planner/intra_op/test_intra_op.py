@@ -22,12 +22,7 @@ from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import (
-    Traced,
-    case,
-    cut,
-    odd_cluster,
-)
+from tests.helpers.planning import Traced, case, cut, odd_cluster
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -71,9 +66,11 @@ def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> N
     for table in solved.values():
         for index, objective in states(table):
             price = price_block(
-                pricer, table.program.layouts, table.program.assignment(table, index),
+                pricer,
+                table.program.layouts,
+                table.program.assignment(table, index),
                 inputs_of(table, index),
-            )  # fmt: skip
+            )
             assert price.cost.seconds(m) == pytest.approx(objective, rel=1e-9)
 
 
@@ -223,11 +220,15 @@ def block_of(of: Traced) -> Block:
     made = {r for op in ops for r in op.results}
     used = dict.fromkeys(n for op in ops for n in op.operands)
     return Block(
-        name="small", ops=ops, class_id="small", derived=(), buffers=(),
+        name="small",
+        ops=ops,
+        class_id="small",
+        derived=(),
+        buffers=(),
         inputs=tuple(n for n in used if n not in made and n not in of.graph.parameters),
         outputs=of.graph.ops[-1].operands[:1],
         parameters=tuple(n for n in used if n in of.graph.parameters),
-    )  # fmt: skip
+    )
 
 
 def every_assignment(
@@ -247,9 +248,14 @@ def every_assignment(
 
 
 def _waiting(
-    layouts: BlockLayouts, block: Block, op: Op, value: str, made: Placement,
-    strategies: Mapping[str, Strategy], leaving: Placement,
-) -> list[Placement]:  # fmt: skip
+    layouts: BlockLayouts,
+    block: Block,
+    op: Op,
+    value: str,
+    made: Placement,
+    strategies: Mapping[str, Strategy],
+    leaving: Placement,
+) -> list[Placement]:
     """States worth trying: a plan can say any, but only of an operator's first result."""
     targets = layouts.targets(value, strategies)
     if value in block.outputs:
@@ -263,10 +269,17 @@ def _waiting(
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
-        (Perceptron, 0), (Perceptron, 3), (Residual, 1), (Residual, 5), (Gated, 22),
-        (Twice, 0), (Twice, 2), (Chunked, 4), (Chunked, 5),
+        (Perceptron, 0),
+        (Perceptron, 3),
+        (Residual, 1),
+        (Residual, 5),
+        (Gated, 22),
+        (Twice, 0),
+        (Twice, 2),
+        (Chunked, 4),
+        (Chunked, 5),
     ],
-)  # fmt: skip
+)
 def test_no_assignment_is_cheaper_than_the_table(kind: type[nn.Module], seed: int) -> None:
     """Enter and leave both ways; what the table promises is the least price of all, and is paid."""
     of, m, boundary = small(kind), 2, [R, Placement("S", 1)]
@@ -275,9 +288,11 @@ def test_no_assignment_is_cheaper_than_the_table(kind: type[nn.Module], seed: in
     pricer = coster.pricer(coster.setting(dp=2, tp=2, rows=4, microbatches=m))
     layouts = BlockLayouts(of.graph, of.table, block, 2)
     program = BlockProgram(
-        pricer, layouts, inputs=dict.fromkeys(block.inputs, boundary),
+        pricer,
+        layouts,
+        inputs=dict.fromkeys(block.inputs, boundary),
         outputs=dict.fromkeys(block.outputs, boundary),
-    )  # fmt: skip
+    )
     table = program.solve(pricer)
     assert table is not None
     for index in ((0, 0), (1, 1)):

@@ -218,7 +218,7 @@ def test_degrees_must_fit_the_devices() -> None:
         try:
             check_overrides(
                 overrides, num_devices=devices, global_batch_size=12, num_blocks=9, executable=True
-            )  # fmt: skip
+            )
             refused = ""
         except OverrideError as error:
             refused = str(error)
@@ -254,9 +254,8 @@ def test_degrees_must_fit_the_devices() -> None:
 def test_what_cannot_fit_says_why(given: dict[str, Any], says: str) -> None:
     with pytest.raises(OverrideError, match=says):
         check_overrides(
-            Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5,
-            executable=True,
-        )  # fmt: skip
+            Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5, executable=True
+        )
 
 
 def test_context_and_virtual_stages_count_where_they_need_not_run() -> None:

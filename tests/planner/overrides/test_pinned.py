@@ -70,15 +70,25 @@ def plans(draw: st.DrawFn) -> Plan:
         shardings = draw(st.sampled_from(SHARDINGS)) if len(blocks) == 5 and tp == 2 else {}
         stages.append(
             StagePlan(
-                blocks=blocks, dp=dp, tp=tp, cp=cp, zero=zero, dp_shard=shards if zero else None,
+                blocks=blocks,
+                dp=dp,
+                tp=tp,
+                cp=cp,
+                zero=zero,
+                dp_shard=shards if zero else None,
                 ranks=placed(placement, [t * d * c for t, d, c in meshes], tp * cp, owner[k]),
-                recompute=recompute_of(blocks, policies), shardings=shardings,
+                recompute=recompute_of(blocks, policies),
+                shardings=shardings,
             )
-        )  # fmt: skip
+        )
     return Plan(
-        model=fingerprint(graph), global_batch_size=16, schedule=schedule, precision="fp32",
-        num_microbatches=draw(st.sampled_from((1, 2, 4, 8))), stages=tuple(stages),
-    )  # fmt: skip
+        model=fingerprint(graph),
+        global_batch_size=16,
+        schedule=schedule,
+        precision="fp32",
+        num_microbatches=draw(st.sampled_from((1, 2, 4, 8))),
+        stages=tuple(stages),
+    )
 
 
 def rebuilt(found: Restrictions) -> Plan:
@@ -106,13 +116,16 @@ def rebuilt(found: Restrictions) -> Plan:
         meshes.setdefault(owner[k], (one["tp"], one["dp"], one["cp"]))
     sizes = [meshes[g][0] * meshes[g][1] * meshes[g][2] for g in range(found.pp)]
     return Plan(
-        model=fingerprint(model()[0]), global_batch_size=16, precision="fp32", schedule=schedule,
+        model=fingerprint(model()[0]),
+        global_batch_size=16,
+        precision="fp32",
+        schedule=schedule,
         num_microbatches=found.num_microbatches,
         stages=tuple(
             StagePlan(**s, ranks=placed(placement, sizes, s["tp"] * s["cp"], owner[k]))
             for k, s in enumerate(stages)
         ),
-    )  # fmt: skip
+    )
 
 
 @few

@@ -30,15 +30,30 @@ def blocks(*names: str) -> Graph:
     """A model of which only the names of its blocks are known."""
     made = tuple(
         Block(
-            name=name, ops=(), inputs=(), outputs=(), derived=(), parameters=(), buffers=(),
+            name=name,
+            ops=(),
+            inputs=(),
+            outputs=(),
+            derived=(),
+            parameters=(),
+            buffers=(),
             class_id="",
         )
         for name in names
-    )  # fmt: skip
+    )
     return Graph(
-        values={}, ops=(), derived=(), inputs={}, batched=frozenset(), parameters={}, buffers={},
-        constants={}, loss="", batch_size=1, blocks=made,
-    )  # fmt: skip
+        values={},
+        ops=(),
+        derived=(),
+        inputs={},
+        batched=frozenset(),
+        parameters={},
+        buffers={},
+        constants={},
+        loss="",
+        batch_size=1,
+        blocks=made,
+    )
 
 
 LAYERS = ("embed", *(f"enc.layers.{i}" for i in range(3)), *(f"dec.layers.{i}" for i in range(3)))
@@ -105,26 +120,31 @@ def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
             {"zero": {"enc.**": 0, "dec.**": 1}, "dp_shard": {"*.layers.2": 2}},
             r"zero=\{'enc\.\*\*': 0\} contradicts dp_shard=\{'\*\.layers\.2': 2\}.*enc.layers.2",
         ),
-        ({"zero": {"head": 1}, "forbid": ["zero-2"], "dp_shard": 3, "dp": 4, "cp": 2},
-         "dp_shard=3 contradicts dp=4: 3 does not divide the data axis .*= 8"),
+        (
+            {"zero": {"head": 1}, "forbid": ["zero-2"], "dp_shard": 3, "dp": 4, "cp": 2},
+            "dp_shard=3 contradicts dp=4: 3 does not divide the data axis .*= 8",
+        ),
         ({"ep": {"head": 2}}, r"ep=\{'head': 2\}: the model has no experts; legal: 1"),
         (
             {"tp": {"embed": 2, "head": 4}, "pp": 1, "virtual_stages": 1},
             r"tp=\{'embed': 2\} contradicts tp=\{'head': 4\} with pp=1, .* at least 2",
         ),
         (
-            {"zero": {"embed": 1, "head": 0, "*.layers.0": 0}, "pp": 2, "schedule": "1f1b",
-             "tp": {"dec.layers.0": 2, "dec.layers.1": 4}},
+            {
+                "zero": {"embed": 1, "head": 0, "*.layers.0": 0},
+                "pp": 2,
+                "schedule": "1f1b",
+                "tp": {"dec.layers.0": 2, "dec.layers.1": 4},
+            },
             r"'dec.layers.0': 2\} contradicts tp=\{'dec.layers.1': 4\} with pp=2, .* at least 3",
         ),
         (
-            {"tp": {"embed": 2, "enc.layers.0": 4},
-             "stages": [LAYERS[:3], [*LAYERS[3:], "head"]]},
+            {"tp": {"embed": 2, "enc.layers.0": 4}, "stages": [LAYERS[:3], [*LAYERS[3:], "head"]]},
             r"tp=\{'embed': 2\} contradicts tp=\{'enc.layers.0': 4\}: stages\[0\] \(embed, enc",
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_only_the_blocks_show_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(OverrideError, match=says):
         restrict(Overrides(**given), layers())
@@ -176,11 +196,15 @@ def test_with_equal_meshes_one_block_speaks_for_all() -> None:
         ({"schedule": "gpipe", "pp": 4}, 4, 1, {"gpipe"}),
         ({"schedule": "interleaved_1f1b"}, None, None, {"interleaved_1f1b"}),
         ({"schedule": "interleaved_1f1b", "virtual_stages": 1}, None, 1, {"interleaved_1f1b"}),
-        ({"forbid": ["virtual_stages", "1f1b", "zb_h1", "zb_h2"]}, None, 1,
-         {"gpipe", "eager_1f1b"}),
+        (
+            {"forbid": ["virtual_stages", "1f1b", "zb_h1", "zb_h2"]},
+            None,
+            1,
+            {"gpipe", "eager_1f1b"},
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_virtual_stages_and_schedules_fit(
     given: dict[str, Any], pp: int | None, each: int | None, schedules: set[str]
 ) -> None:

@@ -28,11 +28,18 @@ def made(draw: st.DrawFn) -> np.ndarray:
     """A block of whole seconds and bytes, so that sums are exact in any order."""
     saved = draw(st.integers(1, 20))
     return block(
-        backward_s=draw(COUNTS), backward_host_s=draw(COUNTS), saved_bytes=saved,
-        input_bytes=draw(st.integers(0, 3)), full_s=draw(COUNTS), full_host_s=draw(COUNTS),
-        full_bytes=saved, largest_bytes=saved, selective_s=draw(COUNTS),
-        selective_host_s=draw(COUNTS), selective_bytes=draw(st.integers(0, saved)),
-    )  # fmt: skip
+        backward_s=draw(COUNTS),
+        backward_host_s=draw(COUNTS),
+        saved_bytes=saved,
+        input_bytes=draw(st.integers(0, 3)),
+        full_s=draw(COUNTS),
+        full_host_s=draw(COUNTS),
+        full_bytes=saved,
+        largest_bytes=saved,
+        selective_s=draw(COUNTS),
+        selective_host_s=draw(COUNTS),
+        selective_bytes=draw(st.integers(0, saved)),
+    )
 
 
 @st.composite
@@ -66,9 +73,12 @@ def used(blocks: Sequence[np.ndarray], policies: Sequence[str], in_flight: int) 
 
 
 @given(
-    chains(), st.integers(1, 4), st.floats(0, 1.1), st.sampled_from(["cuda", "cpu"]),
+    chains(),
+    st.integers(1, 4),
+    st.floats(0, 1.1),
+    st.sampled_from(["cuda", "cpu"]),
     st.sampled_from([LEGAL, ("none", "full"), ("full",), ("selective", "full"), ("none",)]),
-)  # fmt: skip
+)
 def test_no_choice_that_fits_is_faster(
     blocks: list[np.ndarray], in_flight: int, part: float, device: str, legal: tuple[str, ...]
 ) -> None:
@@ -105,9 +115,14 @@ def divided_s(blocks: list[np.ndarray], needed: float) -> float:
 def test_deep_stages_of_one_class_reach_their_bound() -> None:
     """120 layers: where the bytes come out even, the bound is the answer."""
     layer = block(
-        backward_s=20, saved_bytes=100, full_s=10, full_bytes=100, largest_bytes=100,
-        selective_s=1, selective_bytes=40,
-    )  # fmt: skip
+        backward_s=20,
+        saved_bytes=100,
+        full_s=10,
+        full_bytes=100,
+        largest_bytes=100,
+        selective_s=1,
+        selective_bytes=40,
+    )
     blocks = [layer] * 120
     found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75))
     assert found is not None and found.count("selective") == 75 and found.count("none") == 45

@@ -43,9 +43,10 @@ def ladders(draw: st.DrawFn) -> Ladder:
         seconds += draw(st.integers(0, 100))
         rungs.append(rung(static, passing, kept, seconds))
     return Ladder(
-        policies=POLICIES[: len(rungs)], rungs=tuple(rungs),
+        policies=POLICIES[: len(rungs)],
+        rungs=tuple(rungs),
         blocks=np.array([draw(st.integers(1, 8))]),
-    )  # fmt: skip
+    )
 
 
 def needed(own: Ladder, k: int, blocks: int, held: int) -> float:

@@ -34,9 +34,16 @@ def uneven(ratio: float) -> Target:
 def pricer(ratio: float, ep: int) -> Pricer:
     graph, table = traced(SPARSE, "bf16")
     setting = Setting(
-        cluster=ideal(1, 8), dp=8, tp=1, ep=ep, rows=512, num_microbatches=1, precision="bf16",
-        optimizer="adamw", target=uneven(ratio),
-    )  # fmt: skip
+        cluster=ideal(1, 8),
+        dp=8,
+        tp=1,
+        ep=ep,
+        rows=512,
+        num_microbatches=1,
+        precision="bf16",
+        optimizer="adamw",
+        target=uneven(ratio),
+    )
     return Pricer(graph=graph, table=table, setting=setting)
 
 
@@ -77,9 +84,14 @@ def priced(ratio: float, ep: int) -> Evaluation:
     graph, table = traced(SPARSE, "bf16")
     plan = dataclasses.replace(plan_of(graph, ep=ep), global_batch_size=4096)  # device-bound
     return evaluate(
-        plan, graph, table, Cluster.from_catalog("dgx-h100", devices_per_node=4),
-        check_plan(plan, graph, table), optimizer="adamw", target=uneven(ratio),
-    )  # fmt: skip
+        plan,
+        graph,
+        table,
+        Cluster.from_catalog("dgx-h100", devices_per_node=4),
+        check_plan(plan, graph, table),
+        optimizer="adamw",
+        target=uneven(ratio),
+    )
 
 
 def test_a_plan_that_shares_experts_out_is_dearer_and_fuller() -> None:
@@ -93,10 +105,15 @@ def test_a_plan_that_shares_experts_out_is_dearer_and_fuller() -> None:
 def chosen(ratio: float) -> tuple[set[int], str]:
     model, example = build(WIDE)
     made = auto_parallelize(
-        model, Cluster.from_catalog("dgx-h100"), example_inputs=example, precision="bf16",
-        global_batch_size=128, overrides=Overrides(tp=1, pp=1), profile=False,
+        model,
+        Cluster.from_catalog("dgx-h100"),
+        example_inputs=example,
+        precision="bf16",
+        global_batch_size=128,
+        overrides=Overrides(tp=1, pp=1),
+        profile=False,
         expert_imbalance=ratio,
-    )  # fmt: skip
+    )
     return {stage.ep for stage in made.plan.stages}, str(made.report)
 
 

@@ -28,9 +28,15 @@ from scripts.experts import alpa as alpa_models
 def gpt(*, layers: int, hidden: int, vocab: int = 51200, length: int = 2048) -> TransformerDims:
     """Heads of 128, embedding and head apart."""
     return TransformerDims(
-        layers=layers, hidden=hidden, heads=hidden // 128, kv_heads=hidden // 128, ffn=4 * hidden,
-        vocab=vocab, seq_len=length, tied=False,
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 128,
+        kv_heads=hidden // 128,
+        ffn=4 * hidden,
+        vocab=vocab,
+        seq_len=length,
+        tied=False,
+    )
 
 
 GPT2 = dataclasses.replace(gpt(layers=12, hidden=768, vocab=50304, length=1024), tied=True)
@@ -40,9 +46,15 @@ GPT_7B = gpt(layers=32, hidden=4096, length=4096)
 GPT_13B = gpt(layers=40, hidden=5120, length=4096)
 HUGE_VOCABULARY = gpt(layers=12, hidden=2048, vocab=256000, length=256)
 MIXTURE = dataclasses.replace(
-    gpt(layers=8, hidden=2048), activation="swiglu", norm="rms", positions="rotary", bias=False,
-    experts=32, topk=2, expert_ffn=4096,
-)  # fmt: skip
+    gpt(layers=8, hidden=2048),
+    activation="swiglu",
+    norm="rms",
+    positions="rotary",
+    bias=False,
+    experts=32,
+    topk=2,
+    expert_ffn=4096,
+)
 SMALL_VOCABULARY = gpt(layers=32, hidden=2560, vocab=2048, length=256)
 
 

@@ -43,9 +43,19 @@ from meshwright.profiles.curve import Curve
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(
-    layers=3, hidden=64, heads=4, kv_heads=4, ffn=96, vocab=128, seq_len=32, activation="swiglu",
-    norm="rms", positions="rotary", bias=False, tied=False,
-)  # fmt: skip
+    layers=3,
+    hidden=64,
+    heads=4,
+    kv_heads=4,
+    ffn=96,
+    vocab=128,
+    seq_len=32,
+    activation="swiglu",
+    norm="rms",
+    positions="rotary",
+    bias=False,
+    tied=False,
+)
 SPARSE = dataclasses.replace(DENSE, experts=16, topk=3, expert_ffn=32)
 
 
@@ -75,9 +85,16 @@ def pricer(
     rows: float = 1,
 ) -> Pricer:
     setting = Setting(
-        cluster=cluster, dp=dp, tp=tp, ep=ep, rows=rows, num_microbatches=1, precision="bf16",
-        optimizer="adamw", target=Target(name="plain", bucket_copies=0),
-    )  # fmt: skip
+        cluster=cluster,
+        dp=dp,
+        tp=tp,
+        ep=ep,
+        rows=rows,
+        num_microbatches=1,
+        precision="bf16",
+        optimizer="adamw",
+        target=Target(name="plain", bucket_copies=0),
+    )
     return Pricer(graph=graph, table=table, setting=setting)
 
 
@@ -224,15 +241,19 @@ def test_programs_are_shared_by_all_degrees_and_solved_for_each(tp: int) -> None
 def plan_of(graph: Graph, **stage: int) -> Plan:
     sizes = {"dp": 4, "tp": 1, "ep": 1} | stage
     return Plan(
-        model=fingerprint(graph), global_batch_size=16, num_microbatches=2, schedule="1f1b",
+        model=fingerprint(graph),
+        global_batch_size=16,
+        num_microbatches=2,
+        schedule="1f1b",
         precision="bf16",
         stages=(
             StagePlan(
                 blocks=tuple(block.name for block in graph.blocks),
-                ranks=tuple(range(sizes["dp"] * sizes["tp"])), **sizes,
+                ranks=tuple(range(sizes["dp"] * sizes["tp"])),
+                **sizes,
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 def test_the_expert_axis_is_written_and_read() -> None:
@@ -282,9 +303,11 @@ def test_the_exchange_hides_behind_compute_as_far_as_there_is_some() -> None:
 
     def seconds(overlap: float) -> float:
         target = Target(name="test", overlap_experts=overlap, host_scale=0.0)  # device-bound
-        return evaluate(
-            plan, graph, table, cluster, assignments, optimizer="adamw", target=target
-        ).stages[0].forward_s  # fmt: skip
+        return (
+            evaluate(plan, graph, table, cluster, assignments, optimizer="adamw", target=target)
+            .stages[0]
+            .forward_s
+        )
 
     times = [seconds(overlap) for overlap in (0.0, 0.5, 1.0)]
     assert times[0] > times[1] >= times[2]
@@ -316,10 +339,13 @@ def test_dense_first_layers_and_latent_attention_are_deepened() -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("Qwen3-30B-A3B", 30.5), ("Qwen3-235B-A22B", 235), ("DeepSeek-V3-671B", 671),
-        ("Kimi-K2", 1026), ("Moonlight-16B-A3B", 16),
+        ("Qwen3-30B-A3B", 30.5),
+        ("Qwen3-235B-A22B", 235),
+        ("DeepSeek-V3-671B", 671),
+        ("Kimi-K2", 1026),
+        ("Moonlight-16B-A3B", 16),
     ],
-)  # fmt: skip
+)
 def test_public_configurations_add_up(name: str, billions: float) -> None:
     """Parameters of a model from the columns of a table and its family's facts."""
     shapes = {  # layers, hidden, heads, kv_heads, expert ffn, vocab, experts, topk
@@ -332,9 +358,17 @@ def test_public_configurations_add_up(name: str, billions: float) -> None:
     layers, hidden, heads, kv_heads, ffn, vocab, experts, topk = shapes[name]
     sizes = {"ffn": ffn, **facts_of(name)}
     dims = dataclasses.replace(
-        DENSE, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab,
-        head_dim=0, experts=experts, topk=topk, expert_ffn=ffn,
-    )  # fmt: skip
+        DENSE,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+        head_dim=0,
+        experts=experts,
+        topk=topk,
+        expert_ffn=ffn,
+    )
     model, _ = build(dataclasses.replace(dims, **sizes))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
 

@@ -159,8 +159,11 @@ def test_a_row_says_what_is_built() -> None:
     dims = setup.dims
     assert (dims.layers, dims.hidden, dims.heads, dims.kv_heads) == (32, 4096, 32, 8)
     assert (dims.activation, dims.norm, dims.positions, dims.tied) == (
-        "swiglu", "rms", "rotary", False,
-    )  # fmt: skip
+        "swiglu",
+        "rms",
+        "rotary",
+        False,
+    )
     assert (setup.dp, setup.cp, setup.tp, setup.pp, setup.zero) == (4, 2, 1, 1, 1)
     assert (setup.cluster.num_nodes, setup.cluster.devices_per_node) == (1, 8)
     # an allocator's peaks do not see the driver's context
@@ -220,10 +223,20 @@ def test_vocabularies_are_padded_to_what_the_degree_divides(
 )
 def test_layers_are_cut_into_stages(layers: int, pp: int, chunks: int, counts: list[int]) -> None:
     setup, _ = assumed(
-        {"layers": str(layers), "hidden": "64", "heads": "4", "kv_heads": "4", "ffn": "128",
-         "vocab": "512", "seq_len": "32", "pp": str(pp), "vp": str(chunks), "dp": "8",
-         "num_gpus": str(32 * pp)}
-    )  # fmt: skip
+        {
+            "layers": str(layers),
+            "hidden": "64",
+            "heads": "4",
+            "kv_heads": "4",
+            "ffn": "128",
+            "vocab": "512",
+            "seq_len": "32",
+            "pp": str(pp),
+            "vp": str(chunks),
+            "dp": "8",
+            "num_gpus": str(32 * pp),
+        }
+    )
     graph, table = traced(setup.dims, setup.precision)
     plan = make_plan(setup, graph)
     found = [sum(name.startswith("layers.") for name in s.blocks) for s in plan.stages]
@@ -239,8 +252,17 @@ def test_layers_are_cut_into_stages(layers: int, pp: int, chunks: int, counts: l
 
 
 def test_megatron_splits_columns_then_rows() -> None:
-    setup, _ = assumed({"layers": "2", "hidden": "64", "heads": "4", "kv_heads": "4",
-                        "ffn": "128", "vocab": "512", "seq_len": "32"})  # fmt: skip
+    setup, _ = assumed(
+        {
+            "layers": "2",
+            "hidden": "64",
+            "heads": "4",
+            "kv_heads": "4",
+            "ffn": "128",
+            "vocab": "512",
+            "seq_len": "32",
+        }
+    )
     graph, table = traced(setup.dims, setup.precision)
     (found,) = check_plan(make_plan(setup, graph), graph, table)
     chosen = {

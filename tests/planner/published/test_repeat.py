@@ -19,13 +19,27 @@ from meshwright.planner.tracing.trace import trace
 from tests.helpers.planning import cluster, linears
 
 GPT = TransformerDims(
-    layers=3, hidden=32, heads=4, kv_heads=4, ffn=64, vocab=64, seq_len=16, dropout=0.1,
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    ffn=64,
+    vocab=64,
+    seq_len=16,
+    dropout=0.1,
     attention="written",
-)  # fmt: skip
+)
 LLAMA = dataclasses.replace(
-    GPT, kv_heads=2, activation="swiglu", norm="rms", positions="rotary", bias=False, tied=False,
-    dropout=0.0, attention="fused",
-)  # fmt: skip
+    GPT,
+    kv_heads=2,
+    activation="swiglu",
+    norm="rms",
+    positions="rotary",
+    bias=False,
+    tied=False,
+    dropout=0.0,
+    attention="fused",
+)
 DEEP = 6
 STYLES = {"gpt": GPT, "llama": LLAMA}
 
@@ -101,15 +115,24 @@ def plan_of(graph: Graph) -> Plan:
     }  # fmt: skip
     stages = tuple(
         StagePlan(
-            blocks=blocks, ranks=tuple(range(4 * k, 4 * k + 4)), dp=2, tp=2, zero=k,
-            recompute=("none", "full")[k], shardings=shardings,
+            blocks=blocks,
+            ranks=tuple(range(4 * k, 4 * k + 4)),
+            dp=2,
+            tp=2,
+            zero=k,
+            recompute=("none", "full")[k],
+            shardings=shardings,
         )
         for k, blocks in enumerate((names[:cut], names[cut:]))
-    )  # fmt: skip
+    )
     return Plan(
-        model=fingerprint(graph), global_batch_size=16, num_microbatches=4, schedule="1f1b",
-        precision="bf16", stages=stages,
-    )  # fmt: skip
+        model=fingerprint(graph),
+        global_batch_size=16,
+        num_microbatches=4,
+        schedule="1f1b",
+        precision="bf16",
+        stages=stages,
+    )
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -44,26 +44,39 @@ class Odd(nn.Module):
 @cache
 def searched() -> ParallelModel:
     return auto_parallelize(
-        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=8,
+        net(),
+        slow_host(4),
+        example_inputs=batch(4),
+        loss_fn=loss,
+        global_batch_size=8,
         precision="fp32",
-    )  # fmt: skip
+    )
 
 
 @cache
 def overridden() -> ParallelModel:
     return auto_parallelize(
-        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=8,
-        precision="fp32", overrides=Overrides(pp=2, schedule="gpipe", num_microbatches=2),
-    )  # fmt: skip
+        net(),
+        slow_host(4),
+        example_inputs=batch(4),
+        loss_fn=loss,
+        global_batch_size=8,
+        precision="fp32",
+        overrides=Overrides(pp=2, schedule="gpipe", num_microbatches=2),
+    )
 
 
 @cache
 def odd() -> ParallelModel:
     example = (torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))
     return auto_parallelize(
-        Odd(), host(2), example_inputs=example, loss_fn=F.cross_entropy, global_batch_size=8,
+        Odd(),
+        host(2),
+        example_inputs=example,
+        loss_fn=F.cross_entropy,
+        global_batch_size=8,
         precision="fp32",
-    )  # fmt: skip
+    )
 
 
 # --- the text ------------------------------------------------------------------------------------
@@ -225,9 +238,14 @@ def searched_evaluation() -> Evaluation:
 
 def test_a_time_limit_is_told() -> None:
     result = auto_parallelize(
-        net(), slow_host(4), example_inputs=batch(4), loss_fn=loss, global_batch_size=8,
-        precision="fp32", time_limit_s=0,
-    )  # fmt: skip
+        net(),
+        slow_host(4),
+        example_inputs=batch(4),
+        loss_fn=loss,
+        global_batch_size=8,
+        precision="fp32",
+        time_limit_s=0,
+    )
     summary = result.report.summary
     assert not summary["complete"] and summary["gap"] >= 0
     assert "the time limit ended the search" in str(result.report)
@@ -249,9 +267,12 @@ def test_sensitivity_names_properties_factors_and_plans() -> None:
         row["property"] for row in rows
     }
     lines = sensitivity_lines(
-        [*rows, {"property": "memory", "factor": 0.5, "plan": None},
-         {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"}]
-    )  # fmt: skip
+        [
+            *rows,
+            {"property": "memory", "factor": 0.5, "plan": None},
+            {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"},
+        ]
+    )
     assert lines[-2:] == [
         "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4×tp1",
     ]  # fmt: skip
@@ -316,9 +337,15 @@ def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 µs"), (2e-6, "2 µs"), (999.7e-6, "1 ms"), (0.0456, "45.6 ms"), (0.9999, "1 s"),
-     (75.3, "75.3 s")],
-)  # fmt: skip
+    [
+        (0, "0 µs"),
+        (2e-6, "2 µs"),
+        (999.7e-6, "1 ms"),
+        (0.0456, "45.6 ms"),
+        (0.9999, "1 s"),
+        (75.3, "75.3 s"),
+    ],
+)
 def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
 
@@ -387,9 +414,13 @@ def test_a_loss_over_pairs_of_rows_is_noted_where_micro_batches_part_them(
 ) -> None:
     example = (torch.zeros(4, 16), torch.zeros(4, 16))
     result = auto_parallelize(
-        TwoTowers(), host(1), example_inputs=example, global_batch_size=8, precision="fp32",
+        TwoTowers(),
+        host(1),
+        example_inputs=example,
+        global_batch_size=8,
+        precision="fp32",
         overrides=Overrides(num_microbatches=microbatches),
-    )  # fmt: skip
+    )
     assert ("rows meet in :matmul" in str(result.report)) == (microbatches > 1)
 
 

@@ -44,9 +44,12 @@ def test_sizes_that_do_not_nest_follow_each_other(sizes: list[int]) -> None:
 def test_a_pipeline_inside_the_nodes_uses_every_rank_once(nodes: int, node: int) -> None:
     of = linears(48, 12, 8, 24)
     here = Space(
-        graph=of.graph, table=of.table, cluster=cluster(node, nodes=nodes), global_batch_size=48,
+        graph=of.graph,
+        table=of.table,
+        cluster=cluster(node, nodes=nodes),
+        global_batch_size=48,
         restrictions=restrict(Overrides(), of.graph),
-    )  # fmt: skip
+    )
     spread = 0
     for groups in here.stage_counts():
         for mesh in here.meshes(nodes * node // groups, 1):

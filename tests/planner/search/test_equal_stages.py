@@ -49,9 +49,7 @@ def searches() -> list[Search]:
         peaks = Enumeration(of=of, cluster=on, batch=batch).peaks(16)
         for memory_bytes in (2.0**40, rng.choice(peaks[:8])):
             small = limited(on, memory_bytes)
-            found.append(
-                Search(of.graph, of.table, small, batch, "bf16", "adamw", Overrides())
-            )  # fmt: skip
+            found.append(Search(of.graph, of.table, small, batch, "bf16", "adamw", Overrides()))
     return found
 
 

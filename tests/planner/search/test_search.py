@@ -43,21 +43,37 @@ def model() -> Traced:
 
 
 def search(
-    on: Cluster, of: Traced | None = None, *, batch: int = BATCH, time_limit_s: float | None = None,
+    on: Cluster,
+    of: Traced | None = None,
+    *,
+    batch: int = BATCH,
+    time_limit_s: float | None = None,
     **given: Any,
-) -> SearchResult:  # fmt: skip
+) -> SearchResult:
     return searching(on, of, batch=batch, time_limit_s=time_limit_s, **given).run()
 
 
 def searching(
-    on: Cluster, of: Traced | None = None, *, batch: int = BATCH, time_limit_s: float | None = None,
-    coster: StageCoster | None = None, **given: Any,
-) -> Search:  # fmt: skip
+    on: Cluster,
+    of: Traced | None = None,
+    *,
+    batch: int = BATCH,
+    time_limit_s: float | None = None,
+    coster: StageCoster | None = None,
+    **given: Any,
+) -> Search:
     of = of or model()
     return Search(
-        of.graph, of.table, on, batch, "bf16", "adamw", Overrides(**given),
-        time_limit_s=time_limit_s, coster=coster,
-    )  # fmt: skip
+        of.graph,
+        of.table,
+        on,
+        batch,
+        "bf16",
+        "adamw",
+        Overrides(**given),
+        time_limit_s=time_limit_s,
+        coster=coster,
+    )
 
 
 class Skipping(nn.Module):
@@ -194,13 +210,23 @@ BLOCKS = ("layers.0", "layers.1", "layers.2", "head")
 @pytest.mark.parametrize(
     "given",
     [
-        {"tp": 2}, {"dp": 2}, {"pp": 3}, {"microbatch_size": 2}, {"num_microbatches": 2},
-        {"schedule": "gpipe"}, {"zero": 0}, {"zero": 1}, {"recompute": "full"},
-        {"dp": 2, "tp": 2}, {"stages": [BLOCKS[:1], BLOCKS[1:]]}, {"forbid": ["tp"]},
-        {"forbid": ["dp", "pp"]}, {"forbid": ["1f1b", "recompute", "zero"]},
+        {"tp": 2},
+        {"dp": 2},
+        {"pp": 3},
+        {"microbatch_size": 2},
+        {"num_microbatches": 2},
+        {"schedule": "gpipe"},
+        {"zero": 0},
+        {"zero": 1},
+        {"recompute": "full"},
+        {"dp": 2, "tp": 2},
+        {"stages": [BLOCKS[:1], BLOCKS[1:]]},
+        {"forbid": ["tp"]},
+        {"forbid": ["dp", "pp"]},
+        {"forbid": ["1f1b", "recompute", "zero"]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_overrides_hold_in_every_candidate(given: dict[str, Any]) -> None:
     rules = Overrides(**given)
     forbidden = {"tp": "tp", "dp": "dp"}
@@ -238,10 +264,17 @@ def test_shardings_hold_and_cost() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"tp": 3}, {"dp": 8}, {"pp": 4}, {"tp": 4, "pp": 2}, {"num_microbatches": 4, "dp": 2},
-     {"num_microbatches": 3}, {"microbatch_size": 3}],
+    [
+        {"tp": 3},
+        {"dp": 8},
+        {"pp": 4},
+        {"tp": 4, "pp": 2},
+        {"num_microbatches": 4, "dp": 2},
+        {"num_microbatches": 3},
+        {"microbatch_size": 3},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_overrides_that_leave_no_plan_are_named(given: dict[str, Any]) -> None:
     with pytest.raises(OverrideError) as refused:
         search(CLUSTERS["fast wires"], **given)
@@ -302,8 +335,10 @@ def test_candidates_differ_and_the_best_comes_first() -> None:
 
 def same(first: SearchResult, second: SearchResult) -> bool:
     return [c.plan for c in first.candidates] == [c.plan for c in second.candidates] and (
-        first.bound_s, first.best.evaluation.prediction, first.notes
-    ) == (second.bound_s, second.best.evaluation.prediction, second.notes)  # fmt: skip
+        first.bound_s,
+        first.best.evaluation.prediction,
+        first.notes,
+    ) == (second.bound_s, second.best.evaluation.prediction, second.notes)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

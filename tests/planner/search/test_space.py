@@ -37,9 +37,12 @@ def space(
 ) -> Space:
     of = of or model()
     return Space(
-        graph=of.graph, table=of.table, cluster=cluster(node, nodes=nodes),
-        global_batch_size=batch, restrictions=restrict(Overrides(**given), of.graph),
-    )  # fmt: skip
+        graph=of.graph,
+        table=of.table,
+        cluster=cluster(node, nodes=nodes),
+        global_batch_size=batch,
+        restrictions=restrict(Overrides(**given), of.graph),
+    )
 
 
 def divisors(n: int) -> list[int]:

@@ -55,10 +55,16 @@ DRAWN: Mapping[str, Run] = {
 def train(run: Run) -> tuple[Reference, int]:
     """Three steps of a planned model, and its micro-batches."""
     made = auto_parallelize(
-        model_of(run.kinds), Cluster.local(4, "cpu", measure=False), example_inputs=batch(2),
-        global_batch_size=ROWS, loss_fn=loss_fn, precision=run.precision, profile=False,
-        overrides=Overrides(**run.overrides), compile=run.compile,
-    )  # fmt: skip
+        model_of(run.kinds),
+        Cluster.local(4, "cpu", measure=False),
+        example_inputs=batch(2),
+        global_batch_size=ROWS,
+        loss_fn=loss_fn,
+        precision=run.precision,
+        profile=False,
+        overrides=Overrides(**run.overrides),
+        compile=run.compile,
+    )
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
     losses, gradients = [], []
     for step in range(STEPS):

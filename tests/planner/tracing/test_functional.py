@@ -192,9 +192,15 @@ def _same_key(graph: Graph) -> Graph:
 
 def _block_missing(graph: Graph) -> Graph:
     block = Block(
-        name="all", ops=graph.ops[1:], inputs=(), outputs=(), derived=(), parameters=(),
-        buffers=(), class_id="",
-    )  # fmt: skip
+        name="all",
+        ops=graph.ops[1:],
+        inputs=(),
+        outputs=(),
+        derived=(),
+        parameters=(),
+        buffers=(),
+        class_id="",
+    )
     return dataclasses.replace(graph, blocks=(block,))
 
 

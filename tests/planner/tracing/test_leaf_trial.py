@@ -97,7 +97,7 @@ def _of_weights(made: Any) -> Graph:
             r"together, 'b': the gradient of operand 0 is off by up to .*Ways out",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_rule_that_does_not_hold_is_refused(make: Callable[[], Graph], says: str) -> None:
     with pytest.raises(LeafError, match=f"(?s)does not hold.*{says}") as caught:
         make()
@@ -146,7 +146,7 @@ def test_heads_of_a_fixed_size_are_not_cut_in_a_trial() -> None:
         (lambda x: x @ x.new_ones(x.shape[-1], 2**13) @ x.new_ones(2**13, 2**13), "at most"),
         (lambda x: (x - math.inf) * 0, "nothing finite"),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be_tried_is_noted(made: Callable[..., Any], why: str) -> None:
     (note,) = _of_rows(leaf(made, rule="b s _ -> b s _")).notes
     assert "taken on trust" in note and why in note

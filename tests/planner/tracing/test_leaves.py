@@ -333,8 +333,9 @@ def test_weights_on_meta_can_not_be_run() -> None:
     with pytest.raises(TraceError, match=r"(?s)condition `y.sum\(\) > 0`.*on the meta device"):
         traced(lambda self, x: self.p0(x).sum(), part, inputs=(rows(32),))
     said = leaf(part, result=torch.empty_like)
-    graph = traced(lambda self, x: self.p0(x).sum() + self.l(x[:, :WIDTH]).sum(), said,
-                   inputs=(rows(32),))  # fmt: skip
+    graph = traced(
+        lambda self, x: self.p0(x).sum() + self.l(x[:, :WIDTH]).sum(), said, inputs=(rows(32),)
+    )
     assert leaf_of(leaves_in(graph)[0]).work.source.startswith("estimated")
 
 

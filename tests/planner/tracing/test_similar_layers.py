@@ -58,8 +58,9 @@ def test_a_short_stack_is_traced_in_full() -> None:
     assert not find_alike(Stack(depth=MIN_ALIKE - 1))
     (group,) = find_alike(Stack(depth=MIN_ALIKE))
     assert (group.traced, group.spared) == (
-        ("layers.0", "layers.1", "layers.4"), ("layers.2", "layers.3"),
-    )  # fmt: skip
+        ("layers.0", "layers.1", "layers.4"),
+        ("layers.2", "layers.3"),
+    )
     assert group.numbers == (("", "index"),)
 
 

@@ -37,16 +37,20 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return transformers.LlamaForCausalLM(config), batch
     if name == "t5":  # the first layer of a stack makes the position bias of the others
         config = transformers.T5Config(
-            d_model=16, d_kv=4, d_ff=16, num_layers=DEPTH, num_heads=4, vocab_size=VOCAB,
+            d_model=16,
+            d_kv=4,
+            d_ff=16,
+            num_layers=DEPTH,
+            num_heads=4,
+            vocab_size=VOCAB,
             decoder_start_token_id=0,
-        )  # fmt: skip
+        )
         return transformers.T5ForConditionalGeneration(config), batch
     return transformers.BertForMaskedLM(transformers.BertConfig(**common)), batch
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [("gpt2", "bf16"), ("llama", "fp32"), ("bert", "fp32"), ("t5", "fp32")],
+    ("name", "precision"), [("gpt2", "bf16"), ("llama", "fp32"), ("bert", "fp32"), ("t5", "fp32")]
 )
 def test_transformers_models(name: str, precision: str) -> None:
     model, batch = hugging_face(name)

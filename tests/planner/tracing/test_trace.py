@@ -361,10 +361,7 @@ def test_batches_that_do_not_fit(batch: Any, options: Mapping[str, Any], message
 def test_a_condition_over_several_lines_is_named() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.l(x)
-        scale = (
-            2.0 if y.sum()
-            > 0 else 1.0
-        )  # fmt: skip
+        scale = 2.0 if y.sum() > 0 else 1.0
         return scale * y.sum()
 
     ways_out = r"(?s)the condition `y.sum\(\) > 0` depends on tensor values.*leaf.*loss_fn="
