@@ -1,0 +1,29 @@
+"""The planning problem: a traced model on a cluster, trained by one optimizer in one precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.kernels.measured import OpProfile
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.target import EAGER, Target
+from meshwright.profiles.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What all prices and plans of one model have in common, passed as one value.
+
+    `graph` is the traced model cut into blocks, `factors` the factors of its tensors' dims;
+    `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/states.py`; `target`
+    the software that is priced, `profile` what was measured on this kind of device, if anything.
+    """
+
+    graph: Graph
+    factors: FactorTable
+    cluster: Cluster
+    precision: str
+    optimizer: str = "adamw"
+    target: Target = EAGER
+    profile: OpProfile | None = None
