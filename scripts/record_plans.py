@@ -71,7 +71,9 @@ def bert() -> Built:
 
 
 def t5() -> Built:
-    config = hf.T5Config(num_layers=4, d_model=512, d_ff=1024)
+    config = hf.T5Config(
+        num_layers=4, d_model=512, d_ff=1024, decoder_start_token_id=0, pad_token_id=0
+    )
     ids = torch.empty(2, 256, dtype=torch.long, device="meta")
     return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}, None
 
@@ -204,7 +206,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "convolutions, 2 nodes", case(convolutions, nodes(a100, 2), 512)
     yield "encoder-decoder, a100", case(encoder_decoder, nodes(a100), 128)
     yield "encoder-decoder, pp 2", case(encoder_decoder, nodes(a100), 128, {"pp": 2})
-    yield "llama 4096, too little memory", case(large, nodes("t4"), 64, precision="fp16")
+    yield "llama 4096, too little memory", case(large, nodes("l4"), 64, precision="fp16")
 
 
 def recorded(case: Case) -> dict[str, Any]:

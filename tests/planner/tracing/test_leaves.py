@@ -40,7 +40,7 @@ from tests.models.leaf_models import (
 from tests.planner.tracing.leaf_worker import DRAWN, RUNS
 
 WORKER = Path(__file__).with_name("leaf_worker.py")
-EXAMPLE = Path(__file__).parents[3] / "scripts" / "leaf_example.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "leaf.py"
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.1}  # bf16 keeps 8 bits, and a router chooses by them
 
 

@@ -8,7 +8,7 @@ by the same declaration, with `result=` for what can't run on fake tensors). Tra
 operator, each of s steps would be a dozen nodes; as a leaf it is one, whose rule says that channels
 d and rows b are independent while the sequence and the states stay whole.
 
-    scripts/leaf_example
+    torchrun --nproc-per-node 4 examples/leaf.py
 
 plans it for dp2 x tp2, trains, and compares with plain PyTorch on one device.
 """
