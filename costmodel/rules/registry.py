@@ -214,6 +214,3 @@ def _register() -> None:
 
 
 _register()
-
-
-SIDE_EFFECTS = ("batch_norm", "instance_norm")  # update their buffers unseen
