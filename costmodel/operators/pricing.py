@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.costmodel.graph import Graph, Op, argument
+from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import Group, collective_time
 from meshwright.costmodel.kernels.compute import attention_seconds, matmul_seconds, stream_seconds
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
@@ -29,8 +29,14 @@ from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.gathering import splits_batch, whole_batch
 from meshwright.costmodel.operators.leaf_costs import leaf_seconds
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
-from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
-from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
+from meshwright.costmodel.rules.leaf import leaf_of
+from meshwright.costmodel.rules.moe import EXPERT_FACTOR, TOKEN_FACTORS
+from meshwright.costmodel.rules.traits import (
+    IMPLEMENTATIONS,
+    Product,
+    takes_batch_statistics,
+    traits_of,
+)
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.local_call import signature
 from meshwright.costmodel.sharding.strategies import (
@@ -43,7 +49,6 @@ from meshwright.costmodel.sharding.strategies import (
 )
 
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
-ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +141,7 @@ class Pricer:
         key = (op.name, strategy.name)
         if key not in self._ops:
             self._ops[key] = self._op_cost(op, strategy)
-        if op.short == "batch_norm" and self.setting.dp > 1 and argument(op, 5, "training", True):
+        if self.setting.dp > 1 and takes_batch_statistics(op):
             return self._ops[key] + self._statistics(op)
         if self.setting.dp > 1 and self._gathers(op):
             rows = [
@@ -171,7 +176,7 @@ class Pricer:
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         free = is_free(self.table, op)
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
-        if op.short in LEAVES:
+        if traits_of(op).leaf:
             issued = float(leaf_of(op).work.kernels)
         host = issued * device.host_overhead_s * target.host_scale
         if device.kind == "cpu" and not free:
@@ -188,13 +193,13 @@ class Pricer:
         inner = self._inner_comm(op, strategy)
         exchange = self._context_comm(op, strategy, forward)
         tokens = (0.0, 0.0)
-        if op.short in (DISPATCH, COMBINE):
+        if traits_of(op).experts in ("dispatch", "combine"):
             exchange = tokens = (self._expert_exchange(op, strategy),) * 2
-        if op.short in (DISPATCH, COMBINE, GROUPED):
+        if traits_of(op).experts:
             host *= target.expert_host
         # a library that posts token by token has the host wait for the counts of all
-        waiting = tokens[0] if target.message_s and op.short == DISPATCH else 0.0
-        kernels = 2.0 if self.table.ops[op.name].matmul or op.short in LEAVES else 1.0
+        waiting = tokens[0] if target.message_s and traits_of(op).experts == "dispatch" else 0.0
+        kernels = 2.0 if self.table.ops[op.name].matmul or traits_of(op).leaf else 1.0
         return Cost(
             forward_s=forward + inner + exchange[0],
             backward_s=backward + exchange[1],
@@ -222,7 +227,7 @@ class Pricer:
     def _modelled(self, op: Op, strategy: Strategy) -> tuple[float, float, float]:
         """Device seconds of the forward, of the backward, and of the backward's weight
         gradients."""
-        if op.short in LEAVES:
+        if traits_of(op).leaf:
             work, device = leaf_of(op).work, self.setting.cluster.device
             share = self.numel(op.results[0], strategy.results[0]) / work.numel
             taken = [
@@ -232,7 +237,7 @@ class Pricer:
             return *leaf_seconds(device, self._dtype(op), work, share, taken), 0.0
         if not self.table.ops[op.name].matmul:
             return *self._streamed(op, strategy), 0.0
-        if op.short == ATTENTION:
+        if traits_of(op).kernel == "attention":
             return *self._attention(op, strategy), 0.0
         return self._products(op, strategy)
 
@@ -253,17 +258,20 @@ class Pricer:
         ]
         out = sum(self.nbytes(v, p) for v, p in written)
         wanted = sum(self.nbytes(v, p) for v, p in read if self.graph.values[v].requires_grad)
-        if op.short == "embedding":  # rows are looked up; the table's gradient is dense
+        if traits_of(op).kernel == "lookup":  # rows are looked up; the table's gradient is dense
             return (
                 stream_seconds(device, 2 * out) + launch,
                 stream_seconds(device, 2 * out + wanted) + launch,
             )
         forward = stream_seconds(device, sum(self.nbytes(v, p) for v, p in read) + out)
-        if op.short in (DISPATCH, COMBINE):  # copies are sorted by expert on arrival, or back
+        if traits_of(op).experts in (
+            "dispatch",
+            "combine",
+        ):  # copies are sorted by expert on arrival, or back
             sorting = stream_seconds(device, 2 * max(out, *(self.nbytes(v, p) for v, p in read)))
             moving = forward + sorting + 2 * launch
             return moving, moving
-        if not made.saves and op.short in ("add", "sub"):
+        if not made.saves and traits_of(op).kernel == "sum":
             # gradients pass through; where a value has several readers they are summed
             return forward + launch, stream_seconds(device, wanted)
         saved = sum(
@@ -277,7 +285,9 @@ class Pricer:
         """Y = XW, then dX and dW where they are wanted."""
         device, dtype = self.setting.cluster.device, self._dtype(op)
         m, n, k, batch, scale = self._extents(op, strategy)
-        if op.short == GROUPED:  # tokens of all ranks of the expert axis come to a rank's experts
+        if (
+            traits_of(op).experts == "product"
+        ):  # tokens of all ranks of the expert axis come to a rank's experts
             batch = self.table.ops[op.name].sizes[EXPERT_FACTOR] / self.setting.ep
             m *= self.crowding(op.results[0]) / batch
         first = _first(op)
@@ -355,16 +365,15 @@ class Pricer:
     def _inner_comm(self, op: Op, strategy: Strategy) -> float:
         """What an implementation exchanges by itself: vocabulary-parallel loss sends three numbers
         a row."""
-        if strategy.implementation != "cross_entropy" or strategy.split_factor == "n":
-            return 0.0
-        return 3 * self.comm("all_reduce", self.numel(op.operands[1]) * 4)
+        numbers = IMPLEMENTATIONS[strategy.implementation].per_row
+        return numbers and numbers * self.comm("all_reduce", self.numel(op.operands[1]) * 4)
 
     def _context_comm(self, op: Op, strategy: Strategy, compute_s: float) -> tuple[float, float]:
         """Exposed seconds of gathering keys and values over the context axis, forward and backward
         (there their gradients are scattered as well); ring attention hides them behind the
         scores."""
         setting = self.setting
-        if self.sequence is None or op.short != ATTENTION:
+        if self.sequence is None or traits_of(op).kernel != "attention":
             return 0.0, 0.0
         group = setting.group(size=setting.cp, stride=setting.tp)
         whole = setting.cp * sum(
@@ -380,8 +389,8 @@ class Pricer:
         setting = self.setting
         if setting.ep == 1:
             return 0.0
-        wide = op.results if op.short == DISPATCH else op.operands
-        placed = strategy.results if op.short == DISPATCH else strategy.operands
+        wide = op.results if traits_of(op).experts == "dispatch" else op.operands
+        placed = strategy.results if traits_of(op).experts == "dispatch" else strategy.operands
         folded = strategy.split_factor in TOKEN_FACTORS  # the tensor axis has tokens of its own
         shape = self.graph.values[wide[0]].shape
         return exchange_seconds(
@@ -455,7 +464,7 @@ class Pricer:
 
 def _first(op: Op) -> int:
     """Position of a product's left operand."""
-    return 1 if op.short in ("addmm", "baddbmm") else 0
+    return (traits_of(op).product or Product()).x
 
 
 def _letters(dims: tuple[tuple[str, ...], ...]) -> frozenset[str]:

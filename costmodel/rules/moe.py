@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.rules.traits import traits_of
 
 DISPATCH, COMBINE, GROUPED = "dispatch", "combine", "grouped_linear"
 EXPERT_FACTOR = "e"
@@ -33,7 +34,9 @@ def copies_of(ops: Iterable[Op]) -> frozenset[str]:
     """The values made from a `dispatch` on and before its `combine`: what experts work on."""
     found: set[str] = set()
     for op in ops:
-        if op.short == DISPATCH or (op.short != COMBINE and not found.isdisjoint(op.operands)):
+        if traits_of(op).experts == "dispatch" or (
+            traits_of(op).experts != "combine" and not found.isdisjoint(op.operands)
+        ):
             found.update(op.results)
     return frozenset(found)
 

@@ -23,7 +23,8 @@ import torch
 
 from meshwright.costmodel.graph import Op, TensorMeta, map_refs
 from meshwright.costmodel.rules.language import OpFactors, divided
-from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
+from meshwright.costmodel.rules.leaf import leaf_of
+from meshwright.costmodel.rules.traits import traits_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
@@ -57,7 +58,7 @@ def meta_of(x: torch.Tensor) -> TensorMeta:
 
 def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
     """The operator itself; a leaf's own forward."""
-    if op.short in LEAVES:
+    if traits_of(op).leaf:
         return list(leaf_of(op).program(operands))
     given = iter(operands)
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))

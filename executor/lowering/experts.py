@@ -25,7 +25,7 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules.auto import is_pointwise
-from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.operators.moe import expert_order, grouped_rows, grouped_weights, inverse_of
@@ -225,21 +225,21 @@ def legs(
     travelling: dict[str, Op] = {}  # value -> the dispatch it comes from
     for op in ops:
         sources = {travelling[v].name: travelling[v] for v in op.operands if v in travelling}
-        if op.short == DISPATCH and not sources:
+        if traits_of(op).experts == "dispatch" and not sources:
             found[op.name] = Leg(dispatch=op.name)
             travelling[op.results[0]] = op
             continue
         if not sources:
-            if op.short == GROUPED:
+            if traits_of(op).experts == "product":
                 raise refused(op, "its rows come from no dispatch of the same block")
             continue
         source, *others = sources.values()
-        if others or op.short == DISPATCH:
+        if others or traits_of(op).experts == "dispatch":
             raise refused(op, f"it mixes copies of {source.key} with others")
-        if op.short == COMBINE:
+        if traits_of(op).experts == "combine":
             found[op.name] = Leg(dispatch=source.name)
             continue
-        if op.short == GROUPED:
+        if traits_of(op).experts == "product":
             count = graph.values[op.operands[1]].shape[0]
             if experts.setdefault(source.name, count) != count:
                 raise refused(op, f"another product of these copies has {experts[source.name]}")
@@ -260,7 +260,7 @@ def _sent_after(
 ) -> frozenset[str]:
     """The operands of an operator on copies that have their dims, but were made outside."""
     chosen = source.operands[1]
-    if op.short == GROUPED:
+    if traits_of(op).experts == "product":
         if op.operands[2] != chosen or op.operands[0] not in travelling:
             raise refused(op, f"it takes other copies, or other experts, than {source.key} sends")
         return frozenset()
