@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory.states import optimizer_bytes
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.target import Target, target_named
 from meshwright.costmodel.user_rules.add import verified
@@ -27,8 +28,7 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.plan import PRECISIONS, Plan, PlanError
-from meshwright.planner.pricing.evaluate import Prediction
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator, Prediction
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.report.deferred import Answers
 from meshwright.planner.report.explain import explain_plan, explain_search
@@ -258,14 +258,16 @@ class _Planner:
                 "or plan again (without plan=)"
             )
         graph, table = self.traced.graph, self.traced.table
-        priced = Evaluator(
+        problem = Problem(
             graph=graph,
-            table=table,
+            factors=table,
             cluster=self.cluster,
+            precision=self.traced.precision,
             optimizer=self.optimizer,
             target=self.target,
             profile=self.profile,
-        ).price(plan)
+        )
+        priced = Evaluator(problem).price(plan)
         _check_memory(priced.prediction, self.cluster)
         report = explain_plan(priced, graph, table, self.cluster, self.traced.phases_s)
         return plan, report, priced.prediction

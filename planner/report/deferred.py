@@ -7,13 +7,13 @@ than the best plan without it, all others kept; all together, against the free o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.words import describe, seconds
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.report.alternatives import Alternative, alternatives
 from meshwright.planner.report.explain import alternative_row
 from meshwright.planner.report.sensitivity import Flip, Rival, Sensitivity
@@ -121,13 +121,7 @@ class Answers:
                 rivals.append(_rival(make_candidate(search.equal.coster, draft)))
             elif draft.step_time_s < best.step_time_s:
                 bigger.append(_rival(draft))
-        evaluator = Evaluator(
-            graph=search.graph,
-            table=search.table,
-            cluster=search.cluster,
-            optimizer=search.optimizer,
-            target=search.target,
-        )
+        evaluator = Evaluator(replace(search.coster.problem, profile=None))
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
 
 

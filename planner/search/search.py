@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels.measured import OpProfile
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.target import EAGER, Target
 from meshwright.planner.intra_op.solvers import Certificate
@@ -123,17 +124,16 @@ class Search:
         )
         at = self.space.cut_at
         if self.coster is None:
-            self.coster = StageCoster(
-                self.graph,
-                self.table,
-                self.cluster,
-                self.precision,
-                self.optimizer,
-                entries,
+            problem = Problem(
+                graph=self.graph,
+                factors=self.table,
+                cluster=self.cluster,
+                precision=self.precision,
+                optimizer=self.optimizer,
                 target=self.target,
                 profile=self.profile,
-                cut_at=at,
             )
+            self.coster = StageCoster(problem, entries, cut_at=at)
         else:
             self.coster = self.coster.deciding(entries, at)
         self.equal = EqualStages(self.space, self.coster)
@@ -296,10 +296,7 @@ class Search:
             if stage.tp == 1:
                 continue
             setting = self.coster.setting(
-                dp=stage.dp,
-                tp=stage.tp,
-                cp=stage.cp,
-                ep=stage.ep,
+                stage,
                 rows=best.plan.microbatch_rows / stage.dp,
                 microbatches=best.plan.num_microbatches,
             )

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.plan.plan import RUNS, Plan
 from meshwright.planner.plan.words import GIB, describe, seconds
-from meshwright.planner.pricing.evaluate import Prediction
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator, Prediction
 from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.search import Search, SearchResult
 from scripts.experts.plans import Expert
@@ -100,13 +100,15 @@ def _theirs(expert: Expert) -> tuple[Plan, Prediction]:
         assert found is not None
         return found.best.plan, found.best.evaluation.prediction
     graph, table = expert.traced()
-    evaluator = Evaluator(
+    problem = Problem(
         graph=graph,
-        table=table,
+        factors=table,
         cluster=expert.cluster,
+        precision=expert.precision,
         optimizer=expert.optimizer,
         target=expert.target,
     )
+    evaluator = Evaluator(problem)
     priced = [(plan, evaluator.price(plan).prediction) for plan in expert.plans(graph)]
     return min(priced, key=lambda p: (max(p[1].shortfall_bytes(expert.cluster)), p[1].step_time_s))
 

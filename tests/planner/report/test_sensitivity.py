@@ -10,7 +10,7 @@ import pytest
 from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.report.sensitivity import (
     ENDS,
     KNOBS,
@@ -22,7 +22,7 @@ from meshwright.planner.report.sensitivity import (
 )
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import cluster, linears
+from tests.helpers.planning import cluster, linears, problem_of
 from tests.models.models import Traced
 
 BATCH = 8
@@ -34,7 +34,7 @@ def of() -> Traced:
 
 
 def evaluator(on: Cluster) -> Evaluator:
-    return Evaluator(graph=of().graph, table=of().table, cluster=on)
+    return Evaluator(problem_of(of(), on))
 
 
 def rival(on: Cluster, **given: object) -> Rival:
