@@ -20,9 +20,20 @@ from meshwright.planner.plan.check import check_runs
 from meshwright.planner.plan.expert_parallel import runs_experts
 from meshwright.planner.plan.plan import RUNS, Plan, PlanError
 from meshwright.planner.report.indivisible import Excluded, excluded
-from meshwright.planner.search.candidates import Draft
-from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot, Way
-from meshwright.planner.search.least_memory import Lean, lean_slots, leanest, shortfall_bytes
+from meshwright.planner.search.candidates import PlanDraft
+from meshwright.planner.search.equal_stages import (
+    Combination,
+    EqualStages,
+    MeshChoice,
+    StageDraft,
+    StageSetup,
+)
+from meshwright.planner.search.least_memory import (
+    MemoryNeed,
+    least_memory,
+    least_memory_choices,
+    shortfall_bytes,
+)
 from meshwright.planner.search.search import OPTIMISM, OVERSHOOT, Search, SearchResult
 
 T = TypeVar("T")
@@ -50,8 +61,8 @@ class Family:
 
     name: str
     has: Callable[[Plan], bool]
-    slot: Callable[[Slot], bool] = _any
-    way: Callable[[Way], bool] = _any
+    slot: Callable[[MeshChoice], bool] = _any
+    way: Callable[[StageSetup], bool] = _any
     schedule: Callable[[str], bool] = _any
     policies: tuple[str, ...] | None = None
     tp: int = 1
@@ -64,7 +75,7 @@ class Alternative:
     `excluded` is what can't be split as the family asks."""
 
     family: str
-    draft: Draft | None = None
+    draft: PlanDraft | None = None
     shortfall_bytes: float | None = None
     bound_s: float | None = None
     excluded: tuple[Excluded, ...] = ()
@@ -210,8 +221,8 @@ class _Explorer:
 
     search: Search
     explores: bool
-    nodes: dict[Slot, Sequence[Node]] = field(default_factory=dict)
-    drafts: dict[tuple[tuple[str, ...], Node], Draft] = field(default_factory=dict)
+    nodes: dict[MeshChoice, Sequence[Combination]] = field(default_factory=dict)
+    drafts: dict[tuple[tuple[str, ...], Combination], PlanDraft] = field(default_factory=dict)
 
     def look(self, offered: Sequence[Family]) -> None:
         """Fill `nodes`; a mesh on which nothing fits does not count."""
@@ -219,12 +230,12 @@ class _Explorer:
             useful = 0
             for slot in self.slots(family)[: MAX_USELESS + MAX_SLOTS]:
                 if slot not in self.nodes:
-                    self.nodes[slot] = self.search.equal.nodes(slot)
+                    self.nodes[slot] = self.search.equal.combinations(slot)
                 useful += bool(self.nodes[slot])
                 if useful >= MAX_SLOTS:
                     break
 
-    def slots(self, family: Family) -> list[Slot]:
+    def slots(self, family: Family) -> list[MeshChoice]:
         """Meshes that may hold plans of a family, the least bound of each number of micro-batches
         first: with few of them bounds know no bubble, and some schedules have one."""
         slots = filter(family.slot, self.search.slots)
@@ -243,7 +254,9 @@ class _Explorer:
         drafts += self._explored(family, equal, self._nodes(family, equal), known_s)
         lean = None if drafts else self._leanest(family, equal)
         if lean is not None and lean.excess_bytes <= 0:
-            drafts += self._explored(family, equal, _of(family, equal.nodes(lean.slot)), math.inf)
+            drafts += self._explored(
+                family, equal, _of(family, equal.combinations(lean.choice)), math.inf
+            )
         if drafts:
             return Alternative(family=family.name, draft=min(drafts, key=_step))
         if lean is None:
@@ -257,9 +270,9 @@ class _Explorer:
         best = min([*drafts, *([found.draft] if found.draft else [])], key=_step, default=None)
         return found if best is None else replace(found, draft=best, shortfall_bytes=None)
 
-    def _leanest(self, family: Family, equal: EqualStages) -> Lean | None:
-        narrow = [slot for slot in lean_slots(self.search.space) if family.slot(slot)]
-        return leanest(equal, narrow[:MAX_LEAN], family.way, family.schedule)
+    def _leanest(self, family: Family, equal: EqualStages) -> MemoryNeed | None:
+        narrow = [slot for slot in least_memory_choices(self.search.space) if family.slot(slot)]
+        return least_memory(equal, narrow[:MAX_LEAN], family.way, family.schedule)
 
     def _equal(self, family: Family) -> EqualStages:
         """Stages under the family's recompute; with all policies, the search's own."""
@@ -270,17 +283,17 @@ class _Explorer:
         return EqualStages(replace(space, restrictions=restricted), self.search.equal.coster)
 
     def _explored(
-        self, family: Family, equal: EqualStages, nodes: Iterable[Node], known_s: float
-    ) -> list[Draft]:
+        self, family: Family, equal: EqualStages, nodes: Iterable[Combination], known_s: float
+    ) -> list[PlanDraft]:
         """Of the most promising combinations those that may take less than `known_s`: many are
         cut, few simulated."""
-        cuts: list[tuple[float, Node, list[Drafted]]] = []
+        cuts: list[tuple[float, Combination, list[StageDraft]]] = []
         for node in _diverse(nodes, lambda n: n.estimate_s, _shape)[:MAX_CUTS]:
             if max(node.bound_s, node.estimate_s * OPTIMISM) < known_s:
                 found = equal.solve(node, known_s * OVERSHOOT)
                 if found is not None:
                     cuts.append((found[0], node, found[1]))
-        drafts: list[Draft] = []
+        drafts: list[PlanDraft] = []
         promising = _diverse(cuts, lambda cut: cut[0], lambda cut: cut[1].schedule)
         for objective_s, node, stages in promising[:MAX_SIMULATED]:
             if objective_s >= known_s:
@@ -294,7 +307,7 @@ class _Explorer:
                 known_s = min(known_s, draft.step_time_s)
         return drafts
 
-    def _nodes(self, family: Family, equal: EqualStages) -> list[Node]:
+    def _nodes(self, family: Family, equal: EqualStages) -> list[Combination]:
         """Combinations of a family; under its own recompute, on the meshes that promise most."""
         found = {
             slot: of
@@ -304,11 +317,11 @@ class _Explorer:
         if equal is self.search.equal:
             return [node for nodes in found.values() for node in nodes]
         promising = sorted(found, key=lambda slot: min(n.estimate_s for n in found[slot]))
-        return [n for slot in promising[:MAX_SLOTS] for n in _of(family, equal.nodes(slot))]
+        return [n for slot in promising[:MAX_SLOTS] for n in _of(family, equal.combinations(slot))]
 
 
-def _of(family: Family, nodes: Iterable[Node]) -> list[Node]:
-    return [node for node in nodes if family.way(node.way) and family.schedule(node.schedule)]
+def _of(family: Family, nodes: Iterable[Combination]) -> list[Combination]:
+    return [node for node in nodes if family.way(node.setup) and family.schedule(node.schedule)]
 
 
 def _diverse(
@@ -324,9 +337,9 @@ def _diverse(
     return [item for _, _, item in sorted(ranked, key=lambda entry: entry[:2])]
 
 
-def _shape(node: Node) -> tuple[int, int]:
-    return node.groups, node.way.mesh.tp
+def _shape(node: Combination) -> tuple[int, int]:
+    return node.groups, node.setup.mesh.tp
 
 
-def _step(draft: Draft) -> float:
+def _step(draft: PlanDraft) -> float:
     return draft.step_time_s

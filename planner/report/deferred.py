@@ -17,7 +17,7 @@ from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.report.alternatives import Alternative, alternatives
 from meshwright.planner.report.explain import alternative_row
 from meshwright.planner.report.sensitivity import Flip, Rival, Sensitivity
-from meshwright.planner.search.candidates import Candidate, Draft, make_candidate
+from meshwright.planner.search.candidates import Candidate, PlanDraft, make_candidate
 from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.relaxations import each_dropped, varied
 from meshwright.planner.search.search import Search, SearchResult
@@ -125,7 +125,7 @@ class Answers:
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
 
 
-def _rival(found: Draft | Candidate) -> Rival:
+def _rival(found: PlanDraft | Candidate) -> Rival:
     peak = max(found.evaluation.prediction.peak_memory_bytes)
     return Rival(plan=found.plan, step_time_s=found.step_time_s, peak_bytes=peak)
 

@@ -21,8 +21,8 @@ from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.words import describe, seconds
-from meshwright.planner.search.candidates import Draft
-from meshwright.planner.search.least_memory import lean_slots, leans
+from meshwright.planner.search.candidates import PlanDraft
+from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 if TYPE_CHECKING:
     from meshwright.planner.search.search import Search
@@ -114,7 +114,7 @@ def _freed(search: Search) -> Iterator[Relaxation]:
 def _wider(search: Search) -> Iterator[Relaxation]:
     """The fewest nodes with which something fits."""
     here = search.cluster.num_nodes
-    found: dict[int, Draft | None] = {}
+    found: dict[int, PlanDraft | None] = {}
 
     def fits(nodes: int) -> bool:
         if nodes not in found:
@@ -163,7 +163,7 @@ def _least_nodes(search: Search) -> int:
 # --- whether something fits ----------------------------------------------------------------------
 
 
-def _possible(search: Search, **changes: Any) -> Draft | None:
+def _possible(search: Search, **changes: Any) -> PlanDraft | None:
     """A plan that fits the relaxed problem, the fastest of the few that are looked at."""
     try:
         return _fitting(varied(search, **changes))
@@ -171,15 +171,15 @@ def _possible(search: Search, **changes: Any) -> Draft | None:
         return None
 
 
-def _fitting(search: Search) -> Draft | None:
+def _fitting(search: Search) -> PlanDraft | None:
     equal, best, effort = search.equal, None, MAX_CUTS
     slots = [
         slot
-        for slot in lean_slots(search.space)[:MAX_MESHES]
-        if any(lean.excess_bytes <= 0 for lean in leans(equal, slot))
+        for slot in least_memory_choices(search.space)[:MAX_MESHES]
+        if any(lean.excess_bytes <= 0 for lean in memory_needs(equal, slot))
     ]
-    nodes = [node for slot in slots for node in equal.nodes(slot)]
-    for node in sorted(nodes, key=lambda n: (n.estimate_s, n.way.mesh, n.schedule)):
+    nodes = [node for slot in slots for node in equal.combinations(slot)]
+    for node in sorted(nodes, key=lambda n: (n.estimate_s, n.setup.mesh, n.schedule)):
         if best is not None and (effort <= 0 or node.estimate_s >= best.step_time_s):
             break
         found = equal.solve(node, math.inf if best is None else best.step_time_s)
@@ -191,7 +191,7 @@ def _fitting(search: Search) -> Draft | None:
     return best
 
 
-def _relaxation(what: str, more_nodes: int, draft: Draft) -> Relaxation:
+def _relaxation(what: str, more_nodes: int, draft: PlanDraft) -> Relaxation:
     return Relaxation(
         what=what, more_nodes=more_nodes, plan=describe(draft.plan), step_time_s=draft.step_time_s
     )

@@ -32,10 +32,16 @@ from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing.chain import boundary_index
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import Candidate, Draft, Step, make_candidate, make_draft
-from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot
+from meshwright.planner.search.candidates import (
+    Candidate,
+    PipelineSetup,
+    PlanDraft,
+    make_candidate,
+    make_draft,
+)
+from meshwright.planner.search.equal_stages import Combination, EqualStages, MeshChoice, StageDraft
 from meshwright.planner.search.errors import InfeasibleError
-from meshwright.planner.search.least_memory import lean_slots, leanest
+from meshwright.planner.search.least_memory import least_memory, least_memory_choices
 from meshwright.planner.search.relaxations import relaxations, way_out
 from meshwright.planner.search.space import Mesh, Space
 from meshwright.planner.search.unequal_stages import UnequalStages
@@ -59,7 +65,7 @@ class SearchResult:
     says that no time limit cut the search short.
     """
 
-    candidates: tuple[Candidate | Draft, ...]
+    candidates: tuple[Candidate | PlanDraft, ...]
     certificates: Mapping[str, Certificate]
     phases_s: Mapping[str, float]
     notes: tuple[str, ...]
@@ -99,8 +105,8 @@ class Search:
     time_limit_s: float | None = None
     coster: StageCoster = None  # type: ignore[assignment]  # made below where not given
     phases: dict[str, float] = field(default_factory=dict, init=False)
-    slots: list[Slot] = field(default_factory=list, init=False)
-    drafts: list[Draft] = field(default_factory=list, init=False)
+    slots: list[MeshChoice] = field(default_factory=list, init=False)
+    drafts: list[PlanDraft] = field(default_factory=list, init=False)
     restrictions: Restrictions = field(init=False)
     space: Space = field(init=False)
     equal: EqualStages = field(init=False)
@@ -146,7 +152,9 @@ class Search:
         if self.time_limit_s is not None:
             self._deadline = time.monotonic() + self.time_limit_s
         counts = self.space.microbatch_counts()
-        self.slots = self._timed("bounds", lambda: [s for m in counts for s in self.equal.slots(m)])
+        self.slots = self._timed(
+            "bounds", lambda: [s for m in counts for s in self.equal.mesh_choices(m)]
+        )
         self.drafts, bound = self.explore(self.slots)
         if self.space.may_differ:
             bound = min(bound, self._unequal(counts))
@@ -181,18 +189,20 @@ class Search:
 
     # --- equal stages ---
 
-    def explore(self, slots: Iterable[Slot]) -> tuple[list[Draft], float]:
+    def explore(self, slots: Iterable[MeshChoice]) -> tuple[list[PlanDraft], float]:
         """Price meshes, estimate, cut and simulate, always what promises most, until nothing left
         can be faster: what was simulated, and a bound on what was left."""
         tie = itertools.count()
-        heap: list[tuple[float, int, Slot | Node, list[Drafted] | None]] = []
+        heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
 
-        def add(seconds: float, what: Slot | Node, cut: list[Drafted] | None = None) -> None:
+        def add(
+            seconds: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
+        ) -> None:
             heapq.heappush(heap, (seconds, next(tie), what, cut))
 
         for slot in slots:
             add(slot.bound_s, slot)
-        drafts: list[Draft] = []
+        drafts: list[PlanDraft] = []
         limit, left = math.inf, math.inf
         while heap:
             promised, _, what, cut = heapq.heappop(heap)
@@ -201,8 +211,8 @@ class Search:
                 break
             if what.bound_s >= limit:
                 continue
-            if isinstance(what, Slot):
-                nodes = self._timed("price stages", self.equal.nodes, what)
+            if isinstance(what, MeshChoice):
+                nodes = self._timed("price stages", self.equal.combinations, what)
                 for node in nodes:
                     add(max(node.estimate_s * OPTIMISM, node.bound_s), node)
             elif cut is None:
@@ -220,16 +230,18 @@ class Search:
         self.equal.forget()
         return drafts, left
 
-    def draft(self, node: Node, cut: Sequence[Drafted]) -> Draft:
+    def draft(self, node: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         """A node's cut, simulated."""
-        return self._simulated(cut, node.num_microbatches, node.schedule, node.each)
+        return self._simulated(cut, node.num_microbatches, node.schedule, node.stages_per_group)
 
-    def _simulated(self, stages: Sequence[Drafted], m: int, schedule: str, each: int = 1) -> Draft:
-        step = Step(
+    def _simulated(
+        self, stages: Sequence[StageDraft], m: int, schedule: str, each: int = 1
+    ) -> PlanDraft:
+        step = PipelineSetup(
             global_batch_size=self.global_batch_size,
             num_microbatches=m,
             schedule=schedule,
-            each=each,
+            stages_per_group=each,
         )
         return make_draft(self.coster, stages, step)
 
@@ -256,7 +268,7 @@ class Search:
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cut with different meshes for m micro-batches becomes a draft."""
         limit = self._limit()
-        ways = self.unequal.ways(m, meshes, limit)
+        ways = self.unequal.setups(m, meshes, limit)
         if not ways:
             return
         table, options = self.unequal.table(m, ways)
@@ -265,16 +277,18 @@ class Search:
         if solution is None:
             return
         for schedule, each in self.space.schedules(len(solution.stages), m, 0):
-            stages = self.unequal.drafted(solution, options, m, schedule) if each == 1 else None
+            stages = (
+                self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
+            )
             if stages is not None:
                 self.drafts.append(self._simulated(stages, m, schedule))
 
     # --- the answer ---
 
-    def _written(self) -> list[Candidate | Draft]:
+    def _written(self) -> list[Candidate | PlanDraft]:
         """The fastest drafts of different shapes, fastest first; the first is written out as a
         plan."""
-        kept: dict[Any, Draft] = {}
+        kept: dict[Any, PlanDraft] = {}
         for draft in sorted((d for d in self.drafts if d.fits), key=_order):
             kept.setdefault(_shape(draft), draft)
         waiting = list(kept.values())
@@ -283,7 +297,7 @@ class Search:
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
             candidate = make_candidate(self.coster, waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
-        found: list[Candidate | Draft] = [*written, *waiting]
+        found: list[Candidate | PlanDraft] = [*written, *waiting]
         return found[:MAX_KEPT]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
@@ -370,7 +384,7 @@ class Search:
         runs."""
         found: list[tuple[float, Sequence[float], str]] = []
         for m in counts:
-            ways = self.unequal.ways(m, self.unequal.meshes(m), math.inf)
+            ways = self.unequal.setups(m, self.unequal.meshes(m), math.inf)
             if not ways:
                 continue
             table, _ = self.unequal.table(m, ways)
@@ -383,19 +397,22 @@ class Search:
             found.append((max(short_bytes), short_bytes, describe(draft.evaluation.plan)))
         closest = min(found, key=lambda item: item[0], default=None)
         if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
-            lean = leanest(self.equal, lean_slots(self.space), lambda w: True, lambda s: True)
+            lean = least_memory(
+                self.equal, least_memory_choices(self.space), lambda w: True, lambda s: True
+            )
             if lean is not None and lean.excess_bytes > 0:
-                how = f"{lean.slot.groups} equal stages, {lean.slot.num_microbatches} micro-batches"
+                m = lean.choice.num_microbatches
+                how = f"{lean.choice.groups} equal stages, {m} micro-batches"
                 return lean.excess_bytes, (lean.excess_bytes,), how
         return closest
 
 
-def _order(found: Draft | Candidate) -> tuple[float, int, str]:
+def _order(found: PlanDraft | Candidate) -> tuple[float, int, str]:
     plan = found.evaluation.plan
     return found.step_time_s, len(plan.stages), plan.to_json()
 
 
-def _shape(draft: Draft) -> tuple[Any, ...]:
+def _shape(draft: PlanDraft) -> tuple[Any, ...]:
     """What makes a plan another one for a reader: more than micro-batches and schedule."""
     stages = draft.evaluation.plan.stages
     return tuple((s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in stages)
