@@ -63,12 +63,11 @@ def _become_rank(
 
 
 def run_as_main(script: str, arguments: list[str]) -> None:
-    """What `python script *arguments` does."""
+    """As `python -P script *arguments` does."""
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
 
 
