@@ -1,7 +1,7 @@
 """What our execution costs over what an expert writes by hand: one device, data, tensor, pipeline
 parallelism and their combination on CPU ranks, each beside torch's own tools.
 
-    python scripts/bench_executor.py [--case NAME ...] [--pairs 15] [--layers 8] [--hidden 512]
+    python -m scripts.bench_executor [--case NAME ...] [--pairs 15] [--layers 8] [--hidden 512]
         [--rows 8] [--link-gbit 1] [--no-memory] [--json FILE]
 
 Time: one launch per case holds both trainers, ours and theirs, with the same weights, optimizer and
@@ -318,7 +318,8 @@ def launched(name: str, worker: str, args: argparse.Namespace) -> list[Any]:
         folder = Path(made)
         measure.run_ranks(
             [
-                __file__,
+                "-m",
+                "scripts.bench_executor",
                 "--case",
                 name,
                 "--worker",

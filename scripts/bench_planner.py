@@ -1,8 +1,8 @@
 """Time of every planning phase for models of published size, without a weight or a GPU; our plans
 against published ones.
 
-    python scripts/bench_planner.py [CASE ...] [--replan]
-    python scripts/bench_planner.py --experts [--case TEXT] [--same-recompute] [--pin]
+    python -m scripts.bench_planner [CASE ...] [--replan]
+    python -m scripts.bench_planner --experts [--case TEXT] [--same-recompute] [--pin]
 
 CPU seconds of this process, trace included; the plan, its predicted step, MFU and the bound of the
 search beside them. `--replan` times planning a second time with one override, on what the first

@@ -1,6 +1,6 @@
 """Plans priced per second: GPT-3 175B, traced once, on 128 A100 under every mix of degrees.
 
-    python scripts/bench_pricing.py
+    python -m scripts.bench_pricing
 
 `cold` prices each plan for the first time, `warm` again: what plans have in common (blocks under
 the same mesh and rows, schedules of the same shape) is remembered by the `Evaluator`. CPU seconds.

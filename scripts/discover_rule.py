@@ -58,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the example (%(default)s)")
     options = parser.parse_args(arguments)
-    sys.path.insert(0, "")
     for module in options.modules:
         importlib.import_module(module)
     torch.manual_seed(options.seed)

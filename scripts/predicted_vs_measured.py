@@ -1,6 +1,6 @@
 """Predicted against measured step time of many plans on this machine's CPU ranks.
 
-    python scripts/predicted_vs_measured.py [--ranks 2] [--models gpt2 llama conv] [--budget 90]
+    python -m scripts.predicted_vs_measured [--ranks 2] [--models gpt2 llama conv] [--budget 90]
 
 Per model: profile what its plans may run, plan under each of a list of overrides, price the plan on
 the profile, then run all plans in one launch, their steps taken in turns so that whatever else the
@@ -202,7 +202,7 @@ def measured(name: str, folder: Path, ranks: int) -> dict[str, float]:
     """Seconds of a step of each plan in the folder: median over the turns, of the slowest rank."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), __file__, "--worker", name, str(folder),
+        str(ranks), "-m", "scripts.predicted_vs_measured", "--worker", name, str(folder),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)

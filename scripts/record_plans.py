@@ -1,8 +1,8 @@
 """Plans, prices and reports of many models, clusters and overrides, written to a file; two such
 files compared.
 
-    python scripts/record_plans.py record before.json [--only TEXT]
-    python scripts/record_plans.py compare before.json after.json
+    python -m scripts.record_plans record before.json [--only TEXT]
+    python -m scripts.record_plans compare before.json after.json
 
 For changes that must change nothing: record before, record after, compare. Everything a user can
 see of a plan is in the file: the plan itself, every digit of its predicted step, memory, bubble and

@@ -1,6 +1,6 @@
 """Predicted against published step times: raw errors per source, with the split stated.
 
-    python scripts/validate_costmodel.py [--data DIR] [--source TEXT] [--rows]
+    python -m scripts.validate_costmodel [--data DIR] [--source TEXT] [--rows]
 
 DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,

@@ -3,26 +3,41 @@
 Every rank is the leader of a process group of its own, so that what it starts dies with it. Unlike
 torchrun, nobody kills the survivors of a failure at once: they get `grace_s` to notice by
 themselves, because noticing is what some tests are about.
+
+Ranks are forked by two servers (`rank_server.py`): even and odd ranks hash strings by different
+seeds, so that what depends on the order of a set differs between ranks, as it does in life.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+RANK_SERVER = str(Path(__file__).with_name("rank_server.py"))
+SERVERS = 2
+IN_EVERY_RANK = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,79 +120,114 @@ def launch(
     marked so.
     """
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with _alone(), tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{k}.{end}") for k in range(ranks) for end in ("out", "err")]
-        handles = [file.open("w") for file in files]
-        running: list[subprocess.Popen[str]] = []
+        running: list[_Rank] = []
         started = time.monotonic()
         try:
             for k in range(ranks):
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, str(script), *arguments],
-                        env=_environment(k, ranks, port),
-                        stdout=handles[2 * k],
-                        stderr=handles[2 * k + 1],
-                        text=True,
-                        start_new_session=True,
-                    )
-                )
+                request = (str(script), arguments, _environment(k, ranks, port), os.getcwd())
+                running.append(_Rank(_server(k % SERVERS), request, files[2 * k : 2 * k + 2]))
             ended = _wait(running, started, timeout_s, grace_s)
         finally:
-            left = [_kill_group(process) for process in running]
-            for handle in handles:
-                handle.close()
+            left = [_kill_group(rank) for rank in running]
         texts = [file.read_text(errors="replace") for file in files]
     return Launch(
         ranks=tuple(
             Outcome(
-                returncode=process.returncode,
+                returncode=rank.returncode,
                 stdout=texts[2 * k],
                 stderr=texts[2 * k + 1],
                 wall_s=ended.get(k, time.monotonic() - started),
                 killed=k not in ended,
                 children_left=left[k] and k in ended,
             )
-            for k, process in enumerate(running)
+            for k, rank in enumerate(running)
         )
     )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One launch at a time in this checkout: beside another, ranks would miss their deadlines."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _server(_: int) -> socket.socket:
+    """The socket of a rank server, which ends when this process closes it."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        subprocess.Popen(
+            [sys.executable, "-P", RANK_SERVER, str(other.fileno())],
+            env={**os.environ, **IN_EVERY_RANK},
+            stdout=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+        )
+    return own
+
+
+class _Rank:
+    """A forked rank, and the pipe that tells its pid and how it ended."""
+
+    def __init__(self, server: socket.socket, request: object, outputs: list[Path]) -> None:
+        read, write = os.pipe()
+        self.returncode: int | None = None
+        self._pipe = os.fdopen(read, "rb", buffering=0)
+        with ExitStack() as stack:
+            files = [stack.enter_context(file.open("w")) for file in outputs]
+            stack.callback(os.close, write)
+            descriptors = [*(file.fileno() for file in files), write]
+            socket.send_fds(server, [json.dumps(request).encode()], descriptors)
+
+    @cached_property
+    def pid(self) -> int:
+        return int(self._pipe.readline())
+
+    def poll(self, timeout_s: float | None = 0.0) -> int | None:
+        """The exit code, or minus the signal; None where it runs on for `timeout_s`."""
+        running = self.pid and self.returncode is None
+        if running and select.select([self._pipe], [], [], timeout_s)[0]:
+            self.returncode = int(self._pipe.readline())
+            self._pipe.close()
+        return self.returncode
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     own = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
-        "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": 1, "PYTHONPATH": ROOT,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
-    return {**os.environ, **{key: str(value) for key, value in own.items()}}
+    return {**os.environ, **IN_EVERY_RANK, **{key: str(value) for key, value in own.items()}}
 
 
 def _wait(
-    running: list[subprocess.Popen[str]], started: float, timeout_s: float, grace_s: float
+    running: list[_Rank], started: float, timeout_s: float, grace_s: float
 ) -> dict[int, float]:
     """Seconds until each rank ended by itself; ranks still running at the deadline are absent."""
     ended: dict[int, float] = {}
     deadline = started + timeout_s
     while len(ended) < len(running) and time.monotonic() < deadline:
-        for k, process in enumerate(running):
-            if k not in ended and process.poll() is not None:
+        for k, rank in enumerate(running):
+            if k not in ended and rank.poll() is not None:
                 ended[k] = time.monotonic() - started
-                if process.returncode:
+                if rank.returncode:
                     deadline = min(deadline, time.monotonic() + grace_s)
         time.sleep(0.05)
     return ended
 
 
-def _kill_group(process: subprocess.Popen[str]) -> bool:
+def _kill_group(rank: _Rank) -> bool:
     """Kill what is left of a rank's process group; whether anything was. A rank that still runs is
     asked for its tracebacks first (Python's fault handler prints them on SIGABRT)."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGABRT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
+    if rank.poll() is None:
+        os.kill(rank.pid, signal.SIGABRT)
+        rank.poll(timeout_s=5)
     left = False
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(rank.pid, signal.SIGKILL)
         left = True
-    process.wait()
+    rank.poll(timeout_s=None)
     return left

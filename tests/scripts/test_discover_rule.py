@@ -140,7 +140,8 @@ def test_script_prints_the_line_to_paste_and_what_stays_whole() -> None:
     run = subprocess.run(
         [
             sys.executable,
-            "scripts/discover_rule.py",
+            "-m",
+            "scripts.discover_rule",
             "aten.layer_norm",
             "--example",
             "torch.randn(4, 6, 8), [8], torch.randn(8), torch.randn(8)",

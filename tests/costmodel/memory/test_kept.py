@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -101,16 +102,26 @@ NOT_16_BIT = {"avg_pool3d"}  # no kernel on a CPU
 CALLS = [of for of in (*WRITTEN, *IMAGES, *AUTOMATIC) if of.name not in UNKNOWN]
 
 
+def drawn(of: Case) -> tuple[CaseModule, Any]:
+    torch.manual_seed(0)
+    module = CaseModule(of)
+    return module, module.batch()
+
+
+@cache
+def traced(of: Case) -> Graph:
+    module, batch = drawn(of)
+    return trace(module, batch, loss_fn=total)
+
+
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("of", CALLS, ids=lambda of: of.name)
 def test_operator_keeps_what_the_hooks_see(of: Case, trained: str) -> None:
+    graph = traced(of)
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.bfloat16 and of.name in NOT_16_BIT:
             continue
-        torch.manual_seed(0)
-        module = CaseModule(of)
-        batch = module.batch()
-        graph = trace(module, batch, loss_fn=total)
+        module, batch = drawn(of)
         values = leaves(graph, module, batch, dtype, TRAINED[trained])
         stored = [values[name] for name in (*graph.parameters, *graph.buffers)]
         for op in (*graph.derived, *graph.ops):

@@ -1,0 +1,147 @@
+"""The project's Python files as syntax trees: what they import, and the graph of that. No module of
+the project is imported here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "meshwright"
+ROOMS = ("profiles", "costmodel", "planner", "executor")  # folders beside the package, links in it
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file; `path` is relative to the root, and never leads through a link."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.path)
+
+    @cached_property
+    def module(self) -> str:
+        """`planner/plan/check.py` -> `meshwright.planner.plan.check`."""
+        dotted = self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        return f"{PACKAGE}.{dotted}" if dotted.split(".")[0] in ROOMS else dotted
+
+    @cached_property
+    def is_package(self) -> bool:
+        return self.path.endswith("__init__.py")
+
+    @property
+    def package(self) -> str:
+        """The package that the module lies in; a package lies in itself."""
+        return self.module if self.is_package else self.module.rpartition(".")[0]
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Line and absolute name of every import, in functions and under TYPE_CHECKING too."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.stmt | ast.expr):
+                yield from ((node.lineno, name) for name in self.imported(node))
+
+    def imported(self, node: ast.AST) -> list[str]:
+        """Absolute names that one statement asks for, `from a import b` being `a.b`; also the
+        literal argument of `import_module` and `__import__`."""
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            above = self.package.split(".")
+            # A relative import climbs from the package: one level is the package itself.
+            above = above[: len(above) + 1 - node.level] if node.level else []
+            base = [*above, *([node.module] if node.module else [])]
+            return [".".join([*base, alias.name]) for alias in node.names]
+        if isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
+            return [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        return []
+
+
+def called_name(call: ast.Call) -> str:
+    """The last name of what is called: `f` in both `f()` and `m.f()`."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+@cache
+def files_in(*folders: str) -> tuple[SourceFile, ...]:
+    """The Python files of the folders; a folder not there yet has none."""
+    paths = sorted(
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")  # follows no links
+        if not any(part.is_symlink() for part in path.parents)
+    )
+    return tuple(
+        SourceFile(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for path in paths
+    )
+
+
+def defined_in(name: str, modules: Mapping[str, SourceFile]) -> str | None:
+    """The module of `modules` that defines `name`, through what packages export again."""
+    module = name
+    while module and module not in modules:
+        module = module.rpartition(".")[0]
+    if not module:
+        return None
+    file, rest = modules[module], name[len(module) + 1 :]
+    if file.is_package and rest:
+        for _, exported in file.imports():
+            if exported.rpartition(".")[2] == rest and exported != name:
+                return defined_in(exported, modules)
+    return module
+
+
+# --- cycles ---------------------------------------------------------------------------------------
+
+
+def import_cycle(files: Iterable[SourceFile]) -> list[str]:
+    """The modules of one cycle of imports run at import, the first repeated at the end; empty where
+    there is none."""
+    modules = {file.module for file in files}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for file in files:
+        for statement in statements_run_at_import(file.tree.body):
+            for name in file.imported(statement):
+                # `a.b.c` is module a.b.c, or a name in a.b: the longest prefix that is a module.
+                while name and name not in modules:
+                    name = name.rpartition(".")[0]
+                if name and name != file.module:
+                    graph[file.module].add(name)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def statements_run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, into classes and branches but not functions or `if TYPE_CHECKING`."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(statement, ast.If) and is_type_checking(statement.test):
+            yield from statements_run_at_import(statement.orelse)
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from statements_run_at_import(getattr(statement, field, []))
+        for handler in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
+            yield from statements_run_at_import(handler.body)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
