@@ -142,16 +142,48 @@ def nodes(name: str, count: int = 1, **options: Any) -> Callable[[], Cluster]:
     return lambda: Cluster.from_catalog(name, num_nodes=count, **options)
 
 
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "tp 2": {"tp": 2},
+    "tp 4 pp 2": {"tp": 4, "pp": 2},
+    "pp 4": {"pp": 4},
+    "dp 8 zero 3": {"dp": 8, "zero": 3},
+    "zero 2 dp_shard 4": {"zero": 2, "dp_shard": 4},
+    "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "recompute by block": {"recompute": {"model.layers.0-3": "full"}},
+    "1f1b, pp 4, 16 micro-batches": {"schedule": "1f1b", "pp": 4, "num_microbatches": 16},
+    "gpipe, pp 2": {"schedule": "gpipe", "pp": 2},
+    "interleaved": {"schedule": "interleaved_1f1b", "pp": 4, "virtual_stages": 2},
+    "zb_h1": {"schedule": "zb_h1", "pp": 4},
+    "zb_v": {"schedule": "zb_v", "pp": 4},
+    "dualpipe_v": {"schedule": "dualpipe_v", "pp": 4},
+    "zb_h2": {"schedule": "zb_h2", "pp": 4},
+    "forbid": {"forbid": ["zb_h1", "zb_v"]},
+    "micro-batch 1": {"microbatch_size": 1},
+    "up_proj colwise": {"tp": 2, "shardings": {"model.layers.*.mlp.up_proj": "colwise"}},
+}
+
+
+def large() -> Built:
+    return llama(16, 4096, 4096, 32)
+
+
+def case(model: Any, cluster: Any, batch: int, overrides: Any = None, **options: Any) -> Case:
+    return Case(
+        model=model, cluster=cluster, batch=batch, overrides=overrides or {}, options=options
+    )
+
+
 def cases() -> Iterator[tuple[str, Case]]:
-    """Forty-odd cases by name."""
+    """Fifty-odd cases by name."""
+    yield from of_decoders()
+    for name, overrides in OVERRIDES.items():
+        yield f"llama 4096, {name}", case(large, nodes("dgx-h100", 2), 128, overrides)
+    yield from of_others()
 
-    def case(model: Any, cluster: Any, batch: int, overrides: Any = None, **options: Any) -> Case:
-        return Case(
-            model=model, cluster=cluster, batch=batch, overrides=overrides or {}, options=options
-        )
 
+def of_decoders() -> Iterator[tuple[str, Case]]:
     h100, a100, v100 = "dgx-h100", "dgx-a100", "p3.16xlarge"
-    large = lambda: llama(16, 4096, 4096, 32)  # noqa: E731
     yield "gpt2, h100", case(gpt2, nodes(h100), 64)
     yield "gpt2, 2 a100", case(gpt2, nodes(a100, 2), 128)
     yield "gpt2, local", case(gpt2, lambda: Cluster.local(4), 16)
@@ -171,27 +203,10 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "llama 4096, executable", case(large, nodes(h100), 64, executable=True)
     yield "llama 4096, v100", case(large, nodes(v100, 4), 64, precision="fp16")
     yield "llama, 32k tokens", case(lambda: llama(4, 2048, 32768), nodes(h100, 2), 16)
-    for name, overrides in {
-        "tp 2": {"tp": 2},
-        "tp 4 pp 2": {"tp": 4, "pp": 2},
-        "pp 4": {"pp": 4},
-        "dp 8 zero 3": {"dp": 8, "zero": 3},
-        "zero 2 dp_shard 4": {"zero": 2, "dp_shard": 4},
-        "full recompute": {"recompute": "full"},
-        "selective recompute": {"recompute": "selective"},
-        "recompute by block": {"recompute": {"model.layers.0-3": "full"}},
-        "1f1b, pp 4, 16 micro-batches": {"schedule": "1f1b", "pp": 4, "num_microbatches": 16},
-        "gpipe, pp 2": {"schedule": "gpipe", "pp": 2},
-        "interleaved": {"schedule": "interleaved_1f1b", "pp": 4, "virtual_stages": 2},
-        "zb_h1": {"schedule": "zb_h1", "pp": 4},
-        "zb_v": {"schedule": "zb_v", "pp": 4},
-        "dualpipe_v": {"schedule": "dualpipe_v", "pp": 4},
-        "zb_h2": {"schedule": "zb_h2", "pp": 4},
-        "forbid": {"forbid": ["zb_h1", "zb_v"]},
-        "micro-batch 1": {"microbatch_size": 1},
-        "up_proj colwise": {"tp": 2, "shardings": {"model.layers.*.mlp.up_proj": "colwise"}},
-    }.items():
-        yield f"llama 4096, {name}", case(large, nodes(h100, 2), 128, overrides)
+
+
+def of_others() -> Iterator[tuple[str, Case]]:
+    h100, a100, v100 = "dgx-h100", "dgx-a100", "p3.16xlarge"
     yield "mixtral, h100", case(mixtral, nodes(h100), 64)
     yield "mixtral, 2 nodes ep 8", case(mixtral, nodes(h100, 2), 64, {"ep": 8})
     yield "mixtral, uneven experts", case(mixtral, nodes(h100), 64, expert_imbalance=2.0)
