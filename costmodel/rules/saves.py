@@ -1,4 +1,4 @@
-"""What autograd keeps of an operator's own operands and results, one line per operator.
+"""Saved tensors: an operator's own operands and results that autograd keeps for the backward.
 
     "0<1 1<0"   operand 0 if operand 1 needs a gradient, and the other way round (products)
     "0"         operand 0
