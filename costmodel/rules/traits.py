@@ -42,6 +42,11 @@ class Draw:
     training: bool = False
     bounds: int | None = None
 
+    @property
+    def by_counter(self) -> bool:
+        """Whether the executor draws by counter."""
+        return self.kind not in ("stream", "unplanned")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
