@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.call import Call
+from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.storage import Local, fresh
 from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.rules.traits import traits_of

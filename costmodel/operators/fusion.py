@@ -1,4 +1,4 @@
-"""Which values never reach memory, and which operators need no kernel of their own.
+"""Kernel fusion: values that never reach memory, operators without a kernel of their own.
 
 A fused kernel runs a chain of operators of one block: an operator joins the kernel of the operator
 that makes one of its operands if both can be fused (`Target.fusion`) and nothing that has a kernel

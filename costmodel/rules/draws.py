@@ -7,8 +7,4 @@ from meshwright.costmodel.rules.traits import TRAITS, draws
 __all__ = ["ATTENTION", "COUNTED", "draws"]
 
 ATTENTION = "scaled_dot_product_attention"
-COUNTED = frozenset(
-    name
-    for name, traits in TRAITS.items()
-    if traits.draw is not None and traits.draw.kind not in ("stream", "unplanned")
-)
+COUNTED = frozenset(name for name, each in TRAITS.items() if each.draw and each.draw.by_counter)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
-from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, SureRule, ein
 
 
 def _dims(prefix: str, count: int) -> str:
@@ -82,7 +82,7 @@ def _col2im(op: Op, operands: Metas, results: Metas) -> OpFactors:
     return _windows("b (c k) l -> b c h w", results[0])(op, operands, results)
 
 
-def _windows(spec: str, image: TensorMeta) -> Rule:
+def _windows(spec: str, image: TensorMeta) -> SureRule:
     return ein(spec, whole="h w k l", sizes={"c": image.shape[-3]}, linear=[[0]])
 
 

@@ -49,7 +49,7 @@ class Misfit(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFactors:
-    """A rule applied to one operator call.
+    """The factors of one operator call: a rule applied to it.
 
     `operands` and `results` give, per tensor and dim, factor names major to minor; dims of size 1
     that broadcast have none. Forward FLOPs are `flops × Π size(f), f in flop_factors`. `saves`
@@ -152,7 +152,7 @@ def _factors(names: Sequence[str], size: int, sizes: dict[str, int]) -> tuple[st
 
 
 class SpecOptions(TypedDict, total=False):
-    """What a spec does not say of a rule.
+    """Options of a rule besides its spec.
 
     `whole` and `mean` list factors (regular expressions, separated by spaces) that can't be split,
     or are averaged; `inner` maps factors to the implementation that exchanges by itself,

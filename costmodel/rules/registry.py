@@ -1,7 +1,8 @@
-"""Sharding rules: one line per operator, in the language of `rule_language.py`.
+"""Sharding rules: one line per operator, in the language of `language.py`.
 
-Here are those of products, norms, attention and losses; those of images are in `image_rules.py`.
-Most operators need none: `auto_rules.py` knows them by what they are.
+Rules of products, norms, attention and losses; those of images are in `image.py`, of experts in
+`moe.py`, of leaves in `leaf.py`. Most operators need none: `auto.py` knows their class. What else
+is special about an operator is in `traits.py`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
         whole="t d e" + (" s" if positional else ""),
         flops=4.0,
         uncounted="e",
-        sizes={"heads": key[-3], "group": query[-3] // key[-3]} if grouped else None,
+        sizes={"heads": key[-3], "group": query[-3] // key[-3]} if grouped else {},
     )(op, operands, results)
 
 

@@ -1,4 +1,4 @@
-"""What autograd keeps of an operator's own operands and results, one line per operator.
+"""Saved tensors: an operator's own operands and results that autograd keeps for the backward.
 
     "0<1 1<0"   operand 0 if operand 1 needs a gradient, and the other way round (products)
     "0"         operand 0
@@ -40,6 +40,7 @@ RESULT = (
     "tanh sigmoid relu exp expm1 rsqrt sqrt reciprocal softmax _softmax log_softmax _log_softmax "
     "_safe_softmax"
 )
+POWERS = {"Tensor_Scalar": "0", "Scalar": "0 y0"}  # by overload
 BOTH = "amax amin std logsumexp prod linalg_vector_norm cumprod norm"
 PRODUCTS = "linear mm mv bmm matmul einsum"
 WRITTEN: Mapping[str, str] = MappingProxyType({
@@ -88,32 +89,6 @@ def _written(op: Op, count: int) -> str:
     return WRITTEN.get(op.short, every) if by_call is None else by_call(op, count)
 
 
-def _unless_number(otherwise: str) -> Line:
-    """Nothing of a tensor times, over, or towards a number."""
-    return lambda op, count: "" if count == 1 else otherwise
-
-
-def _indices(given: int) -> Line:
-    """The tensors of indices: all operands but the first, and the last where values are `given`."""
-    return lambda op, count: " ".join(map(str, range(1, count - given)))
-
-
-def _power(op: Op, count: int) -> str:
-    return {"Tensor_Scalar": "0", "Scalar": "0 y0"}.get(op.target.rsplit(".", 1)[1], "0 1 y0")
-
-
-def _extreme(op: Op, count: int) -> str:
-    return "0 1" if count == 2 else "y1" if len(op.results) == 2 else "0 y0"
-
-
-def _lerp(op: Op, count: int) -> str:
-    return "" if count == 2 else "0 1 2"
-
-
-def _pad(op: Op, count: int) -> str:
-    return "" if argument(op, 2, "mode", "constant") == "constant" else "0"
-
-
 def _adaptive_average(op: Op, count: int) -> str:
     """Nothing of one over everything: torch takes a mean."""
     size = op.args[1]
@@ -123,15 +98,16 @@ def _adaptive_average(op: Op, count: int) -> str:
 
 # lines that depend on an argument or on the number of tensors
 BY_CALL: Mapping[str, Line] = MappingProxyType({
-    "mul": _unless_number("0<1 1<0"),
-    "div": _unless_number("0<1 1"),
-    "lerp": _lerp,
-    "pow": _power,
-    "max": _extreme,
-    "min": _extreme,
-    "index": _indices(0),
-    "index_put": _indices(1),
+    "mul": lambda op, count: "" if count == 1 else "0<1 1<0",  # "": by a number
+    "div": lambda op, count: "" if count == 1 else "0<1 1",
+    "lerp": lambda op, count: "" if count == 2 else "0 1 2",
+    "pow": lambda op, count: POWERS.get(op.target.rsplit(".", 1)[1], "0 1 y0"),
+    **dict.fromkeys(("max", "min"), lambda op, count: (
+        "0 1" if count == 2 else "y1" if len(op.results) == 2 else "0 y0"
+    )),
+    "index": lambda op, count: " ".join(map(str, range(1, count))),
+    "index_put": lambda op, count: " ".join(map(str, range(1, count - 1))),
     "dropout": lambda op, count: "y0" if draws(op) else "",
-    "pad": _pad,
+    "pad": lambda op, count: "" if argument(op, 2, "mode", "constant") == "constant" else "0",
     **dict.fromkeys((f"adaptive_avg_pool{n}d" for n in (1, 2, 3)), _adaptive_average),
 })  # fmt: skip

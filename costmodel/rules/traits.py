@@ -1,5 +1,5 @@
-"""Traits of special operators: what pricing, memory, tracing and execution must know of an operator
-beyond its sharding rule.
+"""Traits of special operators: properties beyond the sharding rule that pricing, memory, tracing
+and execution read.
 
 `TRAITS` has one line per special operator; every other operator is `ORDINARY`. Readers ask a trait
 (`traits_of(op).leaf`, `draws(op)`), never a name, so that a special operator is added here and in
@@ -42,6 +42,11 @@ class Draw:
     training: bool = False
     bounds: int | None = None
 
+    @property
+    def by_counter(self) -> bool:
+        """Whether the executor draws by counter."""
+        return self.kind not in ("stream", "unplanned")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
@@ -76,7 +81,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What is special about an operator; the defaults are those of an ordinary one.
+    """Properties of an operator; the defaults are those of an ordinary one.
 
     kernel        how it is priced, where that is not by its FLOPs and bytes: fused attention, a
                   look-up of rows (dense gradient), a sum whose gradient passes through

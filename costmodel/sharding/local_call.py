@@ -1,4 +1,4 @@
-"""Which operator call a rank really makes: shapes cut by strategy and rows, sizes localised.
+"""Local operator calls: shapes cut by strategy and rows, sizes localised, as signatures to time.
 
     local size of a dim = size, the largest of tp parts of it where its placement splits it,
                           times rows / traced rows where the batch atom is one of its factors
@@ -54,7 +54,7 @@ def signature(
 def local_shape(
     graph: Graph, table: FactorTable, value: str, placement: Placement, *, rows: float, tp: int
 ) -> tuple[int, ...] | None:
-    """What a rank holds of a value; None where `rows` gives no whole size."""
+    """The local shape of a value; None where `rows` gives no whole size."""
     shape = []
     for d, size in enumerate(graph.values[value].shape):
         if table.batch is not None and table.batch in table.dims[value][d]:

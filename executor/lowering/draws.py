@@ -118,10 +118,11 @@ class CounterDraw(nn.Module):
         if self.kind == "integers":
             return self._integers(index, bits, rng[0]).to(self.dtype)
         if self.kind == "flags":
-            chance = operands[-1] if self.high is None else self.high
+            chance = operands[-1] if math.isnan(self.high) else self.high
             return (bits < torch.as_tensor(chance, dtype=torch.float64) * 2.0**32).to(self.dtype)
         if self.kind == "uniform":
-            return uniform(bits, self.dtype) * (self.high - self.low) + self.low
+            drawn = uniform(bits, self.dtype) * (self.high - self.low) + self.low
+            return drawn
         wide = torch.promote_types(self.dtype, torch.float32)
         angle = uniform(random_bits(index, rng[0], self.salt ^ _SECOND), wide)
         radius = (-2.0 * (1.0 - uniform(bits, wide)).log()).sqrt()  # Box and Muller, 1958
@@ -137,8 +138,9 @@ class CounterDraw(nn.Module):
         return low + (bits << 31 | more >> 1) % span
 
 
-def _bounds(op: Op, draw: Draw) -> tuple[float, float | None]:
-    """What a call draws between; for flags their chance, None where a tensor holds it."""
+def _bounds(op: Op, draw: Draw) -> tuple[float, float]:
+    """The numbers a call draws between; for flags 0 and their chance, NaN where a tensor holds
+    it."""
     if draw.kind == "integers":
         numbers = [a for a in op.args if isinstance(a, int)]
         low, high = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
@@ -150,16 +152,15 @@ def _bounds(op: Op, draw: Draw) -> tuple[float, float | None]:
         return low, high
     if draw.kind == "flags":
         chance = argument(op, 1, "p", None)
-        return 0.0, None if isinstance(chance, Ref) else chance
+        return 0.0, math.nan if chance is None or isinstance(chance, Ref) else chance
     names = ("mean", "std") if draw.kind == "normal" else ("from", "to")
-    given = () if draw.bounds is None else op.args[draw.bounds :]
-    low, high = (*given, *(0.0, 1.0)[len(given) :])
-    return op.kwargs.get(names[0], low), op.kwargs.get(names[1], high)
+    at = len(op.args) if draw.bounds is None else draw.bounds
+    return argument(op, at, names[0], 0.0), argument(op, at + 1, names[1], 1.0)
 
 
 def single_rows(graph: Graph) -> frozenset[str]:
-    """Where a micro-batch has one row, so that no dim tells: the values that stand for it. They
-    come of a batched input, or of none at all with a first dim of one."""
+    """Values that carry the batch of a micro-batch of one row, which no dim tells: they come of a
+    batched input, or of none at all with a first dim of one."""
     if graph.batch_size != 1:
         return frozenset()
     found = set(graph.batched)

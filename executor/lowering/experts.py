@@ -15,7 +15,7 @@ copy takes part with none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,8 @@ from meshwright.planner.plan.plan import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """Where the copies of a rank's tokens go, `copies` = (b, s, k), and what comes in their place.
+    """Permutations and counts of the copies of a rank's tokens on their way, `copies` = (b, s, k),
+    and what comes in their place.
 
     `order` sorts this rank's copies by expert, `arranged` those that arrive; `home` and `restored`
     undo them. `sent` and `received` are copies per rank, `counts` what arrived per expert.
@@ -160,15 +161,20 @@ class _Product(torch.autograd.Function):
         to_rows, to_weight, to_bias, *_ = ctx.needs_input_grad
         grad = grads[0].flatten(0, 2)
         back = weight if ctx.transposed else weight.transpose(1, 2)
-        sides = (grad, rows) if ctx.transposed else (rows, grad)
+        left, right = (grad, rows) if ctx.transposed else (rows, grad)
         ones = grad.new_ones(len(grad), 1)
         return (
             grouped_rows(grad, back, counts).view(-1, 1, 1, rows.shape[1]) if to_rows else None,
-            grouped_weights(*sides, counts) if to_weight else None,
+            grouped_weights(left, right, counts) if to_weight else None,
             grouped_weights(ones, grad, counts).squeeze(1) if to_bias else None,
             None,
             None,
         )
+
+
+_send: Callable[..., torch.Tensor] = _Send.apply
+_return: Callable[..., torch.Tensor] = _Return.apply
+_product: Callable[..., torch.Tensor] = _Product.apply
 
 
 class Send(nn.Module):
@@ -179,14 +185,14 @@ class Send(nn.Module):
         self.tokens = tokens
 
     def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
-        return _Send.apply(x, route, self.tokens)
+        return _send(x, route, self.tokens)
 
 
 class Return(nn.Module):
     """Results home, each token's copies added up."""
 
     def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
-        return _Return.apply(x, route)
+        return _return(x, route)
 
 
 class GroupedProduct(nn.Module):
@@ -199,7 +205,7 @@ class GroupedProduct(nn.Module):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, route: Route
     ) -> torch.Tensor:
-        return _Product.apply(x, weight, bias, route.counts, self.transposed)
+        return _product(x, weight, bias, route.counts, self.transposed)
 
 
 # --- what runs on the way -------------------------------------------------------------------------

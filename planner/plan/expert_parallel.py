@@ -1,4 +1,5 @@
-"""Where a stage may share its experts out: over ranks that have tokens of their own.
+"""Expert parallelism: the ranks that a stage may share its experts out over have tokens of their
+own.
 
 The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
 of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism) and
@@ -43,7 +44,7 @@ def expert_weights(graph: Graph) -> frozenset[str]:
 
 
 def _weights(operands: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a grouped product's operands, its matrices and, where it has them, its biases."""
+    """The matrices of a grouped product and, where it has them, its biases."""
     return operands[1], *operands[3:]
 
 
