@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.costmodel.blocks.peak import room_bytes
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.schedules.schedule import in_flight
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
@@ -72,7 +73,7 @@ def make_draft(coster: StageCoster, stages: Sequence[Drafted], step: Step) -> Dr
     plans = [
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
     ]
-    costs = [d.ladder.at(d.run, d.chosen) for d in stages]
+    costs = [d.levels.at(d.run, d.chosen) for d in stages]
     priced = price_stages(_plan(coster, plans, step), coster, costs)
     return Draft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, coster.cluster))
 
@@ -135,10 +136,10 @@ def _stage_plan(
 
 def _policies(coster: StageCoster, drafted: Drafted, plan: Plan, k: int) -> tuple[str, ...]:
     """The least recompute with which a stage fits in its place, block by block."""
-    if not drafted.chosen.share[drafted.run]:
+    if not drafted.chosen.fraction[drafted.run]:
         return drafted.policies
     groups = len(plan.devices)
-    held = in_flight(
+    count = in_flight(
         plan.schedule,
         stage=k,
         num_stages=len(plan.stages),
@@ -146,14 +147,14 @@ def _policies(coster: StageCoster, drafted: Drafted, plan: Plan, k: int) -> tupl
         num_devices=groups,
     )
     each = len(plan.stages) // groups
-    first = drafted.ladder.at(drafted.run, drafted.chosen.nothing())
+    first = drafted.levels.at(drafted.run, drafted.chosen.lowest())
     found = choose_policies(
-        drafted.way.chain.components(drafted.start, drafted.stop),
-        drafted.ladder.policies,
-        in_flight=held,
-        room_bytes=coster.cluster.device.usable_bytes / each - first.static_bytes,
+        drafted.way.chain.block_sums(drafted.start, drafted.stop),
+        drafted.levels.policies,
+        in_flight=count,
+        room_bytes=room_bytes(coster.cluster, each) - first.static_bytes,
     )
-    return drafted.settled(found) if found else drafted.policies
+    return drafted.with_forced(found) if found else drafted.policies
 
 
 # --- shardings -----------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def _shardings(
     for block in blocks:
         inputs = {n: states[n] for n in block.inputs if n in states}
         names = [*(op.name for op in block.ops), *block.parameters]
-        key = block.class_id, coster.decided(block, found[block.name]), tuple(inputs.values())
+        key = block.class_id, found[block.name].choices, tuple(inputs.values())
         if key not in known:  # equal decisions about equal blocks are written alike
             layouts = BlockLayouts(coster.graph, coster.problem.factors, block, tp)
             own = layouts.compress(found[block.name], inputs)

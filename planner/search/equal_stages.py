@@ -2,7 +2,8 @@
 
 Every combination is estimated from the whole model's sums, divided by the number of stages; the
 promising ones are cut into stages exactly (`even_cut.py`), each stage with as little recompute as
-its place in the schedule allows (`ladder.py`). `bounds.py` says what no such plan undercuts.
+its place in the schedule allows (`recompute_levels.py`). `bounds.py` says what no such plan
+undercuts.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.blocks.stage import FIELDS, StageCosts, scaled
+from meshwright.costmodel.blocks.peak import fits, room_bytes
+from meshwright.costmodel.blocks.stage import A, StageCosts, of_one
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.schedules.schedule import in_flight
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder
-from meshwright.planner.pricing.stage_costs import MODES, StageCoster
+from meshwright.planner.pricing.programs import MODES, BlockPrograms
+from meshwright.planner.pricing.recompute_levels import (
+    ChosenLevel,
+    RecomputeLevels,
+    recompute_levels,
+)
 from meshwright.planner.search.bounds import chained_s, slowest_s
 from meshwright.planner.search.space import Mesh, Space
 
@@ -69,17 +75,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafted:
-    """A cut: blocks start..stop-1 of each stage, its way, ladder and the share recomputed."""
+    """A cut: blocks start..stop-1 of each stage, its way, recompute levels and the chosen one."""
 
     start: int
     stop: int
     way: Way
-    ladder: Ladder
-    chosen: Share
+    levels: RecomputeLevels
+    chosen: ChosenLevel
 
     @property
     def run(self) -> int:
-        """The stage's row in its ladder."""
+        """The stage's index in its levels."""
         at = list(self.way.chain.at)
         return int(self.way.chain.runs.index[at.index(self.start), at.index(self.stop)])
 
@@ -87,12 +93,15 @@ class Drafted:
     def policies(self) -> tuple[str, ...]:
         """The recompute policy of each block, the first ones recomputing most."""
         where, count = self.run, self.stop - self.start
-        rung, more = int(self.chosen.rung[where]), round(float(self.chosen.share[where]) * count)
-        names = self.ladder.policies
-        free = [names[min(rung + (k < more), len(names) - 1)] for k in range(count)]
-        return self.settled(free)
+        level, more = (
+            int(self.chosen.level[where]),
+            round(float(self.chosen.fraction[where]) * count),
+        )
+        names = self.levels.policies
+        free = [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
+        return self.with_forced(free)
 
-    def settled(self, free: Sequence[str]) -> tuple[str, ...]:
+    def with_forced(self, free: Sequence[str]) -> tuple[str, ...]:
         """Policies with those that the user decided."""
         own = self.way.chain.forced[self.start : self.stop]
         return tuple(forced or policy for forced, policy in zip(own, free, strict=True))
@@ -100,12 +109,12 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Even:
-    """A way with `each` stages on a device group, all alike: rungs of one of them, its states at
-    the least; seconds of both passes at the least, of all stages together and of the slowest device
-    group."""
+    """A way with `each` stages on a device group, all alike: recompute levels of one of them, its
+    states at the least; seconds of both passes at the least, of all stages together and of the
+    slowest device group."""
 
     each: int
-    steps: Ladder
+    levels: RecomputeLevels
     states_bytes: float
     least_s: float
     slowest_s: float
@@ -116,16 +125,16 @@ class EqualStages:
     """Estimates, bounds and cuts of all plans with equal meshes."""
 
     space: Space
-    coster: StageCoster
+    programs: BlockPrograms
     _nodes: dict[Slot, tuple[Node, ...]] = field(default_factory=dict)
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
     legal: np.ndarray = field(init=False)
-    _ladders: dict[tuple[int, int, tuple[str, ...]], Ladder] = field(default_factory=dict)
+    _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cuts = np.array(self.coster.cut_at)
+        self.cuts = np.array(self.programs.cut_at)
         self.parameters = self.space.graph.num_parameters()
         self.classes = [block.class_id for block in self.space.graph.blocks]
         self.legal = self.at_cuts(self.space.legal_stages())
@@ -151,7 +160,7 @@ class EqualStages:
                 yield from (Way(mesh=mesh, zero=z, dp_shard=shard, chain=chain) for z in zeros)
 
     def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
-        return self.coster.setting(
+        return self.programs.coster.setting(
             mesh,
             microbatches=m,
             dp_shard=shard,
@@ -161,12 +170,12 @@ class EqualStages:
 
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
-        return self.coster.least_of_blocks(self._setting(mesh, m))
+        return self.programs.least_of_blocks(self._setting(mesh, m))
 
     def chain(self, mesh: Mesh, m: int, shard: int, mode: str) -> Chain:
         """All stages on a mesh."""
         setting = self._setting(mesh, m, shard)
-        return self.coster.chain(setting, mode, self.space.restrictions.recompute)
+        return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- nodes ---
 
@@ -196,7 +205,7 @@ class EqualStages:
                     key = each, self.space.policies(schedule)
                     if key not in even:
                         even[key] = self._even(slot, way, *key)
-                    if even[key].states_bytes * each <= self.room:
+                    if fits(even[key].states_bytes * each, self.room):
                         found.append(self._node(slot, way, schedule, even[key]))
             self._nodes[slot] = tuple(found)
         return self._nodes[slot]
@@ -204,16 +213,16 @@ class EqualStages:
     def _even(self, slot: Slot, way: Way, each: int, policies: Sequence[str]) -> _Even:
         """The sums of the whole model shared out evenly among stages."""
         stages, least = slot.groups * each, self.least(slot.mesh, slot.num_microbatches)
-        part = way.chain.whole() if stages == 1 else scaled(way.chain.typical(), 1 / stages)
-        steps = ladder(part, way.setting, policies, np.array(len(least) / stages))
-        leanest = steps.rungs[-1]
+        part = way.chain.whole() if stages == 1 else way.chain.typical().times(1 / stages)
+        levels = recompute_levels(part, way.setting, policies, np.array(len(least) / stages))
+        leanest = levels.costs[-1]
         states = float(leanest.static_bytes - leanest.passing_bytes)
         # in the states that its blocks prefer; a whole stage may have to split more of them
-        mesh, whole = slot.mesh, float(part[FIELDS.index("parameters")])
+        mesh, whole = slot.mesh, float(part.parameters)
         split = self.parameters / (mesh.tp * mesh.ep * stages)
         return _Even(
             each=each,
-            steps=steps,
+            levels=levels,
             least_s=float(least.sum()),
             slowest_s=slowest_s(least, self.classes, slot.groups),
             states_bytes=states * min(1.0, split / max(whole, 1.0)),
@@ -221,12 +230,12 @@ class EqualStages:
 
     def _node(self, slot: Slot, way: Way, schedule: str, even: _Even) -> Node:
         """One combination, estimated from stages that are all alike."""
-        m, groups, each, steps = slot.num_microbatches, slot.groups, even.each, even.steps
+        m, groups, each, levels = slot.num_microbatches, slot.groups, even.each, even.levels
         stages = groups * each
         held = _held(schedule, 0, stages, m, groups)
-        chosen = steps.share(held, self.room / each)
+        chosen = levels.choose(held, self.room / each)
         tight = not chosen.fits  # on average; a first stage with fewer blocks may fit
-        costs = steps.rungs[-1] if tight else steps.at((), chosen)
+        costs = of_one(levels.costs[-1]) if tight else levels.at((), chosen)
         uneven = even.slowest_s * groups / even.least_s
         turn = each * (costs.amortised_s(m) + self._sent(way, schedule, stages))
         estimate = m * turn * uneven + (groups - 1) * each * _fill(costs, schedule, m, groups)
@@ -249,32 +258,32 @@ class EqualStages:
 
     @property
     def room(self) -> float:
-        return self.space.cluster.device.usable_bytes
+        return room_bytes(self.space.cluster)
 
     # --- cutting ---
 
-    def ladder(self, way: Way, schedule: str) -> Ladder:
+    def levels(self, way: Way, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) under a way, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
-        key = id(way.chain), way.zero, policies
-        if key not in self._ladders:
+        key = way.chain, way.zero, policies
+        if key not in self._levels:
             runs = way.chain.runs
-            self._ladders[key] = ladder(runs.sums, way.setting, policies, runs.blocks)
-        return self._ladders[key]
+            self._levels[key] = recompute_levels(runs.sums, way.setting, policies, runs.blocks)
+        return self._levels[key]
 
     def forget(self) -> None:
         """Give memory back."""
-        self._ladders.clear()
+        self._levels.clear()
 
     def solve(self, node: Node, cutoff_s: float) -> tuple[float, list[Drafted]] | None:
         """The objective and the stages of a node's best cut below a cutoff; None where there is
         none. The objective, m turns of the slowest stage and what all but one stage add to fill the
         pipeline, is the step of equal stages."""
         m, way, stages = node.num_microbatches, node.way, node.groups * node.each
-        steps = self.ladder(way, node.schedule)
+        steps = self.levels(way, node.schedule)
         held = [_held(node.schedule, k, stages, m, node.groups) for k in range(stages)]
         levels = sorted(set(held))
-        shares = [steps.share(h, self.room / node.each) for h in levels]
+        shares = [steps.choose(h, self.room / node.each) for h in levels]
         runs = way.chain.runs
         legal = self.legal & self.allowed(way)
         sent, index = self.sent(way), runs.index
@@ -299,7 +308,7 @@ class EqualStages:
         return found.objective_s, [
             Drafted(
                 start=int(self.cuts[found.cuts[k]]), stop=int(self.cuts[found.cuts[k + 1]]),
-                way=way, ladder=steps, chosen=shares[level[k]],
+                way=way, levels=steps, chosen=shares[level[k]],
             )
             for k in range(stages)
         ]  # fmt: skip
@@ -338,13 +347,14 @@ def _held(schedule: str, stage: int, stages: int, m: int, groups: int) -> int:
     )
 
 
-def _fill(costs: StageCosts, schedule: str, m: int, groups: int) -> np.ndarray:
+def _fill(costs: StageCosts[A], schedule: str, m: int, groups: int) -> A:
     """What one stage adds to the time in which the pipeline fills and drains."""
     whole = costs.forward_s + costs.backward_s
     if schedule in FILLS_LESS:  # with enough micro-batches, not at all
         return whole * max(0.0, 1.0 - (m - 1) / max(1, 2 * groups - 2))
     if schedule == "zb_h1":
-        return np.maximum(whole - 2 * costs.weight_s, 0.0)
+        left: A = np.maximum(whole - 2 * costs.weight_s, 0.0)
+        return left
     return whole
 
 

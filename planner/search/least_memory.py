@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks.stage import scaled
+from meshwright.costmodel.blocks.peak import stage_bytes
+from meshwright.costmodel.blocks.stage import of_one
 from meshwright.costmodel.schedules.schedule import in_flight
-from meshwright.planner.pricing.recompute_levels import ladder
+from meshwright.planner.pricing.recompute_levels import recompute_levels
 from meshwright.planner.search.equal_stages import EqualStages, Slot, Way
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
@@ -69,14 +70,14 @@ def leans(
         for name, each in equal.space.schedules(groups, m, way.zero):
             if schedule(name):
                 stages, policies = groups * each, equal.space.policies(name)
-                part = scaled(way.chain.typical(), 1 / stages)
-                costs = ladder(part, way.setting, policies, np.array(1.0)).rungs[-1]
+                part = way.chain.typical().times(1 / stages)
+                levels = recompute_levels(part, way.setting, policies, np.array(1.0))
+                costs = of_one(levels.costs[-1])
                 held = in_flight(
                     name, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups
                 )
-                needs.append(
-                    each * (float(costs.static_bytes) + held * float(costs.activation_bytes))
-                )
+                used = stage_bytes(costs.static_bytes, costs.activation_bytes, held)
+                needs.append(each * used)
         if needs:
             yield Lean(slot=slot, way=way, excess_bytes=min(needs) - equal.room)
 

@@ -30,7 +30,7 @@ from meshwright.planner.inter_op.partition import (
     minimal_shortfall,
     solve_inter_op,
 )
-from meshwright.planner.pricing.recompute_levels import ladder
+from meshwright.planner.pricing.recompute_levels import recompute_levels
 from meshwright.planner.search.equal_stages import Drafted, EqualStages, Way
 from meshwright.planner.search.space import SPLIT_BACKWARD, Mesh, Space
 
@@ -86,8 +86,8 @@ class UnequalStages:
             runs, send = way.chain.runs, self.equal.sent(way)
             index = runs.index
             legal = self.equal.legal & self.equal.allowed(way)
-            steps = ladder(runs.sums, way.setting, policies, runs.blocks)
-            for policy, costs in zip(steps.policies, steps.rungs, strict=True):
+            steps = recompute_levels(runs.sums, way.setting, policies, runs.blocks)
+            for policy, costs in zip(steps.policies, steps.costs, strict=True):
                 pass_s = costs.forward_s + costs.backward_s
                 once_s = costs.reduce_s + costs.optimizer_s
                 ok = legal & np.isfinite(runs.seconds)[index]
@@ -113,7 +113,7 @@ class UnequalStages:
             table,
             num_devices=self.space.cluster.num_devices,
             num_microbatches=2,  # the maximum of what the table calls time counts once
-            memory_bytes=self.space.cluster.device.usable_bytes,
+            memory_bytes=self.equal.room,
             in_flight=self._held(m),
             num_stages=self.space.restrictions.pp,
             relative_gap=DP_GAP,
@@ -126,7 +126,7 @@ class UnequalStages:
         return minimal_shortfall(
             table,
             num_devices=self.space.cluster.num_devices,
-            memory_bytes=self.space.cluster.device.usable_bytes,
+            memory_bytes=self.equal.room,
             in_flight=self._held(m),
             num_stages=self.space.restrictions.pp,
         )
@@ -140,13 +140,13 @@ class UnequalStages:
         for k, choice in enumerate(solution.stages):
             way = options[choice.variant].way
             held = in_flight(schedule, stage=k, num_stages=count, num_microbatches=m)
-            steps = self.equal.ladder(way, schedule)
+            steps = self.equal.levels(way, schedule)
             drafted = Drafted(
                 start=int(self.equal.cuts[choice.start]),
                 stop=int(self.equal.cuts[choice.stop]),
                 way=way,
-                ladder=steps,
-                chosen=steps.share(held, self.equal.room),
+                levels=steps,
+                chosen=steps.choose(held, self.equal.room),
             )
             if not drafted.chosen.fits[drafted.run]:
                 return None
