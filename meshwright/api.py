@@ -29,7 +29,7 @@ from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.plan import PRECISIONS, Plan, PlanError
 from meshwright.planner.pricing.evaluate import Evaluator, Prediction
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.report.deferred import Answers
 from meshwright.planner.report.explain import explain_plan, explain_search
 from meshwright.planner.report.report import Report
@@ -168,7 +168,7 @@ class _Planner:
     profile: Profile | None
     compile: bool | str
     tf32: bool
-    coster: StageCoster | None = None
+    programs: BlockPrograms | None = None
     executable: bool | None = None
 
     def ready(self, decide: Callable[[], Decision]) -> ParallelModel:
@@ -223,9 +223,9 @@ class _Planner:
                 profile=self.profile,
                 executable=runnable,
                 time_limit_s=time_limit_s,
-                coster=self.coster,  # type: ignore[arg-type]
+                programs=self.programs,  # type: ignore[arg-type]
             )
-            self.coster = search.coster
+            self.programs = search.programs
             result = search.run()
             answers.append(Answers(search=search, result=result))
             report = explain_search(

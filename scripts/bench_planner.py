@@ -123,7 +123,14 @@ def bench(name: str, *, replan: bool) -> None:
     override = Overrides(tp=result.best.plan.stages[0].tp)
     started = time.process_time()
     result = Search(
-        graph, table, cluster, case.batch, case.precision, "adamw", override, coster=search.coster
+        graph,
+        table,
+        cluster,
+        case.batch,
+        case.precision,
+        "adamw",
+        override,
+        programs=search.programs,
     ).run()
     print(f"  again with tp={override.tp}:")
     show_phases({}, result, time.process_time() - started)

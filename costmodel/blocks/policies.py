@@ -1,5 +1,19 @@
-"""What recompute may do with a block, by name."""
+"""Recompute policies: which operators of a block run again in its backward, and whether they may.
+
+"none" keeps all that the backward reads, "full" only a block's inputs; those between run some
+operators again (`selective.py`).
+"""
 
 from __future__ import annotations
 
-RECOMPUTE = ("none", "selective", "alternate", "full")
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.rules.traits import draws_anew, updates_statistics
+
+PARTIAL = ("selective", "alternate")
+RECOMPUTE = ("none", *PARTIAL, "full")
+
+
+def recomputable(block: Block) -> bool:
+    """Whether running a block twice is harmless: not where a forward updates running statistics, or
+    draws what it would not draw again."""
+    return not any(updates_statistics(op) or draws_anew(op) for op in block.ops)

@@ -29,8 +29,6 @@ from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 
-POLICIES = ("selective", "alternate")
-
 
 def repeated_ops(
     policy: str,

@@ -280,7 +280,7 @@ class _Explorer:
         if own is None or own == space.restrictions.policies:
             return self.search.equal
         restricted = replace(space.restrictions, policies=own)
-        return EqualStages(replace(space, restrictions=restricted), self.search.equal.coster)
+        return EqualStages(replace(space, restrictions=restricted), self.search.programs)
 
     def _explored(
         self, family: Family, equal: EqualStages, nodes: Iterable[Combination], known_s: float

@@ -118,10 +118,10 @@ class Answers:
                 continue
             known.add(describe(draft.plan))
             if draft.fits:
-                rivals.append(_rival(make_candidate(search.equal.coster, draft)))
+                rivals.append(_rival(make_candidate(search.programs.coster, draft)))
             elif draft.step_time_s < best.step_time_s:
                 bigger.append(_rival(draft))
-        evaluator = Evaluator(replace(search.coster.problem, profile=None))
+        evaluator = Evaluator(replace(search.programs.coster.problem, profile=None))
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
 
 

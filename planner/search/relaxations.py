@@ -119,7 +119,7 @@ def _wider(search: Search) -> Iterator[Relaxation]:
     def fits(nodes: int) -> bool:
         if nodes not in found:
             cluster = replace(search.cluster, num_nodes=nodes)
-            found[nodes] = _possible(search, cluster=cluster, coster=None)
+            found[nodes] = _possible(search, cluster=cluster, programs=None)
         return found[nodes] is not None
 
     start = max(here + 1, _least_nodes(search))

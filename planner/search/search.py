@@ -31,6 +31,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing.chain import boundary_index
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import (
     Candidate,
@@ -88,8 +89,8 @@ class SearchResult:
 class Search:
     """One search: graph × cluster × overrides -> plans.
 
-    `executable` leaves only what the executor runs. `coster` is another search's, to reuse what it
-    priced; `time_limit_s` ends the search with the best plan found by then.
+    `executable` leaves only what the executor runs. `programs` are another search's, to reuse what
+    it priced; `time_limit_s` ends the search with the best plan found by then.
     """
 
     graph: Graph
@@ -103,7 +104,7 @@ class Search:
     profile: OpProfile | None = None
     executable: bool = False
     time_limit_s: float | None = None
-    coster: StageCoster = None  # type: ignore[assignment]  # made below where not given
+    programs: BlockPrograms = None  # type: ignore[assignment]  # made below where not given
     phases: dict[str, float] = field(default_factory=dict, init=False)
     slots: list[MeshChoice] = field(default_factory=list, init=False)
     drafts: list[PlanDraft] = field(default_factory=list, init=False)
@@ -129,7 +130,7 @@ class Search:
             restrictions=self.restrictions,
         )
         at = self.space.cut_at
-        if self.coster is None:
+        if self.programs is None:
             problem = Problem(
                 graph=self.graph,
                 factors=self.table,
@@ -139,10 +140,10 @@ class Search:
                 target=self.target,
                 profile=self.profile,
             )
-            self.coster = StageCoster(problem, entries, cut_at=at)
+            self.programs = BlockPrograms(StageCoster(problem), entries, cut_at=at)
         else:
-            self.coster = self.coster.deciding(entries, at)
-        self.equal = EqualStages(self.space, self.coster)
+            self.programs = self.programs.deciding(entries, at)
+        self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
     # --- the search ---
@@ -243,7 +244,7 @@ class Search:
             schedule=schedule,
             stages_per_group=each,
         )
-        return make_draft(self.coster, stages, step)
+        return make_draft(self.programs.coster, stages, step)
 
     # --- different meshes ---
 
@@ -295,7 +296,7 @@ class Search:
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
-            candidate = make_candidate(self.coster, waiting.pop(0))
+            candidate = make_candidate(self.programs.coster, waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
         found: list[Candidate | PlanDraft] = [*written, *waiting]
         return found[:MAX_KEPT]
@@ -309,12 +310,12 @@ class Search:
         for stage in best.plan.stages:
             if stage.tp == 1:
                 continue
-            setting = self.coster.setting(
+            setting = self.programs.coster.setting(
                 stage,
                 rows=best.plan.microbatch_rows / stage.dp,
                 microbatches=best.plan.num_microbatches,
             )
-            chain = self.coster.chain(setting)
+            chain = self.programs.chain(setting)
             classes: set[str] = set()
             for block, table in zip(self.graph.blocks, chain.tables, strict=True):
                 new = block.class_id not in classes and len(found) < MAX_PROOFS
@@ -330,8 +331,8 @@ class Search:
 
     def _failure(self, counts: Sequence[int]) -> ValueError:
         worst = self._closest(counts)
-        if worst is None and self.coster.refused:
-            refused = self.coster.refused
+        if worst is None and self.programs.refused:
+            refused = self.programs.refused
             return OverrideError(f"override shardings: {refused[max(refused)]}")
         if worst is None or worst[0] <= 0:
             return OverrideError(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.costmodel.blocks.stage import recomputable
+from meshwright.costmodel.blocks.policies import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.fusion import Fusion, fuse

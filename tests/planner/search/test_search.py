@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.search.candidates import Candidate, make_candidate
 from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.search import Search, SearchResult
@@ -59,7 +59,7 @@ def searching(
     *,
     batch: int = BATCH,
     time_limit_s: float | None = None,
-    coster: StageCoster | None = None,
+    programs: BlockPrograms | None = None,
     **given: Any,
 ) -> Search:
     of = of or model()
@@ -72,7 +72,7 @@ def searching(
         "adamw",
         Overrides(**given),
         time_limit_s=time_limit_s,
-        coster=coster,
+        programs=programs,
     )
 
 
@@ -348,7 +348,7 @@ def test_the_same_search_gives_the_same_plan(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_what_was_priced_before_changes_nothing(name: str) -> None:
-    """One coster through searches with other overrides, shardings among them."""
+    """The same programs through searches with other overrides, shardings among them."""
     others: list[dict[str, Any]] = [
         {"tp": 2, "shardings": {"layers.0": "rowwise"}},
         {"recompute": {"layers.1": "full"}},
@@ -359,7 +359,7 @@ def test_what_was_priced_before_changes_nothing(name: str) -> None:
     before = searching(CLUSTERS[name])
     assert same(before.run(), search(CLUSTERS[name]))
     for given in others:
-        again = searching(CLUSTERS[name], coster=before.coster, **given)
+        again = searching(CLUSTERS[name], programs=before.programs, **given)
         assert same(again.run(), search(CLUSTERS[name], **given))
         before = again
 
@@ -397,7 +397,7 @@ def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict
     running = searching(CLUSTERS[name], recompute=recompute)
     running.run()
     for draft in running.drafts:
-        made = make_candidate(running.equal.coster, draft)
+        made = make_candidate(running.programs.coster, draft)
         policies = {
             block: policy for stage in made.plan.stages
             for block, policy in zip(stage.blocks, stage.policies, strict=True)
