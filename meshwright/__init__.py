@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import auto_parallelize as auto_parallelize
-    from meshwright.costmodel.rules.language import RuleError as RuleError
+    from meshwright.costmodel.rules.user import RuleError as RuleError
     from meshwright.costmodel.user_rules.add import rule as rule
     from meshwright.executor.parameters.reduced import Reduced as Reduced
     from meshwright.executor.ranks.launch import distributed as distributed
     from meshwright.model import ParallelModel as ParallelModel
-    from meshwright.planner.overrides.overrides import OverrideError as OverrideError
+    from meshwright.planner.errors import TraceError as TraceError
     from meshwright.planner.overrides.overrides import Overrides as Overrides
+    from meshwright.planner.overrides.values import OverrideError as OverrideError
+    from meshwright.planner.plan.infeasible import InfeasibleError as InfeasibleError
     from meshwright.planner.plan.plan import Plan as Plan
     from meshwright.planner.plan.plan import PlanError as PlanError
-    from meshwright.planner.search.errors import InfeasibleError as InfeasibleError
-    from meshwright.planner.tracing.trace import TraceError as TraceError
     from meshwright.planner.tracing.user_module.leaf import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
 
 # name -> the module that defines it
 _HOMES = {
     "Cluster": "profiles.cluster",
-    "InfeasibleError": "planner.search.search",
-    "OverrideError": "planner.overrides.overrides",
+    "InfeasibleError": "planner.plan.infeasible",
+    "OverrideError": "planner.overrides.values",
     "Overrides": "planner.overrides.overrides",
     "ParallelModel": "model",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.plan.plan",
     "Reduced": "executor.parameters.reduced",
-    "RuleError": "costmodel.rules.language",
-    "TraceError": "planner.tracing.trace",
+    "RuleError": "costmodel.rules.user",
+    "TraceError": "planner.errors",
     "auto_parallelize": "api",
     "distributed": "executor.ranks.launch",
     "leaf": "planner.tracing.user_module.leaf",

@@ -111,7 +111,8 @@ def bench(name: str, *, replan: bool) -> None:
     table = analyse(graph)
     graph = cut_blocks(graph, table)
     cut = time.process_time()
-    search = Search(graph, table, cluster, case.batch, case.precision, "adamw", Overrides())
+    problem = Problem(graph=graph, factors=table, cluster=cluster, precision=case.precision)
+    search = Search(problem, case.batch, Overrides())
     result = search.run()
     done = time.process_time()
     print(f"{name}: {graph.num_parameters() / 1e9:.3g} B parameters on {cluster.describe()}")
@@ -122,9 +123,7 @@ def bench(name: str, *, replan: bool) -> None:
         return
     override = Overrides(tp=result.best.plan.stages[0].tp)
     started = time.process_time()
-    result = Search(
-        graph, table, cluster, case.batch, case.precision, "adamw", override, coster=search.coster
-    ).run()
+    result = search.again(override)
     print(f"  again with tp={override.tp}:")
     show_phases({}, result, time.process_time() - started)
 

@@ -33,7 +33,7 @@ from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.words import describe
-from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.profile_command import profile_model
 from scripts.rank_correlation import spearman
 

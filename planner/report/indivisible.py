@@ -1,4 +1,4 @@
-"""What the tensor axis divides of a model, and what it can't.
+"""Tensor parallelism that divides nothing: products and parameters a degree can't split.
 
 Of a stage with tp > 1 its ranks share out the FLOPs of the products that the plan splits by a
 factor, and the elements of the parameters that it stores in parts; everything else each of them

@@ -16,29 +16,20 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.kernels.measured import OpProfile
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.intra_op.solvers import Certificate
-from meshwright.planner.overrides.overrides import OverrideError, Overrides
-from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.shardings import resolve_shardings
-from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing.chain import boundary_index
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import Candidate, Draft, Step, make_candidate, make_draft
-from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot
-from meshwright.planner.search.errors import InfeasibleError
-from meshwright.planner.search.least_memory import lean_slots, leanest
-from meshwright.planner.search.relaxations import relaxations, way_out
-from meshwright.planner.search.space import Mesh, Space
-from meshwright.planner.search.unequal_stages import UnequalStages
-from meshwright.profiles.cluster import Cluster
+from meshwright.planner.search.candidates import Candidate, Draft
+from meshwright.planner.search.drafter import Drafter
+from meshwright.planner.search.equal_stages import Drafted, Node, Slot
+from meshwright.planner.search.failure import failure
+from meshwright.planner.search.space import Mesh
 
 T = TypeVar("T")
 
@@ -50,9 +41,9 @@ MAX_PROOFS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The chosen plan first, runners-up after it (some of them drafts); the best of each family,
-    by its name; solver certificates of the chosen plan's block classes by block name; CPU seconds
-    spent per phase; what was left out and why.
+    """The chosen plan first, runners-up after it (some of them drafts); solver certificates of the
+    chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
+    why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
 
     No plan that the search may choose takes less than `bound_s` under the cost model. `complete`
     says that no time limit cut the search short.
@@ -62,6 +53,8 @@ class SearchResult:
     certificates: Mapping[str, Certificate]
     phases_s: Mapping[str, float]
     notes: tuple[str, ...]
+    meshes: tuple[Slot, ...]
+    drafts: tuple[Draft, ...]
     bound_s: float
     complete: bool = True
 
@@ -77,67 +70,42 @@ class SearchResult:
         return max(0.0, self.best.step_time_s / self.bound_s - 1.0)
 
 
-@dataclass(slots=True)
-class Search:
-    """One search: graph × cluster × overrides -> plans.
+class Search(Drafter):
+    """One search: problem × global batch × overrides -> plans.
 
-    `executable` leaves only what the executor runs. `coster` is another search's, to reuse what it
-    priced; `time_limit_s` ends the search with the best plan found by then.
+    `time_limit_s` ends it with the best plan found by then; `executable` and `coster` are those of
+    `Drafter`.
     """
 
-    graph: Graph
-    table: FactorTable
-    cluster: Cluster
-    global_batch_size: int
-    precision: str
-    optimizer: str
-    overrides: Overrides
-    target: Target = EAGER
-    profile: OpProfile | None = None
-    executable: bool = False
-    time_limit_s: float | None = None
-    coster: StageCoster = None  # type: ignore[assignment]  # made below where not given
-    phases: dict[str, float] = field(default_factory=dict, init=False)
-    slots: list[Slot] = field(default_factory=list, init=False)
-    drafts: list[Draft] = field(default_factory=list, init=False)
-    restrictions: Restrictions = field(init=False)
-    space: Space = field(init=False)
-    equal: EqualStages = field(init=False)
-    unequal: UnequalStages = field(init=False)
-    _deadline: float | None = field(default=None, init=False)
-    _complete: bool = field(default=True, init=False)
-
-    def __post_init__(self) -> None:
-        self.restrictions = restrict(self.overrides, self.graph, executable=self.executable)
-        entries = {}
-        if self.restrictions.shardings:
-            entries = resolve_shardings(
-                self.graph, self.graph.blocks, self.restrictions.shardings, "override shardings"
-            )
-        self.space = Space(
-            graph=self.graph,
-            table=self.table,
-            cluster=self.cluster,
-            global_batch_size=self.global_batch_size,
-            restrictions=self.restrictions,
+    def __init__(
+        self,
+        problem: Problem,
+        global_batch_size: int,
+        overrides: Overrides,
+        *,
+        executable: bool = False,
+        time_limit_s: float | None = None,
+        coster: StageCoster | None = None,
+    ) -> None:
+        super().__init__(
+            problem, global_batch_size, overrides, executable=executable, coster=coster
         )
-        at = self.space.cut_at
-        if self.coster is None:
-            self.coster = StageCoster(
-                self.graph,
-                self.table,
-                self.cluster,
-                self.precision,
-                self.optimizer,
-                entries,
-                target=self.target,
-                profile=self.profile,
-                cut_at=at,
-            )
-        else:
-            self.coster = self.coster.deciding(entries, at)
-        self.equal = EqualStages(self.space, self.coster)
-        self.unequal = UnequalStages(self.space, self.equal)
+        self.time_limit_s = time_limit_s
+        self._drafts: list[Draft] = []
+        self._phases_s: dict[str, float] = {}
+        self._deadline: float | None = None
+        self._complete = True
+
+    def again(self, overrides: Overrides) -> SearchResult:
+        """The same search under other overrides, on what was priced. Raises as `run` does."""
+        return Search(
+            self.problem,
+            self.global_batch_size,
+            overrides,
+            executable=self.executable,
+            time_limit_s=self.time_limit_s,
+            coster=self.coster,
+        ).run()
 
     # --- the search ---
 
@@ -146,19 +114,21 @@ class Search:
         if self.time_limit_s is not None:
             self._deadline = time.monotonic() + self.time_limit_s
         counts = self.space.microbatch_counts()
-        self.slots = self._timed("bounds", lambda: [s for m in counts for s in self.equal.slots(m)])
-        self.drafts, bound = self.explore(self.slots)
+        meshes = self._timed("bounds", lambda: [s for m in counts for s in self.equal.slots(m)])
+        self._drafts, bound = self._explore(meshes)
         if self.space.may_differ:
             bound = min(bound, self._unequal(counts))
         chosen = self._timed("write out", self._written)
         if not chosen:
-            raise self._failure(counts)
+            raise failure(self, self._drafts)
         best = chosen[0]
         return SearchResult(
             candidates=tuple(chosen),
             certificates=self._timed("certify", self._certify, best),
-            phases_s=dict(self.phases),
+            phases_s=dict(self._phases_s),
             notes=tuple(self.space.notes()),
+            meshes=tuple(meshes),
+            drafts=tuple(self._drafts),
             bound_s=min(bound, self._limit(), best.step_time_s),
             complete=self._complete,
         )
@@ -168,7 +138,7 @@ class Search:
         try:
             return work(*args)
         finally:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.process_time() - started
+            self._phases_s[phase] = self._phases_s.get(phase, 0.0) + time.process_time() - started
 
     def _late(self) -> bool:
         late = self._deadline is not None and time.monotonic() > self._deadline
@@ -177,11 +147,11 @@ class Search:
 
     def _limit(self) -> float:
         """Step time to beat: that of the fastest draft that fits."""
-        return min((d.step_time_s for d in self.drafts if d.fits), default=math.inf)
+        return min((d.step_time_s for d in self._drafts if d.fits), default=math.inf)
 
     # --- equal stages ---
 
-    def explore(self, slots: Iterable[Slot]) -> tuple[list[Draft], float]:
+    def _explore(self, slots: Iterable[Slot]) -> tuple[list[Draft], float]:
         """Price meshes, estimate, cut and simulate, always what promises most, until nothing left
         can be faster: what was simulated, and a bound on what was left."""
         tie = itertools.count()
@@ -220,19 +190,6 @@ class Search:
         self.equal.forget()
         return drafts, left
 
-    def draft(self, node: Node, cut: Sequence[Drafted]) -> Draft:
-        """A node's cut, simulated."""
-        return self._simulated(cut, node.num_microbatches, node.schedule, node.each)
-
-    def _simulated(self, stages: Sequence[Drafted], m: int, schedule: str, each: int = 1) -> Draft:
-        step = Step(
-            global_batch_size=self.global_batch_size,
-            num_microbatches=m,
-            schedule=schedule,
-            each=each,
-        )
-        return make_draft(self.coster, stages, step)
-
     # --- different meshes ---
 
     def _unequal(self, counts: Sequence[int]) -> float:
@@ -267,7 +224,7 @@ class Search:
         for schedule, each in self.space.schedules(len(solution.stages), m, 0):
             stages = self.unequal.drafted(solution, options, m, schedule) if each == 1 else None
             if stages is not None:
-                self.drafts.append(self._simulated(stages, m, schedule))
+                self._drafts.append(self.simulated(stages, m, schedule))
 
     # --- the answer ---
 
@@ -275,13 +232,13 @@ class Search:
         """The fastest drafts of different shapes, fastest first; the first is written out as a
         plan."""
         kept: dict[Any, Draft] = {}
-        for draft in sorted((d for d in self.drafts if d.fits), key=_order):
+        for draft in sorted((d for d in self._drafts if d.fits), key=_order):
             kept.setdefault(_shape(draft), draft)
         waiting = list(kept.values())
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
-            candidate = make_candidate(self.coster, waiting.pop(0))
+            candidate = self.written(waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
         found: list[Candidate | Draft] = [*written, *waiting]
         return found[:MAX_KEPT]
@@ -290,7 +247,8 @@ class Search:
         """An independent proof of the block programs on the chosen meshes: the whole integer
         program of each class, with whole tensors at both ends and nothing forced."""
         found: dict[str, Certificate] = {}
-        if check_plan(best.plan, self.graph, self.table) != best.assignments:
+        graph = self.problem.graph
+        if check_plan(best.plan, graph, self.problem.factors) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
         for stage in best.plan.stages:
             if stage.tp == 1:
@@ -305,7 +263,7 @@ class Search:
             )
             chain = self.coster.chain(setting)
             classes: set[str] = set()
-            for block, table in zip(self.graph.blocks, chain.tables, strict=True):
+            for block, table in zip(graph.blocks, chain.tables, strict=True):
                 new = block.class_id not in classes and len(found) < MAX_PROOFS
                 if block.name in stage.blocks and new and table is not None:
                     classes.add(block.class_id)
@@ -314,83 +272,6 @@ class Search:
                     if proof is not None:
                         found.setdefault(block.name, proof)
         return found
-
-    # --- when nothing fits ---
-
-    def _failure(self, counts: Sequence[int]) -> ValueError:
-        worst = self._closest(counts)
-        if worst is None and self.coster.refused:
-            refused = self.coster.refused
-            return OverrideError(f"override shardings: {refused[max(refused)]}")
-        if worst is None or worst[0] <= 0:
-            return OverrideError(
-                f"no plan exists on {self.cluster.describe()} for "
-                f"global_batch_size={self.global_batch_size} with overrides "
-                f"{self.overrides.given() or 'none'}: {self._obstacle()}; "
-                "drop an override or change global_batch_size"
-            )
-        excess, per_stage, how = worst
-        gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
-        found = self._timed("relax", relaxations, self)
-        return InfeasibleError(
-            f"the model does not fit {self.cluster.describe()} "
-            f"({self.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
-            f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
-            f"shortfall in GiB by stage: {gib}. {way_out(found)}",
-            per_stage,
-            found,
-        )
-
-    def _obstacle(self) -> str:
-        """Why no plan exists although memory is not short."""
-        over, devices = self.restrictions, self.cluster.num_devices
-        if self.table.sequence is None and any((cp or 1) > 1 for cp in over.cp):
-            return "the model's inputs have no one sequence dim that cp could split"
-        if over.uniform("zero") == 1:
-            meshes = [x for m in self.space.microbatch_counts() for x in self.unequal.meshes(m)]
-            whole = {self.space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
-            if whole and None not in whole:
-                return f"zero=1 can't divide {min(filter(None, whole))} among the data axis"
-        if devices == 1 or over.pp == 1:
-            return (
-                "one device group has no virtual stages, no second placement and no use for a "
-                "backward in two parts"
-            )
-        blocks, values = self.graph.blocks, self.graph.values
-        trained = sum(any(values[v].requires_grad for v in b.parameters) for b in blocks)
-        if over.pp is not None and over.pp * (over.virtual_stages or 1) > trained:
-            return (
-                f"only {trained} of the model's {len(blocks)} blocks hold a trained parameter, and "
-                f"every stage needs one; legal: at most {trained} stages"
-            )
-        return (
-            f"the degrees must multiply to {devices} devices, dp must divide a micro-batch, and "
-            "stages of different meshes run under schedules without virtual stages"
-        )
-
-    def _closest(self, counts: Sequence[int]) -> tuple[float, Sequence[float], str] | None:
-        """The plan that comes closest to fitting: its excess, that of each stage, and how it
-        runs."""
-        found: list[tuple[float, Sequence[float], str]] = []
-        for m in counts:
-            ways = self.unequal.ways(m, self.unequal.meshes(m), math.inf)
-            if not ways:
-                continue
-            table, _ = self.unequal.table(m, ways)
-            short = self._timed("closest plan", self.unequal.shortfall, table, m)
-            if short is not None:
-                how = f"{len(short.stages)} stages, {m} micro-batches"
-                found.append((short.excess_bytes, short.stage_excess_bytes, how))
-        for draft in self.drafts:
-            short_bytes = draft.evaluation.prediction.shortfall_bytes(self.cluster)
-            found.append((max(short_bytes), short_bytes, describe(draft.evaluation.plan)))
-        closest = min(found, key=lambda item: item[0], default=None)
-        if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
-            lean = leanest(self.equal, lean_slots(self.space), lambda w: True, lambda s: True)
-            if lean is not None and lean.excess_bytes > 0:
-                how = f"{lean.slot.groups} equal stages, {lean.slot.num_microbatches} micro-batches"
-                return lean.excess_bytes, (lean.excess_bytes,), how
-        return closest
 
 
 def _order(found: Draft | Candidate) -> tuple[float, int, str]:

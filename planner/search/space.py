@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.planner.overrides.overrides import OverrideError
@@ -64,9 +65,7 @@ class Space:
     """The choices for one model, cluster and batch, within the user's restrictions. Stages start
     and end `cut_at` these blocks; `experts` are the fewest of any operator, 1 without any."""
 
-    graph: Graph
-    table: FactorTable
-    cluster: Cluster
+    problem: Problem
     global_batch_size: int
     restrictions: Restrictions
     cut_at: tuple[int, ...] = field(init=False)
@@ -74,7 +73,19 @@ class Space:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cut_at", self._cut_positions())
-        object.__setattr__(self, "experts", fewest_experts(self.graph, self.table))
+        object.__setattr__(self, "experts", fewest_experts(self.graph, self.factors))
+
+    @property
+    def graph(self) -> Graph:
+        return self.problem.graph
+
+    @property
+    def factors(self) -> FactorTable:
+        return self.problem.factors
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
 
     @property
     def may_differ(self) -> bool:
@@ -169,9 +180,9 @@ class Space:
         asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         asked = {n for n in self.restrictions.cp if n}
-        if self.table.sequence is None:
+        if self.factors.sequence is None:
             return [cp for cp in legal if cp == 1]
-        length = self.table.sizes[self.table.sequence]
+        length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
         offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
         return [cp for cp in legal if cp in asked or cp in offered]

@@ -21,7 +21,7 @@ from meshwright.planner.plan.plan import RUNS, Plan
 from meshwright.planner.plan.words import GIB, describe, seconds
 from meshwright.planner.pricing.evaluate import Prediction
 from meshwright.planner.pricing.evaluator import Evaluator
-from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search, SearchResult
 from scripts.experts.plans import Expert
 
@@ -120,16 +120,7 @@ def _recompute(plan: Plan) -> str | None:
 def _search(expert: Expert, overrides: Overrides) -> SearchResult | None:
     graph, table = expert.traced()
     try:
-        return Search(
-            graph,
-            table,
-            expert.cluster,
-            expert.global_batch_size,
-            expert.precision,
-            expert.optimizer,
-            overrides,
-            target=expert.target,
-        ).run()
+        return Search(_problem(expert), expert.global_batch_size, overrides).run()
     except InfeasibleError:
         return None
 

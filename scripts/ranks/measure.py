@@ -178,10 +178,8 @@ def start_up(setting: Setting, overrides: Overrides) -> dict[str, Phase]:
         return cut_blocks(graph, table), table
 
     def planned() -> Plan:
-        search = Search(
-            graph, table, _cluster(), setting.rows, PRECISION, "adamw", overrides, executable=True
-        )
-        return search.run().best.plan
+        problem = Problem(graph=graph, factors=table, cluster=_cluster(), precision=PRECISION)
+        return Search(problem, setting.rows, overrides, executable=True).run().best.plan
 
     def lowered() -> Runtime:
         graph, table = at

@@ -25,9 +25,12 @@ def model() -> tuple[Graph, FactorTable]:
 
 
 def search(devices: int = 4, **given: Any) -> SearchResult:
-    graph, table = model()
+    graph, factors = model()
+    problem = Problem(
+        graph=graph, factors=factors, cluster=slow_host(devices), precision="fp32"
+    )
     overrides = Overrides(**given)
-    return Search(graph, table, slow_host(devices), ROWS, "fp32", "adamw", overrides).run()
+    return Search(problem, ROWS, overrides).run()
 
 
 # --- one override --------------------------------------------------------------------------------

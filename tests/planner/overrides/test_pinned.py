@@ -264,7 +264,8 @@ def test_searching_under_a_pinned_plan_gives_it_back(wanted: dict[str, Any]) -> 
     graph, table = model()
 
     def search(overrides: Overrides) -> Plan:
-        found = Search(graph, table, slow_host(4), 16, "fp32", "adamw", overrides).run()
+        problem = Problem(graph=graph, factors=table, cluster=slow_host(4), precision="fp32")
+        found = Search(problem, 16, overrides).run()
         return found.best.plan
 
     plan = search(Overrides(**wanted))

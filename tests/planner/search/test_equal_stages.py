@@ -12,6 +12,7 @@ from meshwright.planner.search.candidates import Draft, Step, make_draft
 from meshwright.planner.search.equal_stages import Drafted, Node, Slot, Way
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import Enumeration, instance, limited
+from tests.helpers.planning import problem_of
 
 INSTANCES = 14
 Key = tuple[Way, str, int, int, int]
@@ -22,7 +23,7 @@ def every_cut(
 ) -> Iterator[Draft]:
     """Every cut into so many stages, each with the least recompute that fits its place."""
     equal, stages = search.equal, groups * each
-    count, rungs = len(search.graph.blocks), equal.ladder(way, schedule)
+    count, rungs = len(search.problem.graph.blocks), equal.ladder(way, schedule)
     step = Step(
         global_batch_size=search.global_batch_size, num_microbatches=m, schedule=schedule, each=each
     )
@@ -49,7 +50,7 @@ def searches() -> list[Search]:
         peaks = Enumeration(of=of, cluster=on, batch=batch).peaks(16)
         for memory_bytes in (2.0**40, rng.choice(peaks[:8])):
             small = limited(on, memory_bytes)
-            found.append(Search(of.graph, of.table, small, batch, "bf16", "adamw", Overrides()))
+            found.append(Search(problem_of(of, small), batch, Overrides()))
     return found
 
 

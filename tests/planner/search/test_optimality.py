@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.planner.pricing.evaluate import Evaluation
 from meshwright.planner.pricing.evaluator import Evaluator
-from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import SearchResult
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.planner.search.test_search import AMPLE, search

@@ -16,14 +16,15 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import Candidate, make_candidate
-from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.search.candidates import Candidate
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited
-from tests.helpers.planning import Traced, case, cluster, cut, linears, token_batch
+from tests.helpers.planning import Traced, case, cluster, cut, linears, problem_of, token_batch
 
 BATCH = 4
 AMPLE = 2.0**40
@@ -63,16 +64,9 @@ def searching(
     **given: Any,
 ) -> Search:
     of = of or model()
+    overrides = Overrides(**given)
     return Search(
-        of.graph,
-        of.table,
-        on,
-        batch,
-        "bf16",
-        "adamw",
-        Overrides(**given),
-        time_limit_s=time_limit_s,
-        coster=coster,
+        problem_of(of, on), batch, overrides, time_limit_s=time_limit_s, coster=coster
     )
 
 
@@ -395,9 +389,8 @@ def test_a_search_out_of_time_says_so() -> None:
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict[str, str]) -> None:
     running = searching(CLUSTERS[name], recompute=recompute)
-    running.run()
-    for draft in running.drafts:
-        made = make_candidate(running.equal.coster, draft)
+    for draft in running.run().drafts:
+        made = running.written(draft)
         policies = {
             block: policy for stage in made.plan.stages
             for block, policy in zip(stage.blocks, stage.policies, strict=True)

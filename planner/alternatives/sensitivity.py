@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.device import Link
 
@@ -99,7 +99,7 @@ class Sensitivity:
 
     def flips(self) -> tuple[Flip, ...]:
         """Below 1 and above, for every property that the cluster has."""
-        cluster = self.evaluator.cluster
+        cluster = self.evaluator.problem.cluster
         absent = {
             "inter-node bandwidth": cluster.num_nodes == 1,
             "intra-node bandwidth": cluster.devices_per_node == 1,
@@ -134,7 +134,7 @@ class Sensitivity:
         self, scale: Callable[[Cluster, float], Cluster], factor: float, rivals: Sequence[Rival]
     ) -> list[Rival]:
         """Rivals that take less than the chosen plan, the fastest first."""
-        priced = replace(self.evaluator, cluster=scale(self.evaluator.cluster, factor), _costers={})
+        priced = self.evaluator.on(scale(self.evaluator.problem.cluster, factor))
         limit = self._seconds(self.chosen, priced)
         steps = [(self._seconds(rival, priced), k, rival) for k, rival in enumerate(rivals)]
         return [rival for step_s, _, rival in sorted(steps, key=lambda x: x[:2]) if step_s < limit]
@@ -152,7 +152,7 @@ class Sensitivity:
 
     def _factor(self, rival: Rival) -> float:
         """Of the memory for tensors, so that a plan just fits."""
-        device = self.evaluator.cluster.device
+        device = self.evaluator.problem.cluster.device
         return (rival.peak_bytes - device.reserved_bytes) / device.usable_bytes
 
     def _less_memory(self) -> Flip | None:

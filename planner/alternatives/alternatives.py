@@ -1,27 +1,22 @@
-"""The best plan of each family ("tp=4", "no pipeline", "runs here"): why not something else, by a
-number.
+"""The best plan of each family that the chosen one is not in: why not something else, by a number.
 
-A family says which meshes, ways, schedules and recompute it takes. What the search drafted counts;
-beyond that the most promising combinations of each family are cut and simulated, whatever the
-chosen plan takes. Where nothing of a family fits, the answer is what it lacks; where the time ran
-out, what it would take at least.
+What the search drafted counts; beyond that the most promising combinations of each family are cut
+and simulated, whatever the chosen plan takes. Where nothing of a family fits, the answer is the
+bytes it lacks; where the time ran out, the seconds it takes at least.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.planner.plan.check import check_runs
-from meshwright.planner.plan.expert_parallel import runs_experts
-from meshwright.planner.plan.plan import RUNS, Plan, PlanError
+from meshwright.planner.alternatives.families import Family, families
 from meshwright.planner.report.indivisible import Excluded, excluded
 from meshwright.planner.search.candidates import Draft
-from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot, Way
+from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node, Slot
 from meshwright.planner.search.least_memory import Lean, lean_slots, leanest, shortfall_bytes
 from meshwright.planner.search.search import OPTIMISM, OVERSHOOT, Search, SearchResult
 
@@ -32,29 +27,6 @@ MAX_USELESS = 20  # meshes on which nothing fits, likewise
 MAX_CUTS = 24  # combinations cut per family, those with the least estimates
 MAX_SIMULATED = 6  # of those, the best of each schedule
 MAX_LEAN = 8  # meshes looked at for the least memory, those that divide weights most
-RUNS_HERE = "runs here"
-WITHOUT: Mapping[str, str] = {
-    "tp": "no tensor parallelism", "cp": "no context parallelism", "ep": "no expert parallelism",
-}  # fmt: skip
-
-
-def _any(_: object) -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Plans with something in common: `has` tells them, `slot`, `way` and `schedule` what they can
-    be made of; `policies` restrict the recompute that is looked at, None for all; `tp` is the
-    tensor-parallel degree that they have in common, if that is what it is about."""
-
-    name: str
-    has: Callable[[Plan], bool]
-    slot: Callable[[Slot], bool] = _any
-    way: Callable[[Way], bool] = _any
-    schedule: Callable[[str], bool] = _any
-    policies: tuple[str, ...] | None = None
-    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,143 +45,28 @@ class Alternative:
 def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...]:
     """The best of every family that the search could have chosen from and did not."""
     chosen = result.best.plan
-    wanted = [family for family in families(search, chosen) if not family.has(chosen)]
-    explorer = _Explorer(search=search, explores=result.complete)
+    wanted = [family for family in families(search, result) if not family.has(chosen)]
+    explorer = _Explorer(search=search, result=result)
     if result.complete:
         explorer.look(wanted)
     found = [explorer.best(family) for family in wanted]
-    search.equal.forget()
+    search.forget()
+    graph, factors = search.problem.graph, search.problem.factors
     return tuple(
-        replace(explorer.improved(a, f), excluded=excluded(search.graph, search.table, (f.tp,)))
+        replace(explorer.improved(a, f), excluded=excluded(graph, factors, (f.tp,)))
         for a, f in zip(found, wanted, strict=True)
         if a
     )
 
 
-# --- families ------------------------------------------------------------------------------------
-
-
-def families(search: Search, chosen: Plan) -> Iterator[Family]:
-    """What the space of a search offers, by kind of decision; one that leaves no choice is
-    omitted."""
-    yield from _meshes(search)
-    yield from _pipelines(search, chosen)
-    yield from _zeros(search)
-    over = search.restrictions
-    if not any(over.recompute):
-        for policy, name in (("none", "no recompute"), ("full", "full recompute")):
-            if policy in over.policies and len(over.policies) > 1:
-                yield Family(
-                    name=name,
-                    policies=(policy,),
-                    # what the first part of a backward computes again, the second would keep
-                    schedule=lambda n, p=policy: p == "none" or not SCHEDULES[n].splits_backward,
-                    has=lambda plan, p=policy: all(set(s.policies) == {p} for s in plan.stages),
-                )
-    if not search.executable and set(over.policies) & set(RUNS["recompute"]):
-        yield _runs_here(search)
-
-
-def _meshes(search: Search) -> Iterator[Family]:
-    for axis in ("tp", "cp", "ep"):
-        degrees = sorted({getattr(slot.mesh, axis) for slot in search.slots})
-        for n in degrees if len(degrees) > 1 else ():
-            yield Family(
-                name=WITHOUT[axis] if n == 1 else f"{axis}={n}",
-                tp=n if axis == "tp" else 1,
-                has=lambda plan, a=axis, n=n: all(getattr(s, a) == n for s in plan.stages),
-                slot=lambda slot, a=axis, n=n: getattr(slot.mesh, a) == n,
-            )
-    yield Family(name="equal meshes", has=_equal)
-
-
-def _equal(plan: Plan) -> bool:
-    return len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) == 1
-
-
-def _pipelines(search: Search, chosen: Plan) -> Iterator[Family]:
-    counts = sorted({slot.groups for slot in search.slots})
-    for n in counts if len(counts) > 1 else ():
-        yield Family(
-            name="no pipeline" if n == 1 else f"pp={n}",
-            has=lambda plan, n=n: len(plan.devices) == n,
-            slot=lambda slot, n=n: slot.groups == n,
-        )
-    if any(slot.mesh.spread > 1 for slot in search.slots):
-        yield Family(
-            name="pipeline inside the node",
-            has=lambda plan: any(_strided(s.ranks, s.tp * s.cp) for s in plan.stages),
-            slot=lambda slot: slot.mesh.spread > 1,
-        )
-    if len(chosen.devices) == 1:
-        return
-    offered = {
-        name
-        for s in search.slots
-        for name, _ in search.space.schedules(s.groups, s.num_microbatches, 0)
-    }
-    for name in search.restrictions.schedules:
-        if name in offered and len(offered) > 1:
-            yield Family(
-                name=name,
-                has=lambda plan, n=name: plan.schedule == n and len(plan.devices) > 1,
-                slot=lambda slot: slot.groups > 1,
-                schedule=lambda own, n=name: own == n,
-            )
-
-
-def _strided(ranks: tuple[int, ...], inner: int) -> bool:
-    return len(ranks) > inner and ranks[inner] - ranks[0] > inner
-
-
-def _zeros(search: Search) -> Iterator[Family]:
-    over = search.restrictions
-    for zero in sorted(over.zeros) if len(over.zeros) > 1 and over.uniform("zero") is None else ():
-        yield Family(
-            name=f"ZeRO-{zero}",
-            has=lambda plan, z=zero: _zero_of(plan) == z,
-            slot=lambda slot, z=zero: not z or slot.mesh.dp * slot.mesh.cp > 1,
-            way=lambda way, z=zero: way.zero == z,
-        )
-
-
-def _zero_of(plan: Plan) -> int | None:
-    """The ZeRO stage of a plan, where there is one data rank counting as none; None for several."""
-    found = {s.zero if s.dp * s.cp > 1 else 0 for s in plan.stages}
-    return found.pop() if len(found) == 1 else None
-
-
-def _runs_here(search: Search) -> Family:
-    return Family(
-        name=RUNS_HERE,
-        has=runs_here,
-        slot=lambda slot: (
-            slot.mesh.cp in RUNS["cp"]
-            and runs_experts(dp=slot.mesh.dp, tp=slot.mesh.tp, ep=slot.mesh.ep)
-        ),
-        policies=tuple(p for p in search.restrictions.policies if p in RUNS["recompute"]),
-    )
-
-
-def runs_here(plan: Plan) -> bool:
-    """Whether this version's executor runs a plan."""
-    try:
-        check_runs(plan)
-    except PlanError:
-        return False
-    return True
-
-
-# --- the best of one -----------------------------------------------------------------------------
-
-
 @dataclass(slots=True, kw_only=True)
 class _Explorer:
-    """What the families look at together: the combinations of `MAX_SLOTS` meshes of each, and what
-    was simulated, by the recompute that was allowed. Nothing new where it no longer `explores`."""
+    """Shared by all families: the combinations of `MAX_SLOTS` meshes of each, and the drafts that
+    were simulated, by the recompute policies that were allowed. Nothing new is looked at where the
+    search ran out of time."""
 
     search: Search
-    explores: bool
+    result: SearchResult
     nodes: dict[Slot, Sequence[Node]] = field(default_factory=dict)
     drafts: dict[tuple[tuple[str, ...], Node], Draft] = field(default_factory=dict)
 
@@ -227,13 +84,13 @@ class _Explorer:
     def slots(self, family: Family) -> list[Slot]:
         """Meshes that may hold plans of a family, the least bound of each number of micro-batches
         first: with few of them bounds know no bubble, and some schedules have one."""
-        slots = filter(family.slot, self.search.slots)
+        slots = filter(family.slot, self.result.meshes)
         return _diverse(slots, lambda s: s.bound_s, lambda s: s.num_microbatches)
 
     def best(self, family: Family) -> Alternative | None:
         """The best plan found, or why there is none; None where the space holds none anyway."""
-        drafts = [d for d in self.search.drafts if d.fits and family.has(d.plan)]
-        if not self.explores:
+        drafts = [d for d in self.result.drafts if d.fits and family.has(d.plan)]
+        if not self.result.complete:
             bound_s = min((s.bound_s for s in self.slots(family)), default=None)
             draft = min(drafts, key=_step, default=None)
             if draft is None and bound_s is None:
@@ -263,11 +120,8 @@ class _Explorer:
 
     def _equal(self, family: Family) -> EqualStages:
         """Stages under the family's recompute; with all policies, the search's own."""
-        space, own = self.search.space, family.policies
-        if own is None or own == space.restrictions.policies:
-            return self.search.equal
-        restricted = replace(space.restrictions, policies=own)
-        return EqualStages(replace(space, restrictions=restricted), self.search.equal.coster)
+        own = family.policies
+        return self.search.equal if own is None else self.search.equal_with(own)
 
     def _explored(
         self, family: Family, equal: EqualStages, nodes: Iterable[Node], known_s: float

@@ -10,8 +10,8 @@ import pytest
 from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluator import Evaluator
-from meshwright.planner.report.sensitivity import (
+from meshwright.planner.pricing.evaluate import Evaluator
+from meshwright.planner.alternatives.sensitivity import (
     ENDS,
     KNOBS,
     MEMORY,
@@ -22,7 +22,7 @@ from meshwright.planner.report.sensitivity import (
 )
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import cluster, linears
+from tests.helpers.planning import cluster, linears, problem_of
 from tests.models.models import Traced
 
 BATCH = 8
@@ -34,14 +34,13 @@ def of() -> Traced:
 
 
 def evaluator(on: Cluster) -> Evaluator:
-    return Evaluator(graph=of().graph, table=of().table, cluster=on)
+    return Evaluator(problem_of(of(), on))
 
 
 def rival(on: Cluster, **given: object) -> Rival:
     """The best plan under overrides, as it is priced."""
     overrides = Overrides(**given)  # type: ignore[arg-type]
-    made = of()
-    best = Search(made.graph, made.table, on, BATCH, "bf16", "adamw", overrides).run().best
+    best = Search(problem_of(of(), on), BATCH, overrides).run().best
     priced = best.evaluation.prediction
     return Rival(
         plan=best.plan, step_time_s=priced.step_time_s, peak_bytes=max(priced.peak_memory_bytes)

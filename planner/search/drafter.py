@@ -1,0 +1,107 @@
+"""Drafter: the plans of one problem under given overrides, and their price.
+
+A search, its way out where nothing fits, and a report's alternatives all draw on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.restrictions import restrict
+from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.candidates import Candidate, Draft, Step, make_candidate, make_draft
+from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.unequal_stages import UnequalStages
+
+
+class Drafter:
+    """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
+    and `unequal` meshes.
+
+    `executable` leaves only what the executor runs. `coster` is another drafter's of the same
+    problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the model
+    or each other.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        global_batch_size: int,
+        overrides: Overrides,
+        *,
+        executable: bool = False,
+        coster: StageCoster | None = None,
+    ) -> None:
+        graph = problem.graph
+        self.problem = problem
+        self.global_batch_size = global_batch_size
+        self.overrides = overrides
+        self.executable = executable
+        self.restrictions = restrict(overrides, graph, executable=executable)
+        forced, entries = self.restrictions.shardings, {}
+        if forced:
+            entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")
+        self.space = Space(
+            problem=problem, global_batch_size=global_batch_size, restrictions=self.restrictions
+        )
+        at = self.space.cut_at
+        if coster is None:
+            self.coster = StageCoster(problem, entries, cut_at=at)
+        else:
+            self.coster = coster.deciding(entries, at)
+        self.equal = EqualStages(self.space, self.coster)
+        self.unequal = UnequalStages(self.space, self.equal)
+
+    def under(self, overrides: Overrides, *, executable: bool) -> Drafter:
+        """The same problem under other overrides."""
+        return Drafter(
+            self.problem,
+            self.global_batch_size,
+            overrides,
+            executable=executable,
+            coster=self.coster,
+        )
+
+    def on_nodes(self, num_nodes: int) -> Drafter:
+        """The same on another number of nodes, for which nothing is priced yet."""
+        cluster = replace(self.problem.cluster, num_nodes=num_nodes)
+        return Drafter(
+            replace(self.problem, cluster=cluster),
+            self.global_batch_size,
+            self.overrides,
+            executable=self.executable,
+        )
+
+    def equal_with(self, policies: tuple[str, ...]) -> EqualStages:
+        """Stages of equal meshes under these recompute policies only."""
+        if policies == self.restrictions.policies:
+            return self.equal
+        restricted = replace(self.restrictions, policies=policies)
+        return EqualStages(replace(self.space, restrictions=restricted), self.coster)
+
+    def draft(self, node: Node, cut: Sequence[Drafted]) -> Draft:
+        """A combination cut into stages, simulated."""
+        return self.simulated(cut, node.num_microbatches, node.schedule, node.each)
+
+    def simulated(self, stages: Sequence[Drafted], m: int, schedule: str, each: int = 1) -> Draft:
+        """Stages under a schedule of m micro-batches, `each` of them on a device group."""
+        step = Step(
+            global_batch_size=self.global_batch_size,
+            num_microbatches=m,
+            schedule=schedule,
+            each=each,
+        )
+        return make_draft(self.coster, stages, step)
+
+    def written(self, draft: Draft) -> Candidate:
+        """The plan of a draft, written out and priced from what is written."""
+        return make_candidate(self.coster, draft)
+
+    def forget(self) -> None:
+        """Give back the memory of what was cut; prices stay."""
+        self.equal.forget()
