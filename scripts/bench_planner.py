@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.overrides.overrides import Overrides

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.published.predict import traced
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import make_plan
@@ -45,9 +46,14 @@ def main() -> None:
     graph, table = traced(setups[0].dims, "bf16")
     print(f"traced: {len(graph.ops)} operators in {time.process_time() - started:.1f} s")
     plans: list[Plan] = [make_plan(setup, graph) for setup in setups]
-    evaluator = Evaluator(
-        graph=graph, table=table, cluster=setups[0].cluster, target=setups[0].framework.target
+    problem = Problem(
+        graph=graph,
+        factors=table,
+        cluster=setups[0].cluster,
+        precision="bf16",
+        target=setups[0].framework.target,
     )
+    evaluator = Evaluator(problem)
     for name in ("cold", "warm"):
         started = time.process_time()
         for plan in plans:

@@ -1,11 +1,13 @@
 """Prices any Plan: the search's, a user's, a file's. One code path from assignments to seconds and
-bytes."""
+bytes.
+
+`Evaluator` prices many plans of one problem, remembering what they have in common."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,8 +21,8 @@ from meshwright.costmodel.blocks.stage import (
     stage_costs,
 )
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.kernels.transfers import send_seconds
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import (
     build_schedule,
     in_flight,
@@ -28,10 +30,10 @@ from meshwright.costmodel.schedules.schedule import (
     stages_of_devices,
 )
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
-from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.planner.plan.check import Known, check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -86,23 +88,38 @@ class Evaluation:
         }
 
 
+@dataclass(slots=True)
+class Evaluator:
+    """Prices plans of one problem, each in its own precision; `price` is a pure function of the
+    plan. Checked shardings and block prices are remembered."""
+
+    problem: Problem
+    _checked: Known = field(default_factory=dict)
+    _costers: dict[str, StageCoster] = field(default_factory=dict, init=False)
+
+    def price(self, plan: Plan) -> Evaluation:
+        """Check a plan and price it; raises `PlanError` as `check_plan` does."""
+        problem = self.problem
+        assignments = check_plan(plan, problem.graph, problem.factors, self._checked)
+        if plan.precision not in self._costers:
+            own = replace(problem, precision=plan.precision)
+            self._costers[plan.precision] = StageCoster(own)
+        return evaluate(plan, problem, assignments, self._costers[plan.precision])
+
+    def on(self, cluster: Cluster) -> Evaluator:
+        """The same on another cluster."""
+        return Evaluator(replace(self.problem, cluster=cluster), self._checked)
+
+
 def evaluate(
     plan: Plan,
-    graph: Graph,
-    table: FactorTable,
-    cluster: Cluster,
+    problem: Problem,
     assignments: Sequence[Mapping[str, Assignment]],
-    *,
-    optimizer: str,
-    target: Target = EAGER,
-    profile: OpProfile | None = None,
     coster: StageCoster | None = None,
 ) -> Evaluation:
-    """Price a checked plan as `target` runs it. `assignments` are what `check_plan` returns;
-    `graph` may have any batch size."""
-    coster = coster or StageCoster(
-        graph, table, cluster, plan.precision, optimizer, target=target, profile=profile
-    )
+    """Price a checked plan in its own precision. `assignments` are what `check_plan` returns; the
+    problem's graph may have any batch size."""
+    coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
     return price_stages(plan, coster, stages)
 
@@ -130,7 +147,7 @@ def price_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts]) 
         stages=tuple(stages),
         in_flight=held,
         timeline=timeline,
-        target=coster.target,
+        target=coster.problem.target,
     )
 
 
@@ -163,13 +180,10 @@ def _stage(
     own policy says."""
     stage = plan.stages[k]
     setting = coster.setting(
-        dp=stage.dp,
-        tp=stage.tp,
+        stage,
         rows=plan.microbatch_rows / stage.dp,
         microbatches=plan.num_microbatches,
         zero=stage.zero,
-        cp=stage.cp,
-        ep=stage.ep,
         dp_shard=stage.dp_shard or 0,
         spread=spread_of(stage),
     )
@@ -197,7 +211,7 @@ def _simulate(
     edges = crossings(plan, graph)
     transfer = {edge: transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()}
     blocked = [0.0] * len(stages), [0.0] * len(stages)
-    if not coster.target.overlap_sends:
+    if not coster.problem.target.overlap_sends:
         for (source, destination), seconds in transfer.items():
             blocked[0][source] += seconds
             blocked[1][destination] += seconds
@@ -237,16 +251,17 @@ def transfer_seconds(
     busiest rank's share counts. Stages on the same ranks hand over what they hold."""
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
-    cp = min(stage.cp for stage in ends)
-    setting = coster.setting(dp=1, tp=1, rows=rows, microbatches=plan.num_microbatches, cp=cp)
+    rank = replace(ends[0], dp=1, tp=1, cp=min(stage.cp for stage in ends), ep=1)
+    setting = coster.setting(rank, rows=rows, microbatches=plan.num_microbatches)
     pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
     # what has no rows goes whole to every rank, from as many as there are
     whole = (1 + max(sizes) / min(sizes)) / 2
+    problem = coster.problem
     return send_seconds(
-        sum(pricer.nbytes(v) * (1 if coster.table.has_batch(v) else whole) for v in values),
+        sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values),
         *(stage.ranks for stage in ends),
         tp=min(stage.tp for stage in ends),
-        cluster=coster.cluster,
-        target=coster.target,
-        profile=coster.profile,
+        cluster=problem.cluster,
+        target=problem.target,
+        profile=problem.profile,
     )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,16 +23,14 @@ from meshwright.costmodel.blocks.price import (
 )
 from meshwright.costmodel.blocks.stage import components, parameter_sums
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.kernels.transfers import send_seconds
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.flops import ModelFlops, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
-from meshwright.costmodel.target import EAGER, Target
 from meshwright.planner.blocks.cut import crossing
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.plan.check import fingerprint
@@ -42,24 +40,30 @@ from meshwright.profiles.cluster import Cluster
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
 
 
+class Degrees(Protocol):
+    """The parallel degrees of a mesh, such as `StagePlan` or the search's `Mesh`."""
+
+    @property
+    def dp(self) -> int: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+
+
 @dataclass(slots=True)
 class StageCoster:
     """Prices stages of one graph on one cluster; owns the caches that make repeats free.
 
-    `target` is the software that will run the plan, `profile` what was measured of it; `entries`
-    are sharding decisions forced by the user, by operator or parameter value name. Stages start and
-    end at the boundaries `cut_at`, by default at all. `refused` tells, by tensor-parallel degree,
-    why a sharding that the user decided is impossible.
+    `entries` are sharding decisions forced by the user, by operator or parameter value name. Stages
+    start and end at the boundaries `cut_at`, by default at all. `refused` tells, by tensor-parallel
+    degree, why a sharding that the user decided is impossible.
     """
 
-    graph: Graph
-    table: FactorTable
-    cluster: Cluster
-    precision: str
-    optimizer: str
+    problem: Problem
     entries: Mapping[str, Entry] = field(default_factory=dict)
-    target: Target = EAGER
-    profile: OpProfile | None = None
     cut_at: Sequence[int] = ()
     _programs: dict[Any, BlockProgram] = field(default_factory=dict)
     _pricers: dict[tuple[int, int, int, int, float], Pricer] = field(default_factory=dict)
@@ -88,50 +92,58 @@ class StageCoster:
         for block in self.graph.blocks:
             shared |= seen & set(block.parameters)
             seen |= set(block.parameters)
-        self.model_flops = model_flops(self.graph, self.table)
+        factors = self.problem.factors
+        self.model_flops = model_flops(self.graph, factors)
         self.blocks = {block.name: block for block in self.graph.blocks}
         self._shared = frozenset(shared)
-        self._fusion = fuse(self.graph, self.table, self.target.fusion)
+        self._fusion = fuse(self.graph, factors, self.problem.target.fusion)
         self._crossing = [*crossing(self.graph), ()]
         self._sums_statistics = any(op.short == "batch_norm" for op in self.graph.ops)
-        work = [sum(op_flops(self.table, op) for op in block.ops) for block in self.graph.blocks]
+        work = [sum(op_flops(factors, op) for op in block.ops) for block in self.graph.blocks]
         self._order = sorted(range(len(work)), key=lambda k: -work[k])
+
+    @property
+    def graph(self) -> Graph:
+        return self.problem.graph
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
 
     def setting(
         self,
+        mesh: Degrees,
         *,
-        dp: int,
-        tp: int,
         rows: float,
         microbatches: int,
         zero: int = 0,
-        cp: int = 1,
-        ep: int = 1,
         dp_shard: int = 0,
         spread: int = 1,
     ) -> Setting:
+        """A mesh on this problem's cluster, in its precision."""
+        problem = self.problem
         return Setting(
-            cluster=self.cluster,
-            dp=dp,
-            tp=tp,
+            cluster=problem.cluster,
+            dp=mesh.dp,
+            tp=mesh.tp,
             rows=rows,
             num_microbatches=microbatches,
-            precision=self.precision,
-            optimizer=self.optimizer,
+            precision=problem.precision,
+            optimizer=problem.optimizer,
             zero=zero,
-            cp=cp,
-            ep=ep,
+            cp=mesh.cp,
+            ep=mesh.ep,
             dp_shard=dp_shard,
             spread=spread,
-            target=self.target,
-            profile=self.profile,
+            target=problem.target,
+            profile=problem.profile,
         )
 
     def pricer(self, setting: Setting) -> Pricer:
         key = (setting.tp, setting.cp, setting.ep, setting.spread, setting.rows)
         if key not in self._pricers:
             self._pricers[key] = Pricer(
-                graph=self.graph, table=self.table, setting=setting, fusion=self._fusion
+                graph=self.graph, table=self.problem.factors, setting=setting, fusion=self._fusion
             )
         return self._pricers[key].once(setting)
 
@@ -146,7 +158,7 @@ class StageCoster:
         decided = self.decided(block, assignment)
         key = (block.class_id, where, several, decided, tuple(inputs.values()))
         if key not in self._components:
-            layouts = BlockLayouts(self.graph, self.table, block, pricer.setting.tp)
+            layouts = BlockLayouts(self.graph, self.problem.factors, block, pricer.setting.tp)
             passes = self._pass(pricer, layouts, assignment, inputs)
             self._components[key] = components(
                 price_block(pricer, layouts, assignment, inputs, passes=passes), block
@@ -211,11 +223,11 @@ class StageCoster:
     def value_states(self, value: str, tp: int) -> list[Placement]:
         key = (value, tp)
         if key not in self._states:
-            found = [R]
-            for atoms in self.table.dims[value]:
+            found, factors = [R], self.problem.factors
+            for atoms in factors.dims[value]:
                 for atom in atoms:
-                    at = self.table.find(value, atom)
-                    if atom != self.table.batch and divides(self.table, atom, tp) and at:
+                    at = factors.find(value, atom)
+                    if atom != factors.batch and divides(factors, atom, tp) and at:
                         found.append(Placement("S", *at))
             self._states[key] = found
         return self._states[key]
@@ -332,7 +344,7 @@ class StageCoster:
         where = (setting.tp, setting.cp, ep, setting.rows, summed)
         key = (self._key(k, setting.tp), *where)
         if key not in self._programs:
-            layouts = BlockLayouts(self.graph, self.table, block, setting.tp)
+            layouts = BlockLayouts(self.graph, self.problem.factors, block, setting.tp)
             try:
                 allowed = self._forced(layouts)
             except ValueError as error:
@@ -450,8 +462,8 @@ class StageCoster:
                     destination,
                     tp=setting.tp,
                     cluster=self.cluster,
-                    target=self.target,
-                    profile=self.profile,
+                    target=self.problem.target,
+                    profile=self.problem.profile,
                 )
                 for part, source, destination in pairs
                 if part

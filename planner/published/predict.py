@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.pricing.evaluate import Prediction
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluator, Prediction
 from meshwright.planner.published.models import TransformerDims, build
 from meshwright.planner.published.repeat import deepen
 from meshwright.planner.published.rows import read_row
@@ -56,11 +56,15 @@ def predict(setup: Setup) -> Prediction:
 def _price(setup: Setup) -> Prediction:
     graph, table = traced(setup.dims, setup.precision)
     plan = make_plan(setup, graph)
-    evaluator = Evaluator(
-        graph=graph, table=table, cluster=setup.cluster, target=setup.framework.target
+    problem = Problem(
+        graph=graph,
+        factors=table,
+        cluster=setup.cluster,
+        precision=setup.precision,
+        target=setup.framework.target,
     )
     try:
-        priced = evaluator.price(plan)
+        priced = Evaluator(problem).price(plan)
     except ValueError as error:
         raise Unpriced(str(error)) from error
     return dataclasses.replace(priced.prediction, assumptions=setup.assumptions)

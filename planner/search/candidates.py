@@ -93,15 +93,7 @@ def make_candidate(coster: StageCoster, draft: Draft) -> Candidate:
             )
         )
     plan = dataclasses.replace(plan, stages=tuple(stages))
-    priced = evaluate(
-        plan,
-        coster.graph,
-        coster.table,
-        coster.cluster,
-        assignments,
-        optimizer=coster.optimizer,
-        coster=coster,
-    )
+    priced = evaluate(plan, coster.problem, assignments, coster)
     return Candidate(evaluation=priced, assignments=assignments, fits=_fits(priced, coster.cluster))
 
 
@@ -115,7 +107,7 @@ def _plan(coster: StageCoster, stages: Sequence[StagePlan], step: Step) -> Plan:
         global_batch_size=step.global_batch_size,
         num_microbatches=step.num_microbatches,
         schedule=step.schedule,
-        precision=coster.precision,
+        precision=coster.problem.precision,
         stages=tuple(stages),
     )
 
@@ -181,7 +173,7 @@ def _shardings(
         names = [*(op.name for op in block.ops), *block.parameters]
         key = block.class_id, coster.decided(block, found[block.name]), tuple(inputs.values())
         if key not in known:  # equal decisions about equal blocks are written alike
-            layouts = BlockLayouts(coster.graph, coster.table, block, tp)
+            layouts = BlockLayouts(coster.graph, coster.problem.factors, block, tp)
             own = layouts.compress(found[block.name], inputs)
             known[key] = [(k, own[name]) for k, name in enumerate(names) if name in own]
         entries |= {names[k]: entry for k, entry in known[key]}

@@ -152,10 +152,7 @@ class EqualStages:
 
     def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
         return self.coster.setting(
-            dp=mesh.dp,
-            tp=mesh.tp,
-            cp=mesh.cp,
-            ep=mesh.ep,
+            mesh,
             microbatches=m,
             dp_shard=shard,
             rows=self.space.global_batch_size / m / mesh.dp,

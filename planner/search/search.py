@@ -254,10 +254,7 @@ class Search(Drafter):
             if stage.tp == 1:
                 continue
             setting = self.coster.setting(
-                dp=stage.dp,
-                tp=stage.tp,
-                cp=stage.cp,
-                ep=stage.ep,
+                stage,
                 rows=best.plan.microbatch_rows / stage.dp,
                 microbatches=best.plan.num_microbatches,
             )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from meshwright import Cluster, auto_parallelize
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime

@@ -22,9 +22,9 @@ from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
 from meshwright.planner.pricing.stage_costs import MODES, StageCoster
 from meshwright.planner.search.candidates import place_stages
-from meshwright.planner.search.space import groups_of
+from meshwright.planner.search.space import Mesh, groups_of
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, linears, odd_cluster
+from tests.helpers.planning import Traced, linears, odd_cluster, problem_of
 
 ZEROS = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")
@@ -100,7 +100,7 @@ class Enumeration:
     _priced: dict[int, Evaluation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._coster = StageCoster(self.of.graph, self.of.table, self.cluster, "bf16", "adamw")
+        self._coster = StageCoster(problem_of(self.of, self.cluster))
         self.plans = sorted(self._every(), key=lambda plan: plan.least_s)
 
     # --- the answers ---
@@ -213,7 +213,7 @@ class Enumeration:
     # --- what it costs ---
 
     def _chain(self, dp: int, tp: int, m: int, mode: str) -> Chain | None:
-        setting = self._coster.setting(dp=dp, tp=tp, rows=self.batch / m / dp, microbatches=m)
+        setting = self._coster.setting(Mesh(dp=dp, tp=tp), rows=self.batch / m / dp, microbatches=m)
         return self._coster.chain(setting, mode)
 
     def _assignments(self, stage: Stage, m: int) -> dict[str, Assignment]:
@@ -262,12 +262,9 @@ class Enumeration:
         if any(key not in self._costs for key in keys):
             priced = evaluate(
                 self._plan(stages, m, schedule, each),
-                self.of.graph,
-                self.of.table,
-                self.cluster,
+                self._coster.problem,
                 [self._assignments(stage, m) for stage in stages],
-                optimizer="adamw",
-                coster=self._coster,
+                self._coster,
             )
             self._costs |= dict(zip(keys, priced.stages, strict=True))
         return [self._costs[key] for key in keys]

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.blocks.price import price_block
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement, transition
@@ -45,6 +46,10 @@ def cut(
     graph = trace(model, batch, loss_fn=loss_fn, precision=precision)
     table = analyse(graph)
     return Traced(graph=cut_blocks(graph, table), table=table)
+
+
+def problem_of(of: Traced, on: Cluster, precision: str = "bf16", **given: Any) -> Problem:
+    return Problem(graph=of.graph, factors=of.table, cluster=on, precision=precision, **given)
 
 
 # --- clusters ------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.costmodel.target import EAGER
 from meshwright.executor.lowering.lower import Lowered
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings
@@ -26,7 +25,7 @@ from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.pricing.evaluate import transfer_seconds
 from meshwright.planner.pricing.stage_costs import StageCoster
 from tests.helpers.launching import Results, results_of
-from tests.helpers.planning import cluster
+from tests.helpers.planning import cluster, problem_of
 from tests.models.models import CASES, GLOBAL_BATCH, make_plan, parallelize
 from tests.parity.parity_cells import Cell, graph_of, plan_of
 from tests.parity.parity_checks import (
@@ -262,7 +261,7 @@ def test_unequal_stages_send_what_the_plan_was_priced_for(parity: Of, cell: Cell
     found = parity(cell.world)["transfers"][cell.name]
     plan, of = plan_of(cell)
     slow = cluster(cell.world, bandwidth=1.0)
-    coster = StageCoster(of.graph, of.table, slow, "fp32", "sgd", target=EAGER)
+    coster = StageCoster(problem_of(of, slow, "fp32", optimizer="sgd"))
     for edge, values in crossings(plan, of.graph).items():
         both = []
         for source, target in (edge, edge[::-1]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.published.predict import traced
 from meshwright.planner.published.rows import read_row
@@ -128,10 +129,15 @@ def comparison() -> compare_experts.Comparison:
 def test_the_faster_reading_is_theirs() -> None:
     graph, table = traced(setup().dims, "fp16")
     found = comparison()
+    problem = Problem(
+        graph=graph,
+        factors=table,
+        cluster=found.expert.cluster,
+        precision="fp16",
+        target=found.expert.target,
+    )
     steps = [
-        compare_experts.Evaluator(
-            graph=graph, table=table, cluster=found.expert.cluster, target=found.expert.target
-        ).price(plan).prediction.step_time_s
+        compare_experts.Evaluator(problem).price(plan).prediction.step_time_s
         for plan in found.expert.plans(graph)
     ]  # fmt: skip
     assert found.their_step_s == min(steps)

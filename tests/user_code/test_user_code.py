@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
-from meshwright.planner.pricing.evaluate import Evaluation
-from meshwright.planner.pricing.evaluator import Evaluator
+from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
 from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers.launching import Results, results_of
 from tests.user_code.user_models import USERS, Lora
@@ -205,7 +205,8 @@ def _priced(kind: str) -> tuple[Graph, Evaluation]:
         stages=(StagePlan(blocks=names, ranks=tuple(range(8)), dp=8, tp=1, recompute="none"),),
     )
     cluster = Cluster.from_catalog("h100-sxm", num_nodes=1)
-    priced = Evaluator(graph=graph, table=table, cluster=cluster, optimizer="adamw").price(plan)
+    problem = Problem(graph=graph, factors=table, cluster=cluster, precision="bf16")
+    priced = Evaluator(problem).price(plan)
     return graph, priced
 
 

@@ -8,9 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.alternatives.sensitivity import (
     ENDS,
     KNOBS,
@@ -20,6 +17,9 @@ from meshwright.planner.alternatives.sensitivity import (
     Sensitivity,
     scaled_link,
 )
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears, problem_of

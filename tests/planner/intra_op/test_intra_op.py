@@ -21,8 +21,9 @@ from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, defa
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, case, cut, odd_cluster
+from tests.helpers.planning import Traced, case, cut, odd_cluster, problem_of
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -33,8 +34,8 @@ def tables(
     of: Traced, on: Cluster, *, tp: int, rows: float = 4, m: int = 8, mode: str = "fast"
 ) -> tuple[StageCoster, Pricer, dict[str, BlockTable]]:
     """Solved tables of all blocks, one per class, by the name of its first block."""
-    coster = StageCoster(of.graph, of.table, on, "fp32", "adamw")
-    setting = coster.setting(dp=2, tp=tp, rows=rows, microbatches=m)
+    coster = StageCoster(problem_of(of, on, "fp32"))
+    setting = coster.setting(Mesh(dp=2, tp=tp), rows=rows, microbatches=m)
     chain = coster.chain(setting, mode)
     assert chain is not None
     distinct: dict[int, BlockTable] = {}
@@ -96,7 +97,7 @@ def test_a_program_solved_for_another_data_axis_is_as_one_built_for_it(
     """Only how parameters are stored is priced again; a first table stays what it was. (Statistics
     of a batch are summed over the data axis: blocks with them have a program for each.)"""
     coster, _, solved = tables(case(name), odd_cluster(7), tp=2, rows=2, m=8)
-    pricer = coster.pricer(coster.setting(dp=4, tp=2, rows=2, microbatches=4))
+    pricer = coster.pricer(coster.setting(Mesh(dp=4, tp=2), rows=2, microbatches=4))
     for table in solved.values():
         program, before = table.program, table.costs.copy()
         again = program.solve(pricer, microbatches=microbatches)
@@ -137,8 +138,8 @@ def test_what_is_forbidden_to_store_is_not_stored(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_moves_nothing(name: str) -> None:
-    coster = StageCoster(case(name).graph, case(name).table, odd_cluster(1), "fp32", "adamw")
-    setting = coster.setting(dp=1, tp=1, rows=4, microbatches=4)
+    coster = StageCoster(problem_of(case(name), odd_cluster(1), "fp32"))
+    setting = coster.setting(Mesh(dp=1, tp=1), rows=4, microbatches=4)
     chain = coster.chain(setting)
     assert chain is not None
     for j, table in enumerate(chain.tables):
@@ -284,8 +285,8 @@ def test_no_assignment_is_cheaper_than_the_table(kind: type[nn.Module], seed: in
     """Enter and leave both ways; what the table promises is the least price of all, and is paid."""
     of, m, boundary = small(kind), 2, [R, Placement("S", 1)]
     block = block_of(of)
-    coster = StageCoster(of.graph, of.table, odd_cluster(seed), "fp32", "adamw")
-    pricer = coster.pricer(coster.setting(dp=2, tp=2, rows=4, microbatches=m))
+    coster = StageCoster(problem_of(of, odd_cluster(seed), "fp32"))
+    pricer = coster.pricer(coster.setting(Mesh(dp=2, tp=2), rows=4, microbatches=m))
     layouts = BlockLayouts(of.graph, of.table, block, 2)
     program = BlockProgram(
         pricer,

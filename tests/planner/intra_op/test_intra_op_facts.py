@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement, Strategy
 from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import (
     Recorder,
@@ -26,6 +27,7 @@ from tests.helpers.planning import (
     large_gpt2,
     large_llama,
     linears,
+    problem_of,
 )
 
 H100 = Cluster.from_catalog("h100-sxm")
@@ -43,8 +45,8 @@ class Solved:
 def solve(
     of: Traced, on: Cluster = H100, *, tp: int = 8, rows: float = 2, m: int = 8, mode: str = "lean"
 ) -> Solved:
-    coster = StageCoster(of.graph, of.table, on, "bf16", "adamw")
-    setting = coster.setting(dp=1, tp=tp, rows=rows, microbatches=m)
+    coster = StageCoster(problem_of(of, on))
+    setting = coster.setting(Mesh(dp=1, tp=tp), rows=rows, microbatches=m)
     chain = coster.chain(setting, mode)
     assert chain is not None
     chosen: dict[str, Strategy] = {}

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
-from meshwright.planner.overrides.overrides import OverrideError, Overrides, check_overrides
+from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import resolve_shardings

@@ -11,7 +11,8 @@ import pytest
 from meshwright.costmodel.blocks.stage import FIELDS, MAXIMA
 from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.stage_costs import StageCoster
-from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster
+from meshwright.planner.search.space import Mesh
+from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, problem_of
 
 MODELS = {
     "linears": lambda: linears(64, 6, 4, 16), "gpt2": large_gpt2, "llama": lambda: case("llama"),
@@ -20,8 +21,8 @@ MODELS = {
 
 
 def chain_of(of: Traced, forced: tuple[str | None, ...] = ()) -> Chain:
-    coster = StageCoster(of.graph, of.table, odd_cluster(5), "bf16", "adamw")
-    found = coster.chain(coster.setting(dp=2, tp=2, rows=2, microbatches=2), "fast", forced)
+    coster = StageCoster(problem_of(of, odd_cluster(5)))
+    found = coster.chain(coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2), "fast", forced)
     assert found is not None
     return found
 

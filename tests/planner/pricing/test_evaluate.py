@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.target import EAGER
+from meshwright.costmodel.target import EAGER, Target
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
@@ -28,6 +29,11 @@ NODE = cluster(4, bandwidth=1e6)
 @cache
 def model() -> tuple[Graph, FactorTable]:
     return cut(net())
+
+
+def problem(on: Cluster, precision: str = "fp32", target: Target = EAGER) -> Problem:
+    graph, factors = model()
+    return Problem(graph=graph, factors=factors, cluster=on, precision=precision, target=target)
 
 
 def virtual(schedule: str, owners: tuple[int, ...]) -> Plan:
@@ -48,14 +54,14 @@ def priced(plan: Plan, on: Cluster = NODE, *, overlap_sends: bool = True) -> Eva
     graph, table = model()
     target = dataclasses.replace(EAGER, overlap_sends=overlap_sends)
     assignments = check_plan(plan, graph, table)
-    return evaluate(plan, graph, table, on, assignments, optimizer="adamw", target=target)
+    return evaluate(plan, problem(on, target=target), assignments)
 
 
 def test_stages_of_one_device_send_nothing() -> None:
     """The V turns on the last device: between its two stages there is no link."""
-    graph, table = model()
+    graph = model()[0]
     plan = virtual("zb_v", (0, 1, 1, 0))
-    coster = StageCoster(graph, table, NODE, plan.precision, "adamw")
+    coster = StageCoster(problem(NODE, plan.precision))
     seconds = {
         edge: transfer_seconds(plan, coster, edge, values)
         for edge, values in crossings(plan, graph).items()
@@ -163,8 +169,8 @@ def test_a_pipeline_inside_the_nodes_sends_there_and_reduces_between() -> None:
     assert inside.stages[0].reduce_s > 100 * between.stages[0].reduce_s
 
     def sends(of: Evaluation) -> float:
-        graph, table = model()
-        coster = StageCoster(graph, table, on, of.plan.precision, "adamw")
+        graph = model()[0]
+        coster = StageCoster(problem(on, of.plan.precision))
         found = crossings(of.plan, graph).items()
         return sum(transfer_seconds(of.plan, coster, edge, values) for edge, values in found)
 

@@ -14,7 +14,8 @@ from meshwright.costmodel.blocks.stage import StageCosts, joined, stage_costs
 from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder, settled
 from meshwright.planner.pricing.stage_costs import StageCoster
-from tests.helpers.planning import case, odd_cluster
+from meshwright.planner.search.space import Mesh
+from tests.helpers.planning import case, odd_cluster, problem_of
 
 NAMES = [each.name for each in dataclasses.fields(StageCosts)]
 POLICIES = ("none", "selective", "full")
@@ -121,8 +122,8 @@ def test_the_first_rung_recomputes_nothing(own: Ladder, held: int, room: int) ->
 
 def chain_of(name: str) -> Chain:
     of = case(name)
-    coster = StageCoster(of.graph, of.table, odd_cluster(1), "bf16", "adamw")
-    found = coster.chain(coster.setting(dp=2, tp=2, rows=2, microbatches=2))
+    coster = StageCoster(problem_of(of, odd_cluster(1)))
+    found = coster.chain(coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2))
     assert found is not None
     return found
 

@@ -24,18 +24,18 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import Candidate, Step, make_candidate, make_draft
 from meshwright.planner.search.equal_stages import Drafted, Way
 from meshwright.planner.search.space import Mesh
-from tests.helpers.planning import Traced, case, cluster, large_gpt2, odd_cluster
+from tests.helpers.planning import Traced, case, cluster, large_gpt2, odd_cluster, problem_of
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 MICROBATCHES, ROWS = 4, 4
 
 
 def coster_of(of: Traced, seed: int, **forced: Entry) -> StageCoster:
-    return StageCoster(of.graph, of.table, odd_cluster(seed), "fp32", "adamw", forced)
+    return StageCoster(problem_of(of, odd_cluster(seed), "fp32"), forced)
 
 
 def chain_of(coster: StageCoster, *, dp: int = 2, tp: int = 2, mode: str = "fast") -> Chain:
-    setting = coster.setting(dp=dp, tp=tp, rows=ROWS / dp, microbatches=MICROBATCHES)
+    setting = coster.setting(Mesh(dp=dp, tp=tp), rows=ROWS / dp, microbatches=MICROBATCHES)
     chain = coster.chain(setting, mode)
     assert chain is not None
     return chain
@@ -52,7 +52,7 @@ def stages_of(chain: Chain) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("tp", [2, 3])
 def test_values_cross_cuts_in_every_state_that_ranks_can_hold(name: str, tp: int) -> None:
     coster = coster_of(case(name), 0)
-    graph, table = coster.graph, coster.table
+    graph, table = coster.graph, coster.problem.factors
     crossing = [value for block in graph.blocks for value in block.outputs]
     uneven = 0
     for value in crossing:
@@ -110,7 +110,7 @@ def test_the_assignments_of_a_stage_cost_what_the_stage_costs(name: str) -> None
         seconds, parameters = -repeats(coster, chain, i, j), {}
         for block in coster.graph.blocks[i:j]:
             assignment = found[block.name]
-            layouts = BlockLayouts(coster.graph, coster.table, block, 2)
+            layouts = BlockLayouts(coster.graph, coster.problem.factors, block, 2)
             seconds += price_block(pricer, layouts, assignment, at).cost.seconds(MICROBATCHES)
             states = assignment.states
             parameters |= {v: pricer.numel(v, states[v]) for v in block.parameters}
@@ -184,7 +184,7 @@ def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -
         for stage, wanted in zip(made.evaluation.stages, expected, strict=True):
             for field, value in dataclasses.asdict(wanted).items():
                 assert getattr(stage, field) == pytest.approx(value, rel=1e-9, abs=1e-15), field
-        assert check_plan(made.plan, coster.graph, coster.table) == made.assignments
+        assert check_plan(made.plan, coster.graph, coster.problem.factors) == made.assignments
 
 
 def test_states_are_those_of_all_parameters_once() -> None:
@@ -221,7 +221,7 @@ def test_a_backward_holds_the_gradients_of_one_operator_besides() -> None:
 
 
 def setting_of(coster: StageCoster) -> Setting:
-    return coster.setting(dp=1, tp=1, rows=ROWS, microbatches=MICROBATCHES)
+    return coster.setting(Mesh(dp=1, tp=1), rows=ROWS, microbatches=MICROBATCHES)
 
 
 @pytest.mark.parametrize("mode", ["fast", "lean"])
@@ -313,9 +313,9 @@ def test_what_crosses_a_cut_is_sent() -> None:
 def test_stages_smaller_than_a_node_cross_nodes_in_proportion() -> None:
     """Of two stages that fill a node one sends to the next node; a stage of a node always does."""
     of, on = case("llama"), cluster(4, nodes=2, bandwidth=1e10, node_bandwidth=1e8)
-    coster = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+    coster = StageCoster(problem_of(of, on, "fp32"))
     for devices, share in ((1, 0.25), (2, 0.5), (4, 1.0), (8, 1.0)):
-        setting = coster.setting(dp=devices, tp=1, rows=1, microbatches=MICROBATCHES)
+        setting = coster.setting(Mesh(dp=devices, tp=1), rows=1, microbatches=MICROBATCHES)
         far, near = (
             p2p_time(16 * 32 * 4, on, crosses_node=crosses, concurrent=min(devices, 4))
             for crosses in (True, False)
@@ -329,12 +329,12 @@ def test_prices_do_not_depend_on_what_was_priced_before(name: str) -> None:
     """Equal rows on equal tensor axes share programs and caches, whatever the data axis and the
     number of micro-batches."""
     of, on = case(name), odd_cluster(3)
-    shared = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+    shared = StageCoster(problem_of(of, on, "fp32"))
     for dp, microbatches in ((1, 4), (4, 1), (2, 2), (1, 1), (2, 8)):
-        fresh = StageCoster(of.graph, of.table, on, "fp32", "adamw")
+        fresh = StageCoster(problem_of(of, on, "fp32"))
         chains = []
         for coster in (shared, fresh):
-            setting = coster.setting(dp=dp, tp=2, rows=1, microbatches=microbatches)
+            setting = coster.setting(Mesh(dp=dp, tp=2), rows=1, microbatches=microbatches)
             chain = coster.chain(setting)
             assert chain is not None
             chains.append(chain)
@@ -359,8 +359,8 @@ def test_an_assignment_moves_to_a_repeat_by_position() -> None:
     of = large_gpt2()
     first, second = of.graph.blocks[1:3]
     assert first.class_id == second.class_id
-    coster = StageCoster(of.graph, of.table, odd_cluster(0), "bf16", "adamw")
-    setting = coster.setting(dp=1, tp=8, rows=2, microbatches=MICROBATCHES)
+    coster = StageCoster(problem_of(of, odd_cluster(0)))
+    setting = coster.setting(Mesh(dp=1, tp=8), rows=2, microbatches=MICROBATCHES)
     chain = coster.chain(setting)
     assert chain is not None
     assert chain.tables[1] is chain.tables[2]

@@ -20,7 +20,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate
 from meshwright.planner.published.models import build
 from meshwright.planner.published.predict import traced
-from tests.planner.published.test_moe_pricing import SPARSE, ideal, ops_of, plan_of
+from tests.planner.published.test_moe_pricing import SPARSE, ideal, ops_of, plan_of, problem_on
 
 WIDE = dataclasses.replace(
     SPARSE, layers=2, hidden=512, heads=8, kv_heads=8, expert_ffn=1024, topk=2, seq_len=256
@@ -85,12 +85,8 @@ def priced(ratio: float, ep: int) -> Evaluation:
     plan = dataclasses.replace(plan_of(graph, ep=ep), global_batch_size=4096)  # device-bound
     return evaluate(
         plan,
-        graph,
-        table,
-        Cluster.from_catalog("dgx-h100", devices_per_node=4),
+        problem_on(Cluster.from_catalog("dgx-h100", devices_per_node=4), uneven(ratio)),
         check_plan(plan, graph, table),
-        optimizer="adamw",
-        target=uneven(ratio),
     )
 
 

@@ -24,10 +24,11 @@ from meshwright.costmodel.kernels.moe_costs import exchange_seconds
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy, strategies
-from meshwright.costmodel.target import Target
+from meshwright.costmodel.target import EAGER, Target
 from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
@@ -38,6 +39,7 @@ from meshwright.planner.published.models import Latent, TransformerDims, build
 from meshwright.planner.published.predict import predict_row, traced
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import Unpriced
+from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import Curve
 
@@ -225,17 +227,22 @@ def test_products_grow_with_the_tokens_of_all_expert_ranks() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_programs_are_shared_by_all_degrees_and_solved_for_each(tp: int) -> None:
     """Stages with ep=8, found after those with ep=2, cost what they do where nothing was before."""
-    graph, table = traced(SPARSE, "bf16")
 
     def costs(coster: StageCoster, ep: int) -> np.ndarray:
-        setting = coster.setting(dp=8, tp=tp, ep=ep, rows=2.0, microbatches=4)
+        setting = coster.setting(Mesh(dp=8, tp=tp, ep=ep), rows=2.0, microbatches=4)
         return coster.chain(setting).seconds
 
-    used, fresh = (StageCoster(graph, table, ideal(2, 8), "bf16", "adamw") for _ in range(2))
+    problem = problem_on(ideal(2, 8))
+    used, fresh = (StageCoster(problem) for _ in range(2))
     before = costs(used, 2)
     after = costs(used, 8)
     np.testing.assert_allclose(after, costs(fresh, 8), rtol=1e-12)
     assert not np.allclose(after, before)
+
+
+def problem_on(cluster: Cluster, target: Target = EAGER) -> Problem:
+    graph, table = traced(SPARSE, "bf16")
+    return Problem(graph=graph, factors=table, cluster=cluster, precision="bf16", target=target)
 
 
 def plan_of(graph: Graph, **stage: int) -> Plan:
@@ -285,8 +292,7 @@ def test_sharing_experts_out_saves_their_memory_and_can_be_run() -> None:
     cluster = Cluster.from_catalog("dgx-h100", devices_per_node=4)
     plans = [plan_of(graph, ep=ep) for ep in (1, 4)]
     alone, shared = (
-        evaluate(plan, graph, table, cluster, check_plan(plan, graph, table), optimizer="adamw")
-        for plan in plans
+        evaluate(plan, problem_on(cluster), check_plan(plan, graph, table)) for plan in plans
     )
     saved = alone.stages[0].parameters - shared.stages[0].parameters
     experts = 3 * SPARSE.layers * SPARSE.experts * SPARSE.hidden * SPARSE.expert_ffn
@@ -303,11 +309,7 @@ def test_the_exchange_hides_behind_compute_as_far_as_there_is_some() -> None:
 
     def seconds(overlap: float) -> float:
         target = Target(name="test", overlap_experts=overlap, host_scale=0.0)  # device-bound
-        return (
-            evaluate(plan, graph, table, cluster, assignments, optimizer="adamw", target=target)
-            .stages[0]
-            .forward_s
-        )
+        return evaluate(plan, problem_on(cluster, target), assignments).stages[0].forward_s
 
     times = [seconds(overlap) for overlap in (0.0, 0.5, 1.0)]
     assert times[0] > times[1] >= times[2]

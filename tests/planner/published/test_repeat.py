@@ -16,7 +16,8 @@ from meshwright.planner.pricing.evaluate import evaluate
 from meshwright.planner.published.models import TransformerDims, build
 from meshwright.planner.published.repeat import deepen
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.planning import cluster, linears
+from tests.helpers.planning import cluster, linears, problem_of
+from tests.models.models import Traced
 
 GPT = TransformerDims(
     layers=3,
@@ -142,7 +143,8 @@ def test_a_plan_costs_the_same(style: str) -> None:
         table: FactorTable = analyse(graph)
         plan = plan_of(graph)
         assignments = check_plan(plan, graph, table)
-        found = evaluate(plan, graph, table, cluster(8), assignments, optimizer="adamw")
+        problem = problem_of(Traced(graph=graph, table=table), cluster(8))
+        found = evaluate(plan, problem, assignments)
         plans.append(plan)
         prices.append(found)
     assert plans[0] == plans[1]

@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
-from meshwright.planner.pricing.evaluate import Evaluation
-from meshwright.planner.pricing.evaluator import Evaluator
 from meshwright.planner.plan.infeasible import InfeasibleError
+from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
 from meshwright.planner.search.search import SearchResult
 from tests.helpers.enumeration import Enumeration, instance, limited
+from tests.helpers.planning import problem_of
 from tests.planner.search.test_search import AMPLE, search
 
 INSTANCES = 30
@@ -51,7 +51,7 @@ def outcomes() -> list[Outcome]:
                 result = search(small, of, batch=batch)
             except InfeasibleError:
                 result = None
-            evaluator = Evaluator(graph=of.graph, table=of.table, cluster=small)
+            evaluator = Evaluator(problem_of(of, small))
             found.append(
                 Outcome(
                     memory_bytes=memory_bytes,

@@ -22,7 +22,7 @@ from meshwright.planner.search.space import (
     Space,
     groups_of,
 )
-from tests.helpers.planning import Traced, cluster, linears
+from tests.helpers.planning import Traced, cluster, linears, problem_of
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
 
@@ -37,9 +37,7 @@ def space(
 ) -> Space:
     of = of or model()
     return Space(
-        graph=of.graph,
-        table=of.table,
-        cluster=cluster(node, nodes=nodes),
+        problem=problem_of(of, cluster(node, nodes=nodes)),
         global_batch_size=batch,
         restrictions=restrict(Overrides(**given), of.graph),
     )

@@ -63,7 +63,9 @@ def test_stages_in_the_table_hold_what_their_blocks_do() -> None:
             for v, option in enumerate(options):
                 chain = option.way.chain
                 assert table.devices[v] == option.way.mesh.devices
-                for i, j in itertools.product(range(len(search.problem.graph.blocks) + 1), repeat=2):
+                for i, j in itertools.product(
+                    range(len(search.problem.graph.blocks) + 1), repeat=2
+                ):
                     if not search.equal.legal[i, j]:
                         assert np.isinf(table.time_s[v, i, j])
                         continue
