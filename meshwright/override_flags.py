@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         legal = ", ".join(map(str, choices)) if choices else "an integer from 1"
         if name == "placement":
             legal = " or ".join(PLACEMENTS)
-        kind = str if choices and isinstance(choices[0], str) else int
+        kind = str if choices and isinstance(next(iter(choices)), str) else int
         more: dict[str, Any] = {"type": kind}
         if name in BY_BLOCK:
             more = {"type": _by_block(kind), "action": "append", "metavar": "[GLOB=]VALUE"}

@@ -15,7 +15,8 @@ from itertools import product
 import numpy as np
 
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
-from meshwright.planner.inter_op.partition import StageTable, minimal_shortfall, solve_inter_op
+from meshwright.planner.inter_op.partition import minimal_shortfall, solve_inter_op
+from meshwright.planner.inter_op.table import Constraints, StageTable
 
 GIB = 2.0**30
 
@@ -71,11 +72,13 @@ def timed_row(
     begin = time.process_time()
     solution = solve_inter_op(
         table,
-        num_devices=num_devices,
+        Constraints(
+            num_devices=num_devices,
+            memory_bytes=memory_bytes,
+            in_flight=lambda s: min(s, num_microbatches),
+            num_stages=num_stages,
+        ),
         num_microbatches=num_microbatches,
-        memory_bytes=memory_bytes,
-        in_flight=lambda s: min(s, num_microbatches),
-        num_stages=num_stages,
         cutoff_s=cutoff_s,
     )
     time_s = time.process_time() - begin
@@ -88,9 +91,8 @@ def timed_row(
 
 def shortfall_row(table: StageTable, *, num_devices: int) -> str:
     begin = time.process_time()
-    shortfall = minimal_shortfall(
-        table, num_devices=num_devices, memory_bytes=GIB, in_flight=lambda s: min(s, 64)
-    )
+    one_gib = Constraints(num_devices=num_devices, memory_bytes=GIB, in_flight=lambda s: min(s, 64))
+    shortfall = minimal_shortfall(table, one_gib)
     time_s = time.process_time() - begin
     excess = "none" if shortfall is None else f"{shortfall.excess_bytes / GIB:.2f}G"
     return f"shortfall {excess} {time_s:.3f}"

@@ -25,8 +25,8 @@ from functools import lru_cache
 from meshwright.costmodel.schedules.schedule import Action, Instruction, Streams
 
 
-class Cost(IntEnum):
-    """What a stage spends seconds on."""
+class TimeSlot(IntEnum):
+    """Kind of seconds of a stage: a pass, a part of one, or once-per-step work."""
 
     FORWARD = 0
     OVERLAPPED_FORWARD = 1
@@ -37,11 +37,11 @@ class Cost(IntEnum):
     OPTIMIZER = 6
 
 
-_COST_OF = {
-    Action.FORWARD: Cost.FORWARD,
-    Action.BACKWARD: Cost.BACKWARD,
-    Action.BACKWARD_INPUT: Cost.BACKWARD_INPUT,
-    Action.BACKWARD_WEIGHT: Cost.BACKWARD_WEIGHT,
+_SLOT_OF = {
+    Action.FORWARD: TimeSlot.FORWARD,
+    Action.BACKWARD: TimeSlot.BACKWARD,
+    Action.BACKWARD_INPUT: TimeSlot.BACKWARD_INPUT,
+    Action.BACKWARD_WEIGHT: TimeSlot.BACKWARD_WEIGHT,
 }
 NOTHING = -1  # the index of the zero at the end of the seconds
 
@@ -50,8 +50,8 @@ NOTHING = -1  # the index of the zero at the end of the seconds
 class Program:
     """Steps n = 1, 2, .. are (a, b, index of the seconds), in an order in which a, b < n.
 
-    The seconds are indexed by stage * len(Cost) + cost; then come those of the `edges`, each with
-    the first instruction that needs it; then a zero. `instructions` are what the steps come from,
+    The seconds are indexed by stage * len(TimeSlot) + slot; then come those of the `edges`, each
+    with the first instruction that needs it; then a zero. `instructions` are those of the steps,
     None for one that only waits. `computes` counts per device the F, B, I and W of each index.
     `first_computes` and `last_computes` are the nodes of each device's first and last compute,
     `last_nodes` of the last thing it does, 0 where there is none.
@@ -83,9 +83,9 @@ def _compiled(streams: Streams) -> Program:
 
 @dataclass(slots=True)
 class _Link:
-    """The messages of one direction from a stage to another, and the seconds' index of each."""
+    """The messages of one direction from a stage to another; `index` of the seconds of each."""
 
-    cost: int
+    index: int
     destination_device: int
     inbox: deque[tuple[int, int]]  # (micro-batch, node)
     receiver_waits: bool = False
@@ -138,28 +138,30 @@ class _Compiler:
             elif action is Action.SEND_ACTIVATION or action is Action.SEND_GRADIENT:
                 self._send(device, instruction)
             elif action is Action.REDUCE_GRADIENTS:
-                self._occupy(device, instruction, Cost.REDUCE)
-                self._occupy(device, instruction, Cost.OPTIMIZER)
+                self._occupy(device, instruction, TimeSlot.REDUCE)
+                self._occupy(device, instruction, TimeSlot.OPTIMIZER)
             else:
                 self._compute(device, instruction)
             self.position[device] += 1
 
     def _compute(self, device: int, instruction: Instruction) -> None:
-        cost = Cost.OVERLAPPED_FORWARD if instruction.overlapped else _COST_OF[instruction.action]
-        index = self._occupy(device, instruction, cost)
+        slot = (
+            TimeSlot.OVERLAPPED_FORWARD if instruction.overlapped else _SLOT_OF[instruction.action]
+        )
+        index = self._occupy(device, instruction, slot)
         self.computes[device][index] += 1
         self.last_computes[device] = self.last[device]
         if not self.first_computes[device]:
             self.first_computes[device] = self.last[device]
 
-    def _occupy(self, device: int, instruction: Instruction, cost: Cost) -> int:
-        index = instruction.stage * len(Cost) + cost
+    def _occupy(self, device: int, instruction: Instruction, slot: TimeSlot) -> int:
+        index = instruction.stage * len(TimeSlot) + slot
         self._follow(device, index, instruction)
         return index
 
-    def _follow(self, device: int, cost: int, instruction: Instruction | None) -> None:
+    def _follow(self, device: int, index: int, instruction: Instruction | None) -> None:
         """Add what the device does next, once the message it waits for is there."""
-        self.last[device] = self._add(self.last[device], self.arrived[device], cost, instruction)
+        self.last[device] = self._add(self.last[device], self.arrived[device], index, instruction)
         self.arrived[device] = 0
 
     def _send(self, device: int, instruction: Instruction) -> None:
@@ -167,7 +169,7 @@ class _Compiler:
             self._follow(device, NOTHING, None)
         link = self._link(instruction)
         pair = (device, link.destination_device)
-        node = self._add(self.last[device], self.last_message[pair], link.cost, instruction)
+        node = self._add(self.last[device], self.last_message[pair], link.index, instruction)
         self.last_message[pair] = node
         link.inbox.append((instruction.microbatch, node))
         if link.receiver_waits:
@@ -216,13 +218,13 @@ class _Compiler:
         edge = (source, destination) if forward else (destination, source)
         self.edges.setdefault(edge, message)
         return _Link(
-            cost=len(self.device_of) * len(Cost) + list(self.edges).index(edge),
+            index=len(self.device_of) * len(TimeSlot) + list(self.edges).index(edge),
             destination_device=self.device_of[destination],
             inbox=deque(),
         )
 
-    def _add(self, first: int, second: int, cost: int, instruction: Instruction | None) -> int:
-        self.steps.append((first, second, cost))
+    def _add(self, first: int, second: int, index: int, instruction: Instruction | None) -> int:
+        self.steps.append((first, second, index))
         self.instructions.append(instruction)
         return len(self.steps)
 

@@ -1,31 +1,17 @@
-"""The order in which each device of a pipeline computes: eight published schedules as data.
+"""The order in which one device computes, per schedule: functions that append to a `DeviceOrder`.
 
-`m` micro-batches go through stages, numbered in the order of the data, on `p` devices (a "device"
-is the device group that a stage is placed on). F is the forward of one micro-batch on one stage, B
-its backward. Some schedules split B into I, the gradient of the stage's input, which the stage
-before waits for, and W, the gradients of its weights, which nobody waits for and which therefore
-fill bubbles.
-
-    schedule          stages of device d      holds, from F to the end of the backward, at most
-    gpipe             d                       m
-    1f1b              d                       p - d
-    eager_1f1b        d                       2(p - d) - 1
-    zb_h1             d                       p
-    zb_h2             d                       2p - 1
-    interleaved_1f1b  d, d+p, .., d+(v-1)p    (v + 1)p - 1 - 2d
-    zb_v              d, 2p-1-d               2p
-    dualpipe_v        d, 2p-1-d               2p + 1
-
-What is held is counted in the activations of one micro-batch on one stage. Stages of which a device
-owns v are v times smaller than if it owned one, so the last three hold as much as p + (p-1-2d)/v, p
-and p + 1/2 micro-batches on a whole device.
+`m` micro-batches go through stages on `p` devices (a "device" is the device group that a stage is
+placed on); `d` is the device and `stages` are its own. F is the forward of one micro-batch on one
+stage, B its backward. Some schedules split B into I, the gradient of the stage's input, which the
+stage before waits for, and W, the gradients of its weights, which nobody waits for and which
+therefore fill bubbles.
 
 The orders are those published. They depend on p, v and m alone, not on times: what uneven stages
 and slow links lose is for the simulation to say. Every order here is a part of one legal sequence
-of all computes, and stays legal when some are left out. So the last three, which need a multiple of
-p, at least p and at least 2p micro-batches, take any m: they are laid out for as many as they need,
-and the computes of the micro-batches from m on are dropped. (An overlapped F is always of a later
-micro-batch than its B, so it never loses it.)
+of all computes, and stays legal when some are left out. So interleaved 1F1B, ZB-V and DualPipeV,
+which need a multiple of p, at least p and at least 2p micro-batches, take any m: they are laid out
+for as many as they need, and the computes of the micro-batches from m on are dropped. (An
+overlapped F is always of a later micro-batch than its B, so it never loses it.)
 
 Sources: GPipe, arXiv 1811.06965; 1F1B (PipeDream-Flush), 2006.09503; eager 1F1B, 2211.05322;
 interleaved, 2104.04473; ZB-H1, ZB-H2 and ZB-V, 2401.10241; DualPipe, 2412.19437, of which DualPipeV
@@ -34,16 +20,13 @@ is one half.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
-from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 
 class Action(StrEnum):
-    """What one instruction of a stream does."""
+    """Kind of an instruction: a compute, a send, a receive or the gradient reduction."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -69,7 +52,7 @@ class Compute(NamedTuple):
     overlapped: bool = False
 
 
-class _Order:
+class DeviceOrder:
     """The computes of one device so far; each stage takes its micro-batches in turn."""
 
     def __init__(self) -> None:
@@ -103,8 +86,8 @@ class _Order:
         self.backward(backward)
 
 
-def _one_f_one_b(
-    order: _Order, *, forwards: Sequence[int], backwards: Sequence[int], warmup: int
+def _alternate(
+    order: DeviceOrder, *, forwards: Sequence[int], backwards: Sequence[int], warmup: int
 ) -> None:
     """The first `warmup` forwards, then F B F B .., then the last backwards, given by stage."""
     for stage in forwards[:warmup]:
@@ -115,25 +98,25 @@ def _one_f_one_b(
         order.backward(stage)
 
 
-def _gpipe(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
+def gpipe(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
     units = [stages[0]] * m
-    _one_f_one_b(order, forwards=units, backwards=units, warmup=m)
+    _alternate(order, forwards=units, backwards=units, warmup=m)
 
 
-def _1f1b(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
+def one_f_one_b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
     units = [stages[0]] * m
-    _one_f_one_b(order, forwards=units, backwards=units, warmup=p - 1 - d)
+    _alternate(order, forwards=units, backwards=units, warmup=p - 1 - d)
 
 
-def _eager_1f1b(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
+def eager_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
     units = [stages[0]] * m
-    _one_f_one_b(order, forwards=units, backwards=units, warmup=2 * (p - 1 - d))
+    _alternate(order, forwards=units, backwards=units, warmup=2 * (p - 1 - d))
 
 
-def _interleaved_1f1b(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
+def interleaved_1f1b(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
     """A round is p micro-batches on the first stage, the same p on the second, and so on."""
     rounds = math.ceil(m / p)
-    _one_f_one_b(
+    _alternate(
         order,
         forwards=[stage for stage in stages for _ in range(p)] * rounds,
         backwards=[stage for stage in reversed(stages) for _ in range(p)] * rounds,
@@ -141,7 +124,7 @@ def _interleaved_1f1b(order: _Order, stages: Sequence[int], d: int, p: int, m: i
     )
 
 
-def _one_f_one_i(order: _Order, stage: int, m: int, *, warmup: int, delay: int) -> None:
+def _alternate_split(order: DeviceOrder, stage: int, m: int, *, warmup: int, delay: int) -> None:
     """1F1B of F and I, each W `delay` micro-batches behind its I."""
     for _ in range(min(warmup, m)):
         order.forward(stage)
@@ -155,15 +138,15 @@ def _one_f_one_i(order: _Order, stage: int, m: int, *, warmup: int, delay: int) 
         order.weight()
 
 
-def _zb_h1(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
-    _one_f_one_i(order, stages[0], m, warmup=p - 1 - d, delay=d)
+def zb_h1(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    _alternate_split(order, stages[0], m, warmup=p - 1 - d, delay=d)
 
 
-def _zb_h2(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
-    _one_f_one_i(order, stages[0], m, warmup=2 * (p - 1 - d), delay=2 * d)
+def zb_h2(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    _alternate_split(order, stages[0], m, warmup=2 * (p - 1 - d), delay=2 * d)
 
 
-def _zb_v(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
+def zb_v(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
     """Fill the V, then an F I W of each stage in turn; at the end Is first, as others wait."""
     down, up = stages
     for _ in range(2 * (p - d) - 1):
@@ -193,7 +176,7 @@ def _zb_v(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
         order.weight()
 
 
-def _dualpipe_v(order: _Order, stages: Sequence[int], d: int, p: int, m: int) -> None:
+def dualpipe_v(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
     """Fill the V, then F&B of the two stages crosswise; splits backwards only to start and end."""
     down, up = stages
     m = max(m, 2 * p)
@@ -225,94 +208,3 @@ def _dualpipe_v(order: _Order, stages: Sequence[int], d: int, p: int, m: int) ->
         order.backward(down, split=True)
     for _ in range(d + 1):
         order.weight()
-
-
-# Appends the computes of one device: (order, stages of the device, d, p, m).
-_Fill = Callable[[_Order, Sequence[int], int, int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """How a schedule places stages on devices, and in which order these compute.
-
-    `stages_per_device` is None where any number is legal. Stage k lies on device k mod p or, where
-    the placement is `v_shaped`, there and back again: on device min(k, 2p - 1 - k).
-    """
-
-    fill: _Fill
-    stages_per_device: int | None = 1
-    v_shaped: bool = False
-    splits_backward: bool = False
-
-
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
-    {
-        "gpipe": Schedule(fill=_gpipe),
-        "1f1b": Schedule(fill=_1f1b),
-        "eager_1f1b": Schedule(fill=_eager_1f1b),
-        "interleaved_1f1b": Schedule(fill=_interleaved_1f1b, stages_per_device=None),
-        "zb_h1": Schedule(fill=_zb_h1, splits_backward=True),
-        "zb_h2": Schedule(fill=_zb_h2, splits_backward=True),
-        "zb_v": Schedule(fill=_zb_v, stages_per_device=2, v_shaped=True, splits_backward=True),
-        "dualpipe_v": Schedule(
-            fill=_dualpipe_v, stages_per_device=2, v_shaped=True, splits_backward=True
-        ),
-    }
-)
-
-
-def stages_of_devices(
-    name: str, *, num_stages: int, num_devices: int | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """The stages each device owns, in the order of the data.
-
-    `num_devices` may be left out where the schedule fixes the number of stages per device. Raises
-    ValueError for an unknown schedule, a count below 1, or counts that the schedule cannot place.
-    """
-    schedule = _known(name)
-    check_count("num_stages", num_stages)
-    each = schedule.stages_per_device
-    if num_devices is None:
-        if each is None:
-            raise ValueError(
-                f"schedule={name!r} with num_stages={num_stages} needs num_devices: any divisor of "
-                f"num_stages is legal"
-            )
-        num_devices = max(1, num_stages // each)
-    check_count("num_devices", num_devices)
-    if num_stages % num_devices or each not in (None, num_stages // num_devices):
-        per_device = "a whole number of" if each is None else str(each)
-        raise ValueError(
-            f"schedule={name!r} places {per_device} stages on each device, which num_stages="
-            f"{num_stages} on num_devices={num_devices} are not; change one of the two"
-        )
-    last = num_stages - 1
-    if schedule.v_shaped:
-        return tuple((d, last - d) for d in range(num_devices))
-    return tuple(tuple(range(d, num_stages, num_devices)) for d in range(num_devices))
-
-
-@lru_cache(maxsize=64)
-def compute_orders(
-    name: str, *, num_stages: int, num_microbatches: int, num_devices: int | None = None
-) -> tuple[tuple[Compute, ...], ...]:
-    """What each device computes in one training step, in order."""
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    check_count("num_microbatches", num_microbatches)
-    orders = []
-    for device, stages in enumerate(placed):
-        order = _Order()
-        SCHEDULES[name].fill(order, stages, device, len(placed), num_microbatches)
-        orders.append(tuple(c for c in order.computes if c.microbatch < num_microbatches))
-    return tuple(orders)
-
-
-def check_count(argument: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{argument}={value}: a schedule needs at least 1")
-
-
-def _known(name: str) -> Schedule:
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}: known schedules are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]

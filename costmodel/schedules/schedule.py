@@ -1,12 +1,12 @@
 """Pipeline schedules as instruction streams: one stream per device, read by two readers.
 
 The simulator (`costmodel.schedules.simulate`) prices the streams and the executor runs the same
-streams, so what was predicted is what runs. A schedule is nothing but a placement of stages on
-devices and the order in which each device computes (`costmodel.schedules.orders`). Communication is
-derived from that order and from the edges of the stage graph, never written by hand: the inputs of
-a compute are received just before it, its results sent just after it, and stages of one device
-exchange theirs without a message. Of an overlapped F and B both inputs come before the two and both
-results leave after them.
+streams, so what was predicted is what runs. A schedule is a placement of stages on devices and the
+order in which each device computes (`costmodel.schedules.table`). Communication is derived from
+that order and from the edges of the stage graph, never written by hand: the inputs of a compute are
+received just before it, its results sent just after it, and stages of one device exchange theirs
+without a message. Of an overlapped F and B both inputs come before the two and both results leave
+after them.
 
 Two properties follow for any edges (i, j) with i < j, skip edges included. The streams cannot
 deadlock, because F(j, k) already comes after F(i, k) along the chain of stages and B(i, k) after
@@ -21,10 +21,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import overload
 
-from meshwright.costmodel.schedules.orders import (
+from meshwright.costmodel.schedules.orders import Action, Compute
+from meshwright.costmodel.schedules.table import (
     SCHEDULES,
-    Action,
-    Compute,
     Schedule,
     check_count,
     compute_orders,
@@ -37,6 +36,7 @@ __all__ = [
     "Instruction",
     "Schedule",
     "Streams",
+    "backward_follows_forward",
     "build_schedule",
     "in_flight",
     "peak_activation",
@@ -208,26 +208,38 @@ def _messages(
         )
 
 
+def backward_follows_forward(
+    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int
+) -> bool:
+    """Whether `stage` runs the backward of every micro-batch right after its forward, with no other
+    compute of its device in between."""
+    orders = compute_orders(
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
+    )
+    return all(
+        (after.stage, after.microbatch) == (stage, compute.microbatch)
+        for order in orders
+        for compute, after in pairwise(order)
+        if compute.stage == stage and compute.action is Action.FORWARD
+    )
+
+
 # --- memory ---
 
 
 def in_flight(
     name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
 ) -> int:
-    """Peak number of micro-batches whose activations `stage` holds, from their F to the end of
-    their backward, which is W where the backward is split."""
+    """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
+    which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
+    that is not in the pipeline."""
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     check_count("num_microbatches", num_microbatches)
     if not 0 <= stage < num_stages:
         raise ValueError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
-    # closed forms of the schedules that the search asks about, very often
-    left = num_stages - stage
-    most = {
-        "gpipe": num_microbatches, "1f1b": left, "eager_1f1b": 2 * left - 1, "zb_h1": num_stages,
-        "zb_h2": 2 * num_stages - 1,
-    }.get(name)  # fmt: skip
-    if most is not None:
-        return min(most, num_microbatches)
+    most = SCHEDULES[name].in_flight
+    if most is not None and len(placed) == num_stages:
+        return min(most(stage, num_stages, num_microbatches), num_microbatches)
     held = _held_at_peaks(
         name, num_stages, _enough(num_stages, num_microbatches, len(placed)), len(placed)
     )

@@ -55,7 +55,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from meshwright.costmodel.schedules.compiled import Cost, Program, program_of
+from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_of
 from meshwright.costmodel.schedules.schedule import Action, Instruction
 
 
@@ -151,12 +151,14 @@ class Timeline:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """What happened, in the order of the starts."""
+        """All computes, sends and reductions, by start."""
         program, end_s = self._program, self._end_s
         events = [
             _event(
                 instruction,
-                cost=Cost(index % len(Cost)) if index < program.num_stages * len(Cost) else None,
+                slot=TimeSlot(index % len(TimeSlot))
+                if index < program.num_stages * len(TimeSlot)
+                else None,
                 start_s=_start_s(program, end_s, n),
                 end_s=end_s[n],
             )
@@ -264,15 +266,15 @@ def _seconds(
     seconds = []
     for stage in times:
         of_stage = {
-            Cost.FORWARD: stage.forward_s,
-            Cost.OVERLAPPED_FORWARD: stage.forward_s - stage.overlap_s,
-            Cost.BACKWARD: stage.backward_s,
-            Cost.BACKWARD_INPUT: stage.backward_s - stage.weight_s,
-            Cost.BACKWARD_WEIGHT: stage.weight_s,
-            Cost.REDUCE: stage.reduce_s,
-            Cost.OPTIMIZER: stage.optimizer_s,
+            TimeSlot.FORWARD: stage.forward_s,
+            TimeSlot.OVERLAPPED_FORWARD: stage.forward_s - stage.overlap_s,
+            TimeSlot.BACKWARD: stage.backward_s,
+            TimeSlot.BACKWARD_INPUT: stage.backward_s - stage.weight_s,
+            TimeSlot.BACKWARD_WEIGHT: stage.weight_s,
+            TimeSlot.REDUCE: stage.reduce_s,
+            TimeSlot.OPTIMIZER: stage.optimizer_s,
         }
-        seconds += [of_stage[cost] for cost in Cost]
+        seconds += [of_stage[slot] for slot in TimeSlot]
     for edge, instruction in program.edges.items():
         if edge not in transfer_s:
             raise ValueError(
@@ -284,7 +286,7 @@ def _seconds(
 
 
 def _play(program: Program, seconds: Sequence[float]) -> list[float]:
-    """When each node ends. This loop is what pricing a plan costs, hence no call in it."""
+    """Seconds at which each node ends. Pricing a plan costs this loop, hence no call in it."""
     end_s = [0.0]
     append = end_s.append
     for first, second, index in program.steps:
@@ -300,9 +302,11 @@ def _start_s(program: Program, end_s: Sequence[float], n: int) -> float:
     return max(end_s[first], end_s[second])
 
 
-def _event(instruction: Instruction, *, cost: Cost | None, start_s: float, end_s: float) -> Event:
+def _event(
+    instruction: Instruction, *, slot: TimeSlot | None, start_s: float, end_s: float
+) -> Event:
     event = event_of(instruction, start_s=start_s, end_s=end_s)
-    if cost is Cost.OPTIMIZER:
+    if slot is TimeSlot.OPTIMIZER:
         return replace(event, track="compute", name="optimizer")
     return event
 

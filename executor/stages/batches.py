@@ -21,7 +21,9 @@ class Batches:
     """Cuts batches for the stages of one rank."""
 
     def __init__(self, plan: Plan, graph: Graph, place: Place) -> None:
-        self.plan, self.graph, self.place = plan, graph, place
+        self.plan = plan
+        self.graph = graph
+        self.place = place
 
     def checked(self, batch: Any) -> dict[str, torch.Tensor]:
         """The inputs of a batch by value name. Raises ValueError for what is missing or not as

@@ -20,19 +20,18 @@ from meshwright.costmodel.schedules.schedule import Action, Instruction
 from meshwright.executor.lowering.deferred import Later, accumulate
 from meshwright.executor.parameters.gradients import Reducer
 from meshwright.executor.ranks.watch import progress
+from meshwright.executor.stages.channels import Channels
 from meshwright.executor.stages.stage import Pass, StageProgram
-from meshwright.executor.stages.transfer import Channel
 
 LOOKAHEAD = 2  # receives posted ahead of the one being waited for
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
 Key = tuple[Action, int, int, int]  # (receive action, stage, peer, micro-batch)
-Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]
 Unit = tuple[int, int]  # (stage, micro-batch)
 
 
 class Phase(StrEnum):
-    """What a step does beside its instructions."""
+    """Parts of a step outside its instruction stream."""
 
     REFRESH = "refresh"
     REDUCE = "reduce"
@@ -44,9 +43,9 @@ Observer = Callable[[Instruction | Phase, Callable[[], None]], None]  # (what, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStage:
-    """What running a stage takes. `channels` go to stages of other ranks, by (action, peer);
-    `beside` names what stages of this rank read, by stage; `last` the micro-batch of the step's
-    last backward here."""
+    """A stage for one step. `channels` go to stages of other ranks, by (action, peer); `beside`
+    names the values that stages of this rank read, by stage; `last` is the micro-batch of the
+    step's last backward here."""
 
     program: StageProgram
     channels: Channels
@@ -71,8 +70,12 @@ class PipelineRun:
         observe: Observer | None = None,
     ) -> None:
         """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction."""
-        self.stages, self.stream = stages, stream
-        self.rng, self.scale, self.later, self.observe = rng, scale, later, observe
+        self.stages = stages
+        self.stream = stream
+        self.rng = rng
+        self.scale = scale
+        self.later = later
+        self.observe = observe
         self.passes: dict[Unit, Pass] = {}
         self.activations: dict[Unit, dict[str, torch.Tensor]] = {}
         self.gradients: dict[Unit, dict[str, torch.Tensor]] = {}

@@ -14,7 +14,7 @@ from meshwright.executor.lowering.lower import Lowered, block_salt
 
 @dataclass(slots=True, kw_only=True)
 class Pass:
-    """What a forward leaves for its backward: received inputs and what was sent or is the loss."""
+    """Ends of a micro-batch's autograd graph: received inputs, and the values sent or the loss."""
 
     received: dict[str, torch.Tensor]
     produced: dict[str, torch.Tensor]
@@ -47,13 +47,26 @@ class BlockModule(nn.Module):
         return self.lowered.module(*args)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageValues:
+    """Names of the values that a stage treats apart.
+
+    `sends` are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the
+    values that replace them after each micro-batch; `differentiable` have a gradient.
+    """
+
+    sends: tuple[str, ...]
+    loss: str | None
+    updates: Mapping[str, str]
+    differentiable: frozenset[str]
+
+
 class StageProgram(nn.Module):
     """The stage's graphs and tensors.
 
     `tensors` are buffers, constants and parameters that stages of one rank share, by value name;
-    `shared` parameters that several blocks read; `sends` are values other stages read; `loss` is
-    set on the last stage; `updates` maps buffers to the values that replace them after each
-    micro-batch; `ready` is called with a block's name before each of its forwards.
+    `shared` parameters that several blocks read; `ready` is called with a block's name before each
+    of its forwards.
     """
 
     def __init__(
@@ -63,10 +76,7 @@ class StageProgram(nn.Module):
         blocks: Sequence[BlockModule],
         tensors: dict[str, torch.Tensor],
         shared: Mapping[str, nn.Parameter],
-        sends: Sequence[str],
-        loss: str | None,
-        updates: Mapping[str, str],
-        differentiable: frozenset[str],
+        values: StageValues,
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -77,8 +87,11 @@ class StageProgram(nn.Module):
         self.shared = {name: _attribute(name) for name in shared}
         for name, leaf in shared.items():
             self.register_parameter(_attribute(name), leaf)
-        self.sends, self.loss, self.updates = tuple(sends), loss, updates
-        self.differentiable, self.device = differentiable, device
+        self.sends = values.sends
+        self.loss = values.loss
+        self.updates = values.updates
+        self.differentiable = values.differentiable
+        self.device = device
         self.ready: Callable[[str], None] | None = None
 
     def run(

@@ -1,4 +1,4 @@
-"""What crosses between stages: each rank sends and receives exactly the slices the other needs.
+"""Point-to-point transfers between stages: each rank sends exactly the slices the other needs.
 
 A tensor lies on a stage's mesh replicated, or split along one dim of the data axis. The slices are
 the intersections of the boxes that source and destination ranks hold; where several source ranks
@@ -82,7 +82,8 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 class Channel:
-    """One tensor's way from one stage to another, in one direction, as seen from this rank."""
+    """One tensor's sends and receives from one stage to another, as seen from this rank, which
+    holds the box `mine`."""
 
     def __init__(
         self,
@@ -96,7 +97,11 @@ class Channel:
     ) -> None:
         self.outgoing = [s for s in moved if s.source == rank]
         self.incoming = [s for s in moved if s.target == rank]
-        self.mine, self.dtype, self.device, self.group, self.tag = mine, dtype, device, group, tag
+        self.mine = mine
+        self.dtype = dtype
+        self.device = device
+        self.group = group
+        self.tag = tag
 
     @property
     def bytes_sent(self) -> int:

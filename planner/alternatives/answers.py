@@ -19,7 +19,7 @@ from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.search.candidates import Candidate, Draft
+from meshwright.planner.search.candidates import Candidate, PlanDraft
 from meshwright.planner.search.search import Search, SearchResult
 
 MAX_EACH = 6  # overrides that are priced one by one
@@ -125,7 +125,7 @@ class Answers:
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
 
 
-def _rival(found: Draft | Candidate) -> Rival:
+def _rival(found: PlanDraft | Candidate) -> Rival:
     peak = max(found.evaluation.prediction.peak_memory_bytes)
     return Rival(plan=found.plan, step_time_s=found.step_time_s, peak_bytes=peak)
 

@@ -10,7 +10,7 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.planner.plan.check import check_runs
 from meshwright.planner.plan.expert_parallel import runs_experts
 from meshwright.planner.plan.plan import RUNS, Plan, PlanError
-from meshwright.planner.search.equal_stages import Slot, Way
+from meshwright.planner.search.equal_stages import MeshChoice, StageSetup
 from meshwright.planner.search.search import Search, SearchResult
 
 RUNS_HERE = "runs here"
@@ -25,15 +25,15 @@ def _any(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Plans with one decision in common: `has` recognises them; `slot`, `way` and `schedule` are
-    the meshes, ways to run a stage and schedules that they can be made of; `policies` the recompute
+    """Plans with one decision in common: `has` recognises them; `choice`, `setup` and `schedule`
+    are the meshes, stage setups and schedules that they can be made of; `policies` the recompute
     policies looked at, None for all; `tp` their tensor-parallel degree, where that is the
     decision."""
 
     name: str
     has: Callable[[Plan], bool]
-    slot: Callable[[Slot], bool] = _any
-    way: Callable[[Way], bool] = _any
+    choice: Callable[[MeshChoice], bool] = _any
+    setup: Callable[[StageSetup], bool] = _any
     schedule: Callable[[str], bool] = _any
     policies: tuple[str, ...] | None = None
     tp: int = 1
@@ -43,16 +43,16 @@ def families(search: Search, result: SearchResult) -> Iterator[Family]:
     """Families that a search offers, by kind of decision; a decision without a choice has none."""
     meshes, over = result.meshes, search.restrictions
     for axis in ("tp", "cp", "ep"):
-        degrees = sorted({getattr(slot.mesh, axis) for slot in meshes})
+        degrees = sorted({getattr(choice.mesh, axis) for choice in meshes})
         yield from (_degree(axis, n) for n in degrees if len(degrees) > 1)
     yield Family(name="equal meshes", has=_equal)
-    counts = sorted({slot.groups for slot in meshes})
+    counts = sorted({choice.groups for choice in meshes})
     yield from (_device_groups(n) for n in counts if len(counts) > 1)
-    if any(slot.mesh.spread > 1 for slot in meshes):
+    if any(choice.mesh.spread > 1 for choice in meshes):
         yield Family(
             name="pipeline inside the node",
             has=lambda plan: any(_strided(s.ranks, s.tp * s.cp) for s in plan.stages),
-            slot=lambda slot: slot.mesh.spread > 1,
+            choice=lambda choice: choice.mesh.spread > 1,
         )
     if len(result.best.plan.devices) > 1:
         offered = _schedules(search, meshes)
@@ -70,7 +70,7 @@ def _degree(axis: str, n: int) -> Family:
         name=WITHOUT[axis] if n == 1 else f"{axis}={n}",
         tp=n if axis == "tp" else 1,
         has=lambda plan: all(getattr(s, axis) == n for s in plan.stages),
-        slot=lambda slot: bool(getattr(slot.mesh, axis) == n),
+        choice=lambda choice: bool(getattr(choice.mesh, axis) == n),
     )
 
 
@@ -82,7 +82,7 @@ def _device_groups(n: int) -> Family:
     return Family(
         name="no pipeline" if n == 1 else f"pp={n}",
         has=lambda plan: len(plan.devices) == n,
-        slot=lambda slot: slot.groups == n,
+        choice=lambda choice: choice.groups == n,
     )
 
 
@@ -91,12 +91,12 @@ def _strided(ranks: tuple[int, ...], inner: int) -> bool:
     return len(ranks) > inner and ranks[inner] - ranks[0] > inner
 
 
-def _schedules(search: Search, meshes: Sequence[Slot]) -> list[str]:
+def _schedules(search: Search, meshes: Sequence[MeshChoice]) -> list[str]:
     """Schedules that some mesh offers."""
     offered = {
         name
-        for slot in meshes
-        for name, _ in search.space.schedules(slot.groups, slot.num_microbatches, 0)
+        for choice in meshes
+        for name, _ in search.space.schedules(choice.groups, choice.num_microbatches, 0)
     }
     return [name for name in search.restrictions.schedules if name in offered]
 
@@ -105,7 +105,7 @@ def _schedule(name: str) -> Family:
     return Family(
         name=name,
         has=lambda plan: plan.schedule == name and len(plan.devices) > 1,
-        slot=lambda slot: slot.groups > 1,
+        choice=lambda choice: choice.groups > 1,
         schedule=lambda own: own == name,
     )
 
@@ -114,8 +114,8 @@ def _zero(zero: int) -> Family:
     return Family(
         name=f"ZeRO-{zero}",
         has=lambda plan: _zero_of(plan) == zero,
-        slot=lambda slot: not zero or slot.mesh.dp * slot.mesh.cp > 1,
-        way=lambda way: way.zero == zero,
+        choice=lambda choice: not zero or choice.mesh.dp * choice.mesh.cp > 1,
+        setup=lambda setup: setup.zero == zero,
     )
 
 
@@ -139,9 +139,9 @@ def _runs_here(policies: Sequence[str]) -> Family:
     return Family(
         name=RUNS_HERE,
         has=runs_here,
-        slot=lambda slot: (
-            slot.mesh.cp in RUNS["cp"]
-            and runs_experts(dp=slot.mesh.dp, tp=slot.mesh.tp, ep=slot.mesh.ep)
+        choice=lambda choice: (
+            choice.mesh.cp in RUNS["cp"]
+            and runs_experts(dp=choice.mesh.dp, tp=choice.mesh.tp, ep=choice.mesh.ep)
         ),
         policies=tuple(p for p in policies if p in RUNS["recompute"]),
     )

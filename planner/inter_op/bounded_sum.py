@@ -31,8 +31,8 @@ Partition = TypeVar("Partition")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(Generic[Partition]):
-    """What is known of F(T) after trying to get below a cutoff."""
+class Attempt(Generic[Partition]):
+    """One evaluation of F(T) under a cutoff: its value, or a lower bound on it."""
 
     bound_s: float
     """F(T) if there is a partition; otherwise a lower bound on it that is at least the cutoff."""
@@ -47,17 +47,17 @@ class Step(Generic[Partition]):
 class Staircase(Generic[Partition]):
     """A search under way; ``run`` ends it, and ``attempt`` may give it an incumbent before."""
 
-    program: Callable[[float, float], Step[Partition]]
+    program: Callable[[float, float], Attempt[Partition]]
     """Evaluates F at T as far as it is below a cutoff."""
     later: float
     """c"""
     gap: float = 0.0
-    """How far above the optimum, as a fraction, the answer may be."""
+    """Relative gap to the optimum at which the search may stop."""
     cutoff_s: float = np.inf
     """Only objectives below it count."""
     deadline: float | None = None
     """The time.monotonic() after which no further T is tried."""
-    best: Step[Partition] | None = None
+    best: Attempt[Partition] | None = None
     objective_s: float = np.inf
     tried: int = 0
     _least_dropped: float = np.inf
@@ -71,20 +71,20 @@ class Staircase(Generic[Partition]):
 
     @property
     def target_s(self) -> float:
-        """What an objective must be below to be worth finding."""
+        """Exclusive upper limit on objectives that are worth finding."""
         return min(self.objective_s * (1 - max(self.gap, ROUNDING)), self.cutoff_s)
 
-    def attempt(self, t_max: float, smallest: float) -> Step[Partition]:
+    def attempt(self, t_max: float, smallest: float) -> Attempt[Partition]:
         """Evaluate F(t_max), settling what it can of the values from ``smallest`` to ``t_max``."""
         self.tried += 1
-        step = self.program(t_max, self.target_s - self.later * smallest)
-        if step.partition is None:
-            self._least_dropped = min(self._least_dropped, step.bound_s + self.later * smallest)
-            return step
-        objective = step.sum_s + self.later * step.t_max_s
+        attempt = self.program(t_max, self.target_s - self.later * smallest)
+        if attempt.partition is None:
+            self._least_dropped = min(self._least_dropped, attempt.bound_s + self.later * smallest)
+            return attempt
+        objective = attempt.sum_s + self.later * attempt.t_max_s
         if objective < min(self.objective_s, self.cutoff_s):
-            self.best, self.objective_s = step, objective
-        return step
+            self.best, self.objective_s = attempt, objective
+        return attempt
 
     def run(self, times: Floats, total: float = 0.0) -> None:
         """Search the ascending values ``times``, where F is known to be at least ``total``."""
@@ -100,11 +100,11 @@ class Staircase(Generic[Partition]):
                 self._least_dropped = min(self._least_dropped, beyond)
             last, cut = min(worth, last), worth < last
             middle = self._split(times, first, last, loose)
-            step = self.attempt(float(times[middle]), float(times[first]))
+            attempt = self.attempt(float(times[middle]), float(times[first]))
             self._push(times, middle + 1, last, total, loose or cut)
-            if step.partition is not None:
-                middle = int(np.searchsorted(times, step.t_max_s))
-                self._push(times, first, middle - 1, max(step.bound_s, total), loose=False)
+            if attempt.partition is not None:
+                middle = int(np.searchsorted(times, attempt.t_max_s))
+                self._push(times, first, middle - 1, max(attempt.bound_s, total), loose=False)
 
     def _late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.planner.inter_op.bounded_sum import Staircase, Step
+from meshwright.planner.inter_op.bounded_sum import Attempt, Staircase
 from meshwright.planner.inter_op.table import Floats, Ints, Masks
 
 _ANY_TIME = float(np.finfo(np.float64).max)
@@ -92,7 +92,7 @@ class _LeastSum:
     window: Floats
     """(P+1, C+1): r_k[j]"""
 
-    def __call__(self, t_max: float, cutoff: float) -> Step[tuple[int, ...]]:
+    def __call__(self, t_max: float, cutoff: float) -> Attempt[tuple[int, ...]]:
         """Compute F(t_max) as far as it is below the cutoff."""
         stages, positions = len(self.levels), self.time_s.shape[1]
         open_ = self.window <= t_max
@@ -106,13 +106,13 @@ class _LeastSum:
             least[k, i0:i1] = np.where(self.time_s[run] <= t_max, through, np.inf).min(axis=1)
             j0, j1 = _span(np.isfinite(least[k]))
             if j0 == j1:
-                return Step(bound_s=np.inf, partition=None)
+                return Attempt(bound_s=np.inf, partition=None)
         total = float(least[0, 0])
         if total >= cutoff:
-            return Step(bound_s=total, partition=None)
+            return Attempt(bound_s=total, partition=None)
         return self._walk(least, t_max)
 
-    def _walk(self, least: Floats, t_max: float) -> Step[tuple[int, ...]]:
+    def _walk(self, least: Floats, t_max: float) -> Attempt[tuple[int, ...]]:
         """Read the cuts from the first stage on."""
         cuts, slowest = [0], 0.0
         for k, level in enumerate(self.levels):
@@ -122,7 +122,7 @@ class _LeastSum:
             cuts.append(int(through.argmin()))
             slowest = max(slowest, float(time_s[cuts[-1]]))
         total = float(least[0, 0])
-        return Step(bound_s=total, partition=tuple(cuts), t_max_s=slowest, sum_s=total)
+        return Attempt(bound_s=total, partition=tuple(cuts), t_max_s=slowest, sum_s=total)
 
 
 def _program(

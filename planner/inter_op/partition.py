@@ -20,7 +20,7 @@ or a lower bound on it that already excludes ``T``, comes from ``planner.inter_o
 bisection of memory in ``minimal_shortfall`` rests on ``planner.inter_op.table``.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,14 @@ import numpy as np
 from meshwright.planner.inter_op.bounded_sum import Staircase
 from meshwright.planner.inter_op.stage_dp import LeastSum
 from meshwright.planner.inter_op.stage_options import Options, memory_lines, stage_options
-from meshwright.planner.inter_op.table import Cell, Chain, StageTable, any_partition, smallest_limit
+from meshwright.planner.inter_op.table import (
+    Cell,
+    Constraints,
+    PartitionProblem,
+    StageTable,
+    any_partition,
+    smallest_limit,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,40 +73,36 @@ class MemoryShortfall:
 
 def solve_inter_op(
     table: StageTable,
+    constraints: Constraints,
     *,
-    num_devices: int,
     num_microbatches: int,
-    memory_bytes: float,
-    in_flight: Callable[[int], int],
-    num_stages: int | Collection[int] | None = None,
     relative_gap: float = 0.0,
     cutoff_s: float = np.inf,
     deadline: float | None = None,
 ) -> InterOpSolution | None:
-    """Return the cheapest partition that uses exactly num_devices and fits, or None.
+    """Return the cheapest partition that meets the constraints, or None.
 
-    ``in_flight(s)`` is the number of micro-batches whose activations a stage holds when it is the
-    s-th from the end; it may not fall with s.  ``num_stages`` is the stage count, or the allowed
-    ones.  With ``relative_gap`` > 0 the objective is only within that fraction of the optimum.
-    Only objectives below ``cutoff_s`` count.  At ``deadline``, a time.monotonic(), the best so far
-    is returned with its bound; None then says only that none was found in time.
-    The same input always gives the same answer: where several stages continue an equally cheap
-    partition, the one of smallest (block, devices, variant).  Raises ValueError on malformed input.
+    With ``relative_gap`` > 0 the objective is only within that fraction of the optimum.  Only
+    objectives below ``cutoff_s`` count.  At ``deadline``, a time.monotonic(), the best so far is
+    returned with its bound; None then says only that none was found in time.  The same input always
+    gives the same answer: where several stages continue an equally cheap partition, the one of
+    smallest (block, devices, variant).  Raises ValueError on malformed input.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
     if not 0 <= relative_gap < 1:
         raise ValueError(f"relative_gap={relative_gap} must lie in [0, 1); 0 asks for the optimum")
-    chain = _chain(table, num_devices, in_flight, num_stages)
-    if chain is None:
+    problem = _problem(table, constraints)
+    if problem is None:
         return None
+    memory_bytes = constraints.memory_bytes
     later = num_microbatches - 1
-    options = stage_options(chain, table, memory_bytes, later=later, cutoff_s=cutoff_s)
-    lowest = None if options is None else smallest_limit(chain, options.quickest())
+    options = stage_options(problem, table, memory_bytes, later=later, cutoff_s=cutoff_s)
+    lowest = None if options is None else smallest_limit(problem, options.quickest())
     if options is None or lowest is None:
         return None
     search = Staircase(
-        program=LeastSum(chain=chain, options=options),
+        program=LeastSum(problem=problem, options=options),
         later=later,
         gap=relative_gap,
         cutoff_s=cutoff_s,
@@ -107,7 +110,7 @@ def solve_inter_op(
     )
     search.attempt(lowest, lowest)
     free = search.best is None and cutoff_s == np.inf
-    if free and any_partition(chain, options.furthest()) is None:
+    if free and any_partition(problem, options.furthest()) is None:
         return None
     search.run(np.unique(options.time_s[options.time_s > lowest]))
     if search.best is None or search.best.partition is None:
@@ -115,7 +118,7 @@ def solve_inter_op(
     best = search.best.partition
     return InterOpSolution(
         stages=tuple(
-            _variant_of(chain, table, options, memory_bytes, option=n, position=len(best) - k)
+            _variant_of(problem, table, options, memory_bytes, option=n, position=len(best) - k)
             for k, n in enumerate(best)
         ),
         objective_s=search.objective_s,
@@ -126,33 +129,26 @@ def solve_inter_op(
     )
 
 
-def minimal_shortfall(
-    table: StageTable,
-    *,
-    num_devices: int,
-    memory_bytes: float,
-    in_flight: Callable[[int], int],
-    num_stages: int | Collection[int] | None = None,
-) -> MemoryShortfall | None:
+def minimal_shortfall(table: StageTable, constraints: Constraints) -> MemoryShortfall | None:
     """Return the partition with the least maximum over its stages of (bytes used - memory_bytes).
 
-    None when no legal partition uses exactly num_devices, however much memory there were.  Bisects
-    the memory limit: a partition within it lowers the upper end to what it really uses, and the
+    None when no partition meets the other constraints, however much memory there were.  Bisects the
+    memory limit: a partition within it lowers the upper end to what it really uses, and the
     least use beyond a limit that is too small raises the lower end, so the answer is exact.  Below
     the limit at which the devices suffice if every stage were the last, it need not look.
     """
-    chain = _chain(table, num_devices, in_flight, num_stages)
-    lines = None if chain is None else memory_lines(chain, table)
-    low = None if chain is None or lines is None else smallest_limit(chain, lines.least_bytes())
-    if chain is None or lines is None or low is None:
+    problem = _problem(table, constraints)
+    lines = None if problem is None else memory_lines(problem, table)
+    low = None if problem is None or lines is None else smallest_limit(problem, lines.least_bytes())
+    if problem is None or lines is None or low is None:
         return None
     best: _Used | None = None
     high, limit = np.inf, low
     while low < high:
         furthest, beyond = lines.within(limit)
-        cells = any_partition(chain, furthest)
+        cells = any_partition(problem, furthest)
         if cells is not None:
-            best = _least_use(chain, table, cells)
+            best = _least_use(problem, table, cells)
             high = max(best.stage_bytes)
         elif beyond == np.inf:
             return None
@@ -161,7 +157,7 @@ def minimal_shortfall(
         middle = 2 * limit if high == np.inf else low + (high - low) / 2
         limit = middle if low <= middle < high else low
     assert best is not None
-    excess = tuple(used - memory_bytes for used in best.stage_bytes)
+    excess = tuple(used - constraints.memory_bytes for used in best.stage_bytes)
     return MemoryShortfall(stages=best.stages, excess_bytes=max(excess), stage_excess_bytes=excess)
 
 
@@ -173,10 +169,10 @@ class _Used:
     stage_bytes: tuple[float, ...]
 
 
-def _least_use(chain: Chain, table: StageTable, cells: Sequence[Cell]) -> _Used:
+def _least_use(problem: PartitionProblem, table: StageTable, cells: Sequence[Cell]) -> _Used:
     stages, used = [], []
-    for (z, i, j), held in zip(cells, chain.in_flight[len(cells) - 1 :: -1], strict=True):
-        at = chain.variants[z], i, j
+    for (z, i, j), held in zip(cells, problem.in_flight[len(cells) - 1 :: -1], strict=True):
+        at = problem.variants[z], i, j
         size = table.static_bytes[at] + held * table.activation_bytes[at]
         size = np.where(np.isfinite(table.time_s[at]), size, np.inf)
         stages.append(StageChoice(start=i, stop=j, variant=int(at[0][size.argmin()])))
@@ -185,7 +181,7 @@ def _least_use(chain: Chain, table: StageTable, cells: Sequence[Cell]) -> _Used:
 
 
 def _variant_of(
-    chain: Chain,
+    problem: PartitionProblem,
     table: StageTable,
     options: Options,
     memory_bytes: float,
@@ -195,22 +191,18 @@ def _variant_of(
 ) -> StageChoice:
     """Return the stage of an option with the first variant that is as fast and fits there."""
     z, i, j = options.cell_of(option)
-    at = chain.variants[z], i, j
-    used = table.static_bytes[at] + chain.in_flight[position - 1] * table.activation_bytes[at]
+    at = problem.variants[z], i, j
+    used = table.static_bytes[at] + problem.in_flight[position - 1] * table.activation_bytes[at]
     same = (table.time_s[at] == options.time_s[option]) & (used <= memory_bytes)
     if table.fill_s is not None:
         same &= table.fill_s[at] == options.fill_s[option]
     return StageChoice(start=i, stop=j, variant=int(at[0][same.argmax()]))
 
 
-def _chain(
-    table: StageTable,
-    num_devices: int,
-    in_flight: Callable[[int], int],
-    num_stages: int | Collection[int] | None,
-) -> Chain | None:
+def _problem(table: StageTable, constraints: Constraints) -> PartitionProblem | None:
     """Check the input and bring it into the programs' form; None if no stage count is possible."""
     rows = _check_table(table)
+    num_devices, num_stages = constraints.num_devices, constraints.num_stages
     if num_devices < 1:
         raise ValueError(f"num_devices={num_devices} must be at least 1")
     devices = np.asarray(table.devices, dtype=np.int64)
@@ -226,14 +218,14 @@ def _chain(
     allowed = tuple(sorted({int(n) for n in counts if n <= most}))
     if not allowed or num_devices % unit:
         return None
-    held = np.array([in_flight(s) for s in range(1, allowed[-1] + 1)], dtype=np.int64)
+    held = np.array([constraints.in_flight(s) for s in range(1, allowed[-1] + 1)], dtype=np.int64)
     if (held < 0).any() or (np.diff(held) < 0).any():
         raise ValueError(
             f"in_flight gives {held.tolist()} for positions 1..{allowed[-1]} from the end; it must "
             "be non-negative and may not fall, as a stage further from the end never holds fewer"
         )
     sizes = np.unique(usable)
-    return Chain(
+    return PartitionProblem(
         num_blocks=rows - 1,
         num_devices=num_devices // unit,
         sizes=sizes // unit,

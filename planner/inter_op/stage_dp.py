@@ -32,14 +32,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from meshwright.planner.inter_op.bounded_sum import ROUNDING, Step
+from meshwright.planner.inter_op.bounded_sum import ROUNDING, Attempt
 from meshwright.planner.inter_op.stage_options import Options
 from meshwright.planner.inter_op.table import (
     Cell,
-    Chain,
     Floats,
     Ints,
     Masks,
+    PartitionProblem,
     Shorts,
     cover,
     cover_prefix,
@@ -57,58 +57,58 @@ _PRICES = 4
 class LeastSum:
     """The program F(T); it starts from the stage price that its last call ended with."""
 
-    chain: Chain
+    problem: PartitionProblem
     options: Options
     price: float = 0.0
     """μ"""
 
-    def __call__(self, t_max: float, cutoff: float) -> Step[Stages]:
+    def __call__(self, t_max: float, cutoff: float) -> Attempt[Stages]:
         """Compute F(t_max) as far as it is below the cutoff."""
-        chain, options, counts = self.chain, self.options, self.chain.stage_counts
-        earliest = _earliest_positions(chain, options, t_max)
+        problem, options, counts = self.problem, self.options, self.problem.stage_counts
+        earliest = _earliest_positions(problem, options, t_max)
         cost = options.cheapest(earliest, t_max)
-        before, after = device_bounds(chain, np.isfinite(cost))
+        before, after = device_bounds(problem, np.isfinite(cost))
         reach = options.furthest_at(cost, t_max)
         best: _Layers | None = None
         best_bound, prices = -np.inf, _Prices(counts=counts, t_max=t_max)
-        price = 0.0 if chain.any_count else self.price
-        for _ in range(_PRICES if after[0] <= chain.num_devices else 0):
+        price = 0.0 if problem.any_count else self.price
+        for _ in range(_PRICES if after[0] <= problem.num_devices else 0):
             self.price = price
-            prefix = _prefix_costs(chain, cost + price, before, after)
+            prefix = _prefix_costs(problem, cost + price, before, after)
             bound = float(prefix[-1, -1]) - max(price * counts[0], price * counts[-1])
             if bound >= cutoff:
-                return Step(bound_s=bound, partition=None)
-            cells, in_place = _walk_prefix(chain, cost + price, reach, prefix)
+                return Attempt(bound_s=bound, partition=None)
+            cells, in_place = _walk_prefix(problem, cost + price, reach, prefix)
             total = float(sum(cost[cell] for cell in cells))
             if in_place and len(cells) in counts and total <= bound + ROUNDING * abs(total):
-                return self._step(
+                return self._attempt(
                     options.find(*cell, fill_s=cost[cell], position=s, t_max=t_max)
                     for cell, s in zip(cells, range(len(cells), 0, -1), strict=True)
                 )
             if bound > best_bound:
                 best_bound = bound
-                best = _Layers.build(chain, options, t_max, price, prefix, before, after)
+                best = _Layers.build(problem, options, t_max, price, prefix, before, after)
             prices.cut(price, bound, len(cells))
             if prices.exact or prices.best_s < cutoff < np.inf:
                 break
             price = prices.middle()
         if best is None:
-            return Step(bound_s=np.inf, partition=None)
+            return Attempt(bound_s=np.inf, partition=None)
         self.price = best.price
         found = best.run(cutoff)
-        return Step(bound_s=cutoff, partition=None) if found is None else self._step(found)
+        return Attempt(bound_s=cutoff, partition=None) if found is None else self._attempt(found)
 
-    def _step(self, stages: Iterable[int]) -> Step[Stages]:
+    def _attempt(self, stages: Iterable[int]) -> Attempt[Stages]:
         """Return what a partition that attains F(T) says."""
         found = tuple(stages)
         total = float(sum(self.options.fill_s[n] for n in found))
         slowest = float(max(self.options.time_s[n] for n in found))
-        return Step(bound_s=total, partition=found, t_max_s=slowest, sum_s=total)
+        return Attempt(bound_s=total, partition=found, t_max_s=slowest, sum_s=total)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Prices:
-    """What relaxed programs tell of the bound h(μ) - μ·S, which is concave in μ.
+    """Tangents of the bound h(μ) - μ·S, which is concave in μ.
 
     A partition of n stages makes it rise with slope n - S at its price: a tangent from above.
     """
@@ -153,20 +153,20 @@ class _Prices:
         return (c - b + slope * p - descent * q) / (slope - descent)
 
 
-def _earliest_positions(chain: Chain, options: Options, t_max: float) -> Shorts:
+def _earliest_positions(problem: PartitionProblem, options: Options, t_max: float) -> Shorts:
     """Return (K+1, K+1): the position that stage [i, j) has at least."""
     legal = np.isfinite(options.cheapest(1, t_max)).any(axis=0)
-    most = len(chain.in_flight) + 1
+    most = len(problem.in_flight) + 1
     following = np.minimum(cover(np.where(legal, 1.0, np.inf)), most)
     # At most i stages come before block i, so the rest of the smallest count comes after it.
-    preceding = chain.stage_counts[0] - np.arange(chain.num_blocks + 1)
+    preceding = problem.stage_counts[0] - np.arange(problem.num_blocks + 1)
     earliest: Shorts = np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
     return earliest
 
 
-def _prefix_costs(chain: Chain, cost: Floats, before: Ints, after: Ints) -> Floats:
+def _prefix_costs(problem: PartitionProblem, cost: Floats, before: Ints, after: Ints) -> Floats:
     """Return h, (K+1, D+1): least relaxed cost of blocks 0..j-1 on exactly d devices."""
-    blocks, devices = chain.num_blocks, chain.num_devices
+    blocks, devices = problem.num_blocks, problem.num_devices
     prefix = np.full((blocks + 1, devices + 1), np.inf)
     prefix[0, 0] = 0.0
     scratch = np.empty((blocks, devices + 1))
@@ -176,7 +176,7 @@ def _prefix_costs(chain: Chain, cost: Floats, before: Ints, after: Ints) -> Floa
     stop: Ints = blocks + 1 - legal[:, ::-1].argmax(axis=1)
     for j in range(1, blocks + 1):
         for z in np.flatnonzero(used[:, j]):
-            size, i0, i1 = int(chain.sizes[z]), int(start[z, j]), int(stop[z, j])
+            size, i0, i1 = int(problem.sizes[z]), int(start[z, j]), int(stop[z, j])
             low = max(int(before[j]), size + int(before[i0:i1].min()))
             high = devices - int(after[j]) + 1
             if low >= high:
@@ -190,14 +190,14 @@ def _prefix_costs(chain: Chain, cost: Floats, before: Ints, after: Ints) -> Floa
 
 
 def _walk_prefix(
-    chain: Chain, cost: Floats, reach: Shorts, prefix: Floats
+    problem: PartitionProblem, cost: Floats, reach: Shorts, prefix: Floats
 ) -> tuple[tuple[Cell, ...], bool]:
     """Read a partition that attains h[K, D], and whether it fits in place."""
     stages: list[Cell] = []
     in_place = True
-    j, d = chain.num_blocks, chain.num_devices
+    j, d = problem.num_blocks, problem.num_devices
     while j > 0:
-        left = d - chain.sizes
+        left = d - problem.sizes
         through = cost[:, :j, j] + prefix[:j, np.maximum(left, 0)].T
         hit = (through == prefix[j, d]) & (left >= 0)[:, None]
         fitting = hit & (reach[:, :j, j] > len(stages))
@@ -212,7 +212,7 @@ def _walk_prefix(
 class _Layers:
     """The exact program f_s[i, d], its planes skewed to e = d - r·(K-i) - e0."""
 
-    chain: Chain
+    problem: PartitionProblem
     options: Options
     t_max: float
     price: float
@@ -229,7 +229,7 @@ class _Layers:
     @classmethod
     def build(
         cls,
-        chain: Chain,
+        problem: PartitionProblem,
         options: Options,
         t_max: float,
         price: float,
@@ -238,7 +238,7 @@ class _Layers:
         after: Ints,
     ) -> "_Layers":
         """Choose the skew that makes the band of states from which both ends are covered narrow."""
-        blocks, devices = chain.num_blocks, chain.num_devices
+        blocks, devices = problem.num_blocks, problem.num_devices
         low, high = after, devices - before
         rows = np.flatnonzero(low <= high)
         length = blocks - np.arange(blocks + 1)
@@ -253,7 +253,7 @@ class _Layers:
         remaining = np.where(valid, np.take_along_axis(prefix, free, axis=1), np.inf)
         legal = np.isfinite(options.cheapest(1, t_max)).any(axis=0)
         return cls(
-            chain=chain,
+            problem=problem,
             options=options,
             t_max=t_max,
             price=price,
@@ -264,22 +264,22 @@ class _Layers:
         )
 
     def column(self, i: int, d: int) -> int:
-        return d - self.skew * (self.chain.num_blocks - i) - self.origin
+        return d - self.skew * (self.problem.num_blocks - i) - self.origin
 
     def run(self, cutoff: float) -> list[int] | None:
         """Return the partition of least sum below the cutoff, if there is one."""
-        chain, counts = self.chain, self.chain.stage_counts
+        problem, counts = self.problem, self.problem.stage_counts
         layer = np.full(self.remaining.shape, np.inf)
-        layer[chain.num_blocks, self.column(chain.num_blocks, 0)] = 0.0
+        layer[problem.num_blocks, self.column(problem.num_blocks, 0)] = 0.0
         layers, best, found = [layer], np.full_like(layer, np.inf), 0
-        final = self.column(0, chain.num_devices)
+        final = self.column(0, problem.num_devices)
         rebate = max(self.price * counts[0], self.price * counts[-1])
         for s in range(1, counts[-1] + 1):
             cost = self.options.cheapest(s, self.t_max) + self.price
             layer = self._next(layer, cost, cutoff + rebate)
             layer[~self._rows_that_can_end(s)] = np.inf
             layer[layer + self.remaining >= cutoff + rebate] = np.inf
-            if chain.any_count:
+            if problem.any_count:
                 layer[layer >= best] = np.inf
                 np.minimum(best, layer, out=best)
             layers.append(layer)
@@ -292,8 +292,8 @@ class _Layers:
 
     def _rows_that_can_end(self, s: int) -> Masks:
         """Return (K+1,): rows whose blocks before can make up an allowed number of stages."""
-        more = np.array(self.chain.stage_counts)[:, None] - s
-        block = np.arange(self.chain.num_blocks + 1)
+        more = np.array(self.problem.stage_counts)[:, None] - s
+        block = np.arange(self.problem.num_blocks + 1)
         rows: Masks = np.any((more >= self.fewest_before) & (more <= block), axis=0)
         return rows
 
@@ -314,7 +314,7 @@ class _Layers:
         scratch = np.empty_like(layer)
         for z, n in np.argwhere(legal.any(axis=2)):
             i0, i1 = int(start[z, n]), int(stop[z, n])
-            shift = int(self.chain.sizes[z]) - self.skew * int(n)
+            shift = int(self.problem.sizes[z]) - self.skew * int(n)
             e0 = max(int(columns[0]) + shift, 0)
             e1 = min(int(columns[-1]) + 1 + shift, width)
             if e0 >= e1:
@@ -328,14 +328,14 @@ class _Layers:
 
     def _walk(self, layers: Sequence[Floats]) -> list[int]:
         """Read the partition from its first stage on."""
-        chain = self.chain
+        problem = self.problem
         stages: list[int] = []
-        i, d = 0, chain.num_devices
+        i, d = 0, problem.num_devices
         for s in range(len(layers) - 1, 0, -1):
             cost = self.options.cheapest(s, self.t_max)
-            j = np.arange(i + 1, chain.num_blocks + 1)
-            left = d - chain.sizes
-            e = left[:, None] - self.skew * (chain.num_blocks - j) - self.origin
+            j = np.arange(i + 1, problem.num_blocks + 1)
+            left = d - problem.sizes
+            e = left[:, None] - self.skew * (problem.num_blocks - j) - self.origin
             inside = (e >= 0) & (e < self.remaining.shape[1])
             later = np.where(inside, layers[s - 1][j, np.where(inside, e, 0)], np.inf)
             through = (cost[:, i, i + 1 :] + self.price) + later

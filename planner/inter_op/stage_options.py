@@ -1,4 +1,4 @@
-"""What a stage can cost: of hundreds of variants, the few that an optimal partition may need.
+"""Dominance: of a stage's hundreds of variants, the few that an optimal partition may need.
 
 A variant of a stage ``[i, j)`` matters to a partition only by its number of devices, its time
 ``t``, its fill ``g`` (what it adds to ``Σ g``) and how far from the end of the pipeline it fits.
@@ -23,7 +23,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.inter_op.table import Cell, Chain, Floats, Ints, Shorts, StageTable
+from meshwright.planner.inter_op.table import (
+    Cell,
+    Floats,
+    Ints,
+    PartitionProblem,
+    Shorts,
+    StageTable,
+)
 
 AnyArray: TypeAlias = NDArray[Any]
 _COMPARED = 8
@@ -42,7 +49,7 @@ class _Cells:
     """(G,): the first entry of each cell."""
 
     def _each(self, of_cells: AnyArray, entries: int) -> AnyArray:
-        """Return (N,): of each entry what its cell has."""
+        """Return (N,): ``of_cells`` (G,) repeated for each entry of a cell."""
         return np.repeat(of_cells, np.diff(np.append(self.first, entries)))
 
     def _least(self, value: Floats) -> Floats:
@@ -54,7 +61,7 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(_Cells):
-    """The ways to run each stage that may be needed, as entries."""
+    """The variants of each stage that an optimal partition may need, as entries."""
 
     run: Ints
     """(N,): flat index into (K+1, K+1) of each option."""
@@ -137,8 +144,8 @@ class MemoryLines(_Cells):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ways:
-    """The runs of blocks that one variant can take, and what it costs there."""
+class _Variant:
+    """The runs of blocks that one variant can take, and what it variants there."""
 
     at: Ints
     """Which of the runs i < j, as a position in their list."""
@@ -149,32 +156,38 @@ class _Ways:
 
 
 def stage_options(
-    chain: Chain, table: StageTable, memory_bytes: float, *, later: int, cutoff_s: float
+    problem: PartitionProblem,
+    table: StageTable,
+    memory_bytes: float,
+    *,
+    later: int,
+    cutoff_s: float,
 ) -> Options | None:
     """Reduce the table to its options, without those that alone reach the cutoff; None if none."""
-    rows = chain.num_blocks + 1
+    rows = problem.num_blocks + 1
     runs = _runs(rows)
-    levels, positions = _levels(chain)
+    levels, positions = _levels(problem)
     columns: list[tuple[Ints, Floats, Floats, Ints]] = []
-    for z, members in enumerate(chain.variants):
-        ways: list[_Ways] = []
-        # What the last way that fits everywhere costs: any way must be quicker or fill for less.
-        settled, settled_fill = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
+    for z, members in enumerate(problem.variants):
+        variants: list[_Variant] = []
+        # Of the last variant that fits everywhere; any other must be quicker or fill for less.
+        everywhere_s, everywhere_fill_s = np.full(len(runs), np.inf), np.full(len(runs), np.inf)
         for v in members:
             time_s = table.time_s[v].ravel()[runs]
             fill_s = time_s if table.fill_s is None else table.fill_s[v].ravel()[runs]
-            needed = (time_s < settled) | (fill_s < settled_fill)
+            needed = (time_s < everywhere_s) | (fill_s < everywhere_fill_s)
             at = np.flatnonzero(needed & (time_s < np.inf))
             at = at[fill_s[at] + later * time_s[at] < cutoff_s]
             static = table.static_bytes[v].ravel()[runs[at]]
             activation = table.activation_bytes[v].ravel()[runs[at]]
             level = _levels_that_fit(static, activation, levels, memory_bytes)
             at, level = at[level > 0], level[level > 0]
-            ways.append(_Ways(at=at, time_s=time_s[at], fill_s=fill_s[at], level=level))
+            variants.append(_Variant(at=at, time_s=time_s[at], fill_s=fill_s[at], level=level))
             everywhere = at[level == len(levels)]
-            settled[everywhere] = time_s[everywhere]
-            settled_fill[everywhere] = fill_s[everywhere]
-        for at, time_s, fill_s, level in _undominated(ways, len(runs), table.fill_s is not None):
+            everywhere_s[everywhere] = time_s[everywhere]
+            everywhere_fill_s[everywhere] = fill_s[everywhere]
+        two_costs = table.fill_s is not None
+        for at, time_s, fill_s, level in _undominated(variants, len(runs), two_costs):
             columns.append((z * rows * rows + runs[at], time_s, fill_s, level))
     if not columns:
         return None
@@ -182,7 +195,7 @@ def stage_options(
     order = np.argsort(cell, kind="stable")
     cells, first = np.unique(cell[order], return_index=True)
     return Options(
-        shape=(len(chain.sizes), rows, rows),
+        shape=(len(problem.sizes), rows, rows),
         cell=cells,
         first=first,
         run=cell[order] % (rows * rows),
@@ -193,22 +206,22 @@ def stage_options(
 
 
 def _undominated(
-    ways: Sequence[_Ways], runs: int, two_costs: bool
+    variants: Sequence[_Variant], runs: int, two_costs: bool
 ) -> Iterator[tuple[Ints, Floats, Floats, Ints]]:
     """Yield (runs, times, fills, levels) of the options of one device count."""
-    occurring = np.flatnonzero(np.bincount(np.concatenate([way.level for way in ways])))
+    occurring = np.flatnonzero(np.bincount(np.concatenate([variant.level for variant in variants])))
     if not len(occurring):
         return
     row = np.zeros(int(occurring[-1]) + 1, dtype=np.int64)
     row[occurring] = np.arange(len(occurring))
-    # Row n is the quickest way that fits occurring[n] levels or more, and what that way fills.
+    # Row n is the quickest variant that fits occurring[n] levels or more, and its fill.
     quick = np.full((len(occurring) + 1, runs), np.inf)
     fill = np.full_like(quick, np.inf) if two_costs else quick
-    for way in ways:
-        flat = row[way.level] * runs + way.at
-        better = way.time_s < quick.ravel()[flat]
-        quick.ravel()[flat[better]] = way.time_s[better]
-        fill.ravel()[flat[better]] = way.fill_s[better]
+    for variant in variants:
+        flat = row[variant.level] * runs + variant.at
+        better = variant.time_s < quick.ravel()[flat]
+        quick.ravel()[flat[better]] = variant.time_s[better]
+        fill.ravel()[flat[better]] = variant.fill_s[better]
     for n in range(len(occurring) - 1, -1, -1):
         further = quick[n + 1] < quick[n]
         np.copyto(quick[n], quick[n + 1], where=further)
@@ -216,9 +229,9 @@ def _undominated(
     own, at = np.nonzero((quick[:-1] != quick[1:]) | (fill[:-1] != fill[1:]))
     yield at, quick[own, at], fill[own, at], occurring[own]
     if two_costs:
-        for way in ways:
-            less = way.fill_s < fill.ravel()[row[way.level] * runs + way.at]
-            yield way.at[less], way.time_s[less], way.fill_s[less], way.level[less]
+        for variant in variants:
+            less = variant.fill_s < fill.ravel()[row[variant.level] * runs + variant.at]
+            yield variant.at[less], variant.time_s[less], variant.fill_s[less], variant.level[less]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,13 +257,13 @@ def _line(table: StageTable, v: int, runs: Ints, middle: float) -> _Line:
     )
 
 
-def memory_lines(chain: Chain, table: StageTable) -> MemoryLines | None:
+def memory_lines(problem: PartitionProblem, table: StageTable) -> MemoryLines | None:
     """Reduce the table to what its stages use; None if no stage is legal."""
-    rows = chain.num_blocks + 1
+    rows = problem.num_blocks + 1
     runs = _runs(rows)
-    levels, positions = _levels(chain)
+    levels, positions = _levels(problem)
     columns: list[tuple[Ints, Floats, Floats]] = []
-    for z, members in enumerate(chain.variants):
+    for z, members in enumerate(problem.variants):
         lines = [_line(table, v, runs, float(levels[len(levels) // 2])) for v in members]
         # The leanest come first, as they drop most of the others.
         lines.sort(key=lambda line: line.lean_bytes)
@@ -272,7 +285,7 @@ def memory_lines(chain: Chain, table: StageTable) -> MemoryLines | None:
     order = np.argsort(cell, kind="stable")
     cells, first = np.unique(cell[order], return_index=True)
     return MemoryLines(
-        shape=(len(chain.sizes), rows, rows),
+        shape=(len(problem.sizes), rows, rows),
         cell=cells,
         first=first,
         static_bytes=static[order],
@@ -289,10 +302,10 @@ def _runs(rows: int) -> Ints:
     return flat
 
 
-def _levels(chain: Chain) -> tuple[Floats, Shorts]:
+def _levels(problem: PartitionProblem) -> tuple[Floats, Shorts]:
     """Return the distinct in_flight, ascending, and how many positions the first 0, 1, ... span."""
-    levels, first = np.unique(chain.in_flight, return_index=True)
-    return levels.astype(np.float64), np.append(first, len(chain.in_flight)).astype(np.int16)
+    levels, first = np.unique(problem.in_flight, return_index=True)
+    return levels.astype(np.float64), np.append(first, len(problem.in_flight)).astype(np.int16)
 
 
 def _levels_that_fit(

@@ -1,4 +1,4 @@
-"""A chain of blocks to be cut into stages: its costs, its cuts, and whether any cut fits at all.
+"""The stage table, the partition problem, and whether any partition fits at all.
 
 Notation: ``K`` blocks, ``D`` devices, variants ``v`` of ``n_v`` devices, positions ``s`` counted
 from the end of the pipeline (the last stage is 1), a stage ``[i, j)`` of blocks ``i..j-1``.
@@ -10,7 +10,7 @@ once: where any count is allowed the fewest stages of every (first block, device
 whatever precedes them then stands nearest to the end; otherwise the counts are kept as a bit set.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,8 +48,23 @@ class StageTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """A partition problem in the form the programs want."""
+class Constraints:
+    """Devices, memory and stage counts that a partition of a stage table must meet."""
+
+    num_devices: int
+    """Devices of all stages together, exactly."""
+    memory_bytes: float
+    """Usable bytes per device."""
+    in_flight: Callable[[int], int]
+    """Position s from the end (the last stage is 1) -> micro-batches in flight on the stage; may
+    not fall with s."""
+    num_stages: int | Collection[int] | None = None
+    """Number of stages, or the allowed ones; None for any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionProblem:
+    """Table and constraints in the form that the programs work on."""
 
     num_blocks: int
     num_devices: int
@@ -69,13 +84,13 @@ class Chain:
         return self.stage_counts == tuple(range(1, self.stage_counts[-1] + 1))
 
 
-def smallest_limit(chain: Chain, cost: Floats) -> float | None:
+def smallest_limit(problem: PartitionProblem, cost: Floats) -> float | None:
     """Return the least limit on ``cost[z, i, j]`` under which the devices can cover the blocks."""
     values = np.unique(cost[np.isfinite(cost)])
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        if device_bounds(chain, np.less_equal(cost, values[middle]))[1][0] <= chain.num_devices:
+        if device_bounds(problem, np.less_equal(cost, values[middle]))[1][0] <= problem.num_devices:
             high = middle
         else:
             low = middle + 1
@@ -97,11 +112,11 @@ def cover_prefix(weight: Floats) -> Floats:
     return cover(weight[::-1, ::-1].T)[::-1]
 
 
-def device_bounds(chain: Chain, legal: Masks) -> tuple[Ints, Ints]:
+def device_bounds(problem: PartitionProblem, legal: Masks) -> tuple[Ints, Ints]:
     """Return (K+1,) twice: fewest devices for blocks 0..i-1, and for i..K-1; D+1 if impossible."""
-    smallest = np.where(legal.any(axis=0), chain.sizes[legal.argmax(axis=0)], np.inf)
+    smallest = np.where(legal.any(axis=0), problem.sizes[legal.argmax(axis=0)], np.inf)
     bounds = cover_prefix(smallest), cover(smallest)
-    before, after = (np.minimum(b, chain.num_devices + 1).astype(np.int64) for b in bounds)
+    before, after = (np.minimum(b, problem.num_devices + 1).astype(np.int64) for b in bounds)
     return before, after
 
 
@@ -111,39 +126,40 @@ def first_hit(hit: Masks) -> tuple[int, int]:
     return block, int(hit[:, block].argmax())
 
 
-def any_partition(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
+def any_partition(problem: PartitionProblem, furthest: Shorts) -> tuple[Cell, ...] | None:
     """Return a partition into an allowed number of stages that fit, the fewest first, or None.
 
     ``furthest`` is (Z, K+1, K+1): at how many leading positions a stage fits.
     """
-    if chain.any_count:
-        return _fewest_stages(chain, furthest)
-    return _counted_stages(chain, furthest)
+    if problem.any_count:
+        return _fewest_stages(problem, furthest)
+    return _counted_stages(problem, furthest)
 
 
 def _windows(
-    chain: Chain, furthest: Shorts, i: int, before: Ints, after: Ints
+    problem: PartitionProblem, furthest: Shorts, i: int, before: Ints, after: Ints
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yield (z, size, j0, j1, low, high) for stages from block i on: those of this size end before
     block j0 <= j < j1, and leave blocks i..K-1 on low <= d < high devices in all."""
     for z in np.flatnonzero(furthest[:, i].any(axis=1)):
-        size, reach = int(chain.sizes[z]), np.flatnonzero(furthest[z, i])
+        size, reach = int(problem.sizes[z]), np.flatnonzero(furthest[z, i])
         j0, j1 = int(reach[0]), int(reach[-1]) + 1
         low = max(int(after[i]), size + int(after[j0:j1].min()))
-        high = chain.num_devices - int(before[i]) + 1
+        high = problem.num_devices - int(before[i]) + 1
         if low < high:
             yield int(z), size, j0, j1, low, high
 
 
-def _fewest_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
-    """Where any count is allowed: fewest[i, d] stages for blocks i..K-1 on exactly d devices."""
-    blocks, devices = chain.num_blocks, chain.num_devices
-    before, after = device_bounds(chain, furthest > 0)
+def _fewest_stages(problem: PartitionProblem, furthest: Shorts) -> tuple[Cell, ...] | None:
+    """Dynamic program where any count is allowed: ``fewest[i, d]`` is the least number of stages
+    for blocks i..K-1 on exactly d devices."""
+    blocks, devices = problem.num_blocks, problem.num_devices
+    before, after = device_bounds(problem, furthest > 0)
     never = np.int16(np.iinfo(np.int16).max)
     fewest = np.full((blocks + 1, devices + 1), never)
     fewest[blocks, 0] = 0
     for i in range(blocks - 1, -1, -1):
-        for z, size, j0, j1, low, high in _windows(chain, furthest, i, before, after):
+        for z, size, j0, j1, low, high in _windows(problem, furthest, i, before, after):
             later = fewest[j0:j1, low - size : high - size]
             fits = later < furthest[z, i, j0:j1, None]
             least = np.where(fits, later + np.int16(1), never).min(axis=0)
@@ -153,7 +169,7 @@ def _fewest_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
     stages: list[Cell] = []
     i, d = 0, devices
     while i < blocks:
-        s, left = fewest[i, d], d - chain.sizes
+        s, left = fewest[i, d], d - problem.sizes
         later = fewest[i + 1 :, np.maximum(left, 0)].T
         hit = (later == s - 1) & (left >= 0)[:, None] & (furthest[:, i, i + 1 :] >= s)
         block, size_index = first_hit(hit)
@@ -162,29 +178,29 @@ def _fewest_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
     return tuple(stages)
 
 
-def _counted_stages(chain: Chain, furthest: Shorts) -> tuple[Cell, ...] | None:
+def _counted_stages(problem: PartitionProblem, furthest: Shorts) -> tuple[Cell, ...] | None:
     """``counts[w, i, d]`` is the set of stage counts s for which blocks i..K-1 fit on d devices,
     bit ``s % 64`` of word ``s // 64``; a stage in front of it shifts the set and drops what is too
     far."""
-    blocks, devices = chain.num_blocks, chain.num_devices
-    before, after = device_bounds(chain, furthest > 0)
-    words = chain.stage_counts[-1] // 64 + 1
+    blocks, devices = problem.num_blocks, problem.num_devices
+    before, after = device_bounds(problem, furthest > 0)
+    words = problem.stage_counts[-1] // 64 + 1
     counts = np.zeros((words, blocks + 1, devices + 1), dtype=np.uint64)
     shifted = np.zeros_like(counts)
     counts[0, blocks, 0], shifted[0, blocks, 0] = 1, 2
-    bits = np.arange(chain.stage_counts[-1] + 1)
+    bits = np.arange(problem.stage_counts[-1] + 1)
     within = _pack(bits[None, :] <= bits[:, None], words)
     for i in range(blocks - 1, -1, -1):
-        for z, size, j0, j1, low, high in _windows(chain, furthest, i, before, after):
+        for z, size, j0, j1, low, high in _windows(problem, furthest, i, before, after):
             for w in range(words):
                 later = shifted[w, j0:j1, low - size : high - size]
                 keep = within[w, furthest[z, i, j0:j1], None]
                 counts[w, i, low:high] |= np.bitwise_or.reduce(later & keep, axis=0)
         shifted[:, i] = counts[:, i] << np.uint64(1)
         shifted[1:, i] |= counts[:-1, i] >> np.uint64(63)
-    for s in chain.stage_counts:
+    for s in problem.stage_counts:
         if _has(counts[:, 0, devices], s):
-            return _walk_counts(chain, furthest, counts, s)
+            return _walk_counts(problem, furthest, counts, s)
     return None
 
 
@@ -204,13 +220,13 @@ def _has(counts: BitSets, s: int) -> Masks:
 
 
 def _walk_counts(
-    chain: Chain, furthest: Shorts, counts: BitSets, num_stages: int
+    problem: PartitionProblem, furthest: Shorts, counts: BitSets, num_stages: int
 ) -> tuple[Cell, ...]:
     """Read a partition of so many stages, its first stage first."""
     stages: list[Cell] = []
-    i, d = 0, chain.num_devices
+    i, d = 0, problem.num_devices
     for s in range(num_stages, 0, -1):
-        left = d - chain.sizes
+        left = d - problem.sizes
         later = counts[:, i + 1 :, np.maximum(left, 0)]
         hit = _has(later, s - 1).T & (left >= 0)[:, None] & (furthest[:, i, i + 1 :] >= s)
         block, z = first_hit(hit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,8 +15,8 @@ BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over blo
 COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
 POLICIES = ("none", "selective", "full")
 
-CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"zero": ZERO, "recompute": POLICIES, "schedule": tuple(SCHEDULES), "placement": PLACEMENTS}
+CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
+    {"zero": ZERO, "recompute": POLICIES, "schedule": SCHEDULES.keys(), "placement": PLACEMENTS}
 )
 
 
@@ -56,7 +56,7 @@ def check_value(name: str, value: Any) -> None:
             raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
     for one in values:
         right = not isinstance(one, bool) and (
-            isinstance(one, type(choices[0])) and one in choices
+            isinstance(one, type(next(iter(choices)))) and one in choices
             if choices
             else isinstance(one, int) and one >= 1
         )

@@ -1,4 +1,4 @@
-"""From drafted stages to a plan: ranks, recompute per block, shardings as globs, the price by
+"""From stage drafts to a plan: ranks, recompute per block, shardings as globs, the price by
 simulation.
 
 A draft is priced from its stages' sums at once. What is chosen is then written out as a plan and
@@ -21,7 +21,7 @@ from meshwright.planner.plan.shardings import express_shardings
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
 from meshwright.planner.pricing.recompute import choose_policies
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.equal_stages import Drafted
+from meshwright.planner.search.equal_stages import StageDraft
 from meshwright.planner.search.space import Mesh, groups_of
 from meshwright.profiles.cluster import Cluster
 
@@ -43,10 +43,10 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft(Priced):
-    """Stages of one schedule, priced from their sums; the plan has no shardings yet."""
+class PlanDraft(Priced):
+    """A plan priced from its stages' sums; it has no shardings yet."""
 
-    stages: tuple[Drafted, ...]
+    stages: tuple[StageDraft, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,31 +57,33 @@ class Candidate(Priced):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What all stages of a plan have in common; `each` stages run on a device group."""
+class PipelineSetup:
+    """Batch, micro-batches and schedule of a plan, and the stages on each device group."""
 
     global_batch_size: int
     num_microbatches: int
     schedule: str
-    each: int = 1
+    stages_per_group: int = 1
 
 
-def make_draft(coster: StageCoster, stages: Sequence[Drafted], step: Step) -> Draft:
+def make_draft(
+    coster: StageCoster, stages: Sequence[StageDraft], pipeline: PipelineSetup
+) -> PlanDraft:
     """Price stages by simulation, from their sums."""
-    ranks = _ranks(stages, step, coster.cluster)
+    ranks = _ranks(stages, pipeline, coster.cluster)
     plans = [
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
     ]
     costs = [d.ladder.at(d.run, d.chosen) for d in stages]
-    priced = price_stages(_plan(coster, plans, step), coster, costs)
-    return Draft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, coster.cluster))
+    priced = price_stages(_plan(coster, plans, pipeline), coster, costs)
+    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, coster.cluster))
 
 
-def make_candidate(coster: StageCoster, draft: Draft) -> Candidate:
+def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
     """The plan of a draft, written out and priced from what is written."""
     plan, assignments, stages = draft.evaluation.plan, [], []
     for k, (d, stage) in enumerate(zip(draft.stages, plan.stages, strict=True)):
-        found = d.way.chain.assignments(d.start, d.stop)
+        found = d.setup.chain.assignments(d.start, d.stop)
         assignments.append(found)
         blocks = coster.graph.blocks[d.start : d.stop]
         policies = _policies(coster, d, plan, k)
@@ -101,22 +103,22 @@ def _fits(priced: Evaluation, cluster: Cluster) -> bool:
     return not any(priced.prediction.shortfall_bytes(cluster))
 
 
-def _plan(coster: StageCoster, stages: Sequence[StagePlan], step: Step) -> Plan:
+def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSetup) -> Plan:
     return Plan(
         model=coster.fingerprint,
-        global_batch_size=step.global_batch_size,
-        num_microbatches=step.num_microbatches,
-        schedule=step.schedule,
+        global_batch_size=pipeline.global_batch_size,
+        num_microbatches=pipeline.num_microbatches,
+        schedule=pipeline.schedule,
         precision=coster.problem.precision,
         stages=tuple(stages),
     )
 
 
 def _stage_plan(
-    coster: StageCoster, drafted: Drafted, ranks: tuple[int, ...], policies: Sequence[str]
+    coster: StageCoster, draft: StageDraft, ranks: tuple[int, ...], policies: Sequence[str]
 ) -> StagePlan:
-    mesh = drafted.way.mesh
-    names = tuple(b.name for b in coster.graph.blocks[drafted.start : drafted.stop])
+    mesh = draft.setup.mesh
+    names = tuple(b.name for b in coster.graph.blocks[draft.start : draft.stop])
     return StagePlan(
         blocks=names,
         ranks=ranks,
@@ -124,8 +126,8 @@ def _stage_plan(
         tp=mesh.tp,
         cp=mesh.cp,
         ep=mesh.ep,
-        zero=drafted.way.zero,
-        dp_shard=drafted.way.dp_shard or None,
+        zero=draft.setup.zero,
+        dp_shard=draft.setup.dp_shard or None,
         recompute=recompute_of(names, policies),
     )
 
@@ -133,10 +135,10 @@ def _stage_plan(
 # --- recompute -----------------------------------------------------------------------------------
 
 
-def _policies(coster: StageCoster, drafted: Drafted, plan: Plan, k: int) -> tuple[str, ...]:
+def _policies(coster: StageCoster, draft: StageDraft, plan: Plan, k: int) -> tuple[str, ...]:
     """The least recompute with which a stage fits in its place, block by block."""
-    if not drafted.chosen.share[drafted.run]:
-        return drafted.policies
+    if not draft.chosen.share[draft.run]:
+        return draft.policies
     groups = len(plan.devices)
     held = in_flight(
         plan.schedule,
@@ -146,14 +148,14 @@ def _policies(coster: StageCoster, drafted: Drafted, plan: Plan, k: int) -> tupl
         num_devices=groups,
     )
     each = len(plan.stages) // groups
-    first = drafted.ladder.at(drafted.run, drafted.chosen.nothing())
+    first = draft.ladder.at(draft.run, draft.chosen.nothing())
     found = choose_policies(
-        drafted.way.chain.components(drafted.start, drafted.stop),
-        drafted.ladder.policies,
+        draft.setup.chain.components(draft.start, draft.stop),
+        draft.ladder.policies,
         in_flight=held,
         room_bytes=coster.cluster.device.usable_bytes / each - first.static_bytes,
     )
-    return drafted.settled(found) if found else drafted.policies
+    return draft.overridden(found) if found else draft.policies
 
 
 # --- shardings -----------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def _shardings(
 
 
 def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
-    """What leaves the stage is replicated whatever its entry says: give it the entry of its
+    """The stage's outputs are replicated whatever their entries say: give each the entry of its
     repeats, so that one glob serves all."""
     last = blocks[-1]
     peers = [b for b in blocks[:-1] if b.class_id == last.class_id]
@@ -198,10 +200,13 @@ def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-def _ranks(stages: Sequence[Drafted], step: Step, cluster: Cluster) -> list[tuple[int, ...]]:
-    meshes = [d.way.mesh for d in stages]
-    if step.each > 1 or meshes[0].spread > 1:
-        groups = groups_of(step.schedule, len(stages) // step.each, step.each)
+def _ranks(
+    stages: Sequence[StageDraft], pipeline: PipelineSetup, cluster: Cluster
+) -> list[tuple[int, ...]]:
+    meshes = [d.setup.mesh for d in stages]
+    if pipeline.stages_per_group > 1 or meshes[0].spread > 1:
+        per_group = pipeline.stages_per_group
+        groups = groups_of(pipeline.schedule, len(stages) // per_group, per_group)
         return [spread_ranks(mesh, group) for mesh, group in zip(meshes, groups, strict=True)]
     return place_stages([mesh.devices for mesh in meshes], cluster)
 

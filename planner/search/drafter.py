@@ -13,8 +13,14 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import Candidate, Draft, Step, make_candidate, make_draft
-from meshwright.planner.search.equal_stages import Drafted, EqualStages, Node
+from meshwright.planner.search.candidates import (
+    Candidate,
+    PipelineSetup,
+    PlanDraft,
+    make_candidate,
+    make_draft,
+)
+from meshwright.planner.search.equal_stages import Combination, EqualStages, StageDraft
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
 
@@ -84,21 +90,25 @@ class Drafter:
         restricted = replace(self.restrictions, policies=policies)
         return EqualStages(replace(self.space, restrictions=restricted), self.coster)
 
-    def draft(self, node: Node, cut: Sequence[Drafted]) -> Draft:
+    def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         """A combination cut into stages, simulated."""
-        return self.simulated(cut, node.num_microbatches, node.schedule, node.each)
+        return self.simulated(
+            cut, combination.num_microbatches, combination.schedule, combination.stages_per_group
+        )
 
-    def simulated(self, stages: Sequence[Drafted], m: int, schedule: str, each: int = 1) -> Draft:
+    def simulated(
+        self, stages: Sequence[StageDraft], m: int, schedule: str, each: int = 1
+    ) -> PlanDraft:
         """Stages under a schedule of m micro-batches, `each` of them on a device group."""
-        step = Step(
+        pipeline = PipelineSetup(
             global_batch_size=self.global_batch_size,
             num_microbatches=m,
             schedule=schedule,
-            each=each,
+            stages_per_group=each,
         )
-        return make_draft(self.coster, stages, step)
+        return make_draft(self.coster, stages, pipeline)
 
-    def written(self, draft: Draft) -> Candidate:
+    def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written."""
         return make_candidate(self.coster, draft)
 

@@ -1,36 +1,35 @@
 """Plans whose stages all have one mesh, ZeRO stage and placement: what experts choose from.
 
 Every combination is estimated from the whole model's sums, divided by the number of stages; the
-promising ones are cut into stages exactly (`even_cut.py`), each stage with as little recompute as
-its place in the schedule allows (`ladder.py`). `bounds.py` says what no such plan undercuts.
+promising ones are cut into stages exactly (`planner.inter_op.equal_meshes`), each stage with as
+little recompute as its place in the schedule allows (`planner.pricing.recompute_levels`). How long
+a pipeline takes to fill and what no plan undercuts is the schedule's (`costmodel.schedules.table`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.blocks.stage import FIELDS, StageCosts, scaled
+from meshwright.costmodel.blocks.stage import FIELDS, scaled
 from meshwright.costmodel.operators.cost import Setting
-from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder
 from meshwright.planner.pricing.stage_costs import MODES, StageCoster
-from meshwright.planner.search.bounds import chained_s, slowest_s
 from meshwright.planner.search.space import Mesh, Space
 
-FILLS_LESS = ("zb_v", "dualpipe_v", "zb_h2")
-CHAINED = ("gpipe", "1f1b", "eager_1f1b")
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How a stage runs: its mesh, ZeRO stage, ranks that ZeRO divides among (0: all), and the chain
-    that its costs come from."""
+class StageSetup:
+    """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
+    and the chain that gives its costs."""
 
     mesh: Mesh
     zero: int
@@ -43,9 +42,9 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A mesh for each of so many device groups, not priced yet; `bound_s` is no more than the step
-    of any plan in it."""
+class MeshChoice:
+    """One mesh for each of `groups` device groups, not priced yet; `bound_s` is a lower bound on
+    the step of any plan on it."""
 
     mesh: Mesh
     num_microbatches: int
@@ -54,34 +53,38 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One combination: `estimate_s` of its step orders the search, `bound_s` is no more than the
-    step of any plan in it."""
+class Combination:
+    """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
+    `bound_s` is a lower bound on the step of any plan with it."""
 
-    way: Way
+    setup: StageSetup
     num_microbatches: int
     schedule: str
     groups: int
-    each: int
+    stages_per_group: int
     estimate_s: float
     bound_s: float
 
+    @property
+    def num_stages(self) -> int:
+        return self.groups * self.stages_per_group
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafted:
-    """A cut: blocks start..stop-1 of each stage, its way, ladder and the share recomputed."""
+class StageDraft:
+    """Blocks start..stop-1 as a stage: its setup, ladder of recompute and the share chosen."""
 
     start: int
     stop: int
-    way: Way
+    setup: StageSetup
     ladder: Ladder
     chosen: Share
 
     @property
     def run(self) -> int:
         """The stage's row in its ladder."""
-        at = list(self.way.chain.at)
-        return int(self.way.chain.runs.index[at.index(self.start), at.index(self.stop)])
+        at = list(self.setup.chain.at)
+        return int(self.setup.chain.runs.index[at.index(self.start), at.index(self.stop)])
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -90,22 +93,21 @@ class Drafted:
         rung, more = int(self.chosen.rung[where]), round(float(self.chosen.share[where]) * count)
         names = self.ladder.policies
         free = [names[min(rung + (k < more), len(names) - 1)] for k in range(count)]
-        return self.settled(free)
+        return self.overridden(free)
 
-    def settled(self, free: Sequence[str]) -> tuple[str, ...]:
-        """Policies with those that the user decided."""
-        own = self.way.chain.forced[self.start : self.stop]
-        return tuple(forced or policy for forced, policy in zip(own, free, strict=True))
+    def overridden(self, free: Sequence[str]) -> tuple[str, ...]:
+        """The policy of each block: the user's, or else that of `free`."""
+        forced = self.setup.chain.forced[self.start : self.stop]
+        return tuple(own or policy for own, policy in zip(forced, free, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Even:
-    """A way with `each` stages on a device group, all alike: rungs of one of them, its states at
-    the least; seconds of both passes at the least, of all stages together and of the slowest device
-    group."""
+class _EvenStages:
+    """A setup with `per_group` equal stages on each device group: the ladder of one stage, its
+    least model states; least seconds per micro-batch of all stages and of the slowest group."""
 
-    each: int
-    steps: Ladder
+    per_group: int
+    ladder: Ladder
     states_bytes: float
     least_s: float
     slowest_s: float
@@ -117,12 +119,12 @@ class EqualStages:
 
     space: Space
     coster: StageCoster
-    _nodes: dict[Slot, tuple[Node, ...]] = field(default_factory=dict)
+    _combinations: dict[MeshChoice, tuple[Combination, ...]] = field(default_factory=dict)
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
     legal: np.ndarray = field(init=False)
-    _ladders: dict[tuple[int, int, tuple[str, ...]], Ladder] = field(default_factory=dict)
+    _ladders: dict[tuple[Chain, int, tuple[str, ...]], Ladder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cuts = np.array(self.coster.cut_at)
@@ -134,9 +136,9 @@ class EqualStages:
         """(C, C) of (K+1, K+1): stages between positions that may be cut."""
         return stages[np.ix_(self.cuts, self.cuts)]
 
-    # --- ways ---
+    # --- setups ---
 
-    def ways(self, mesh: Mesh, m: int) -> Iterator[Way]:
+    def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
         """A mesh in every mode that may pay, with every ZeRO stage it may have."""
         by_shard: dict[int, list[int]] = {}
         for zero, shard in self.space.zeros(mesh):
@@ -148,7 +150,9 @@ class EqualStages:
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
-                yield from (Way(mesh=mesh, zero=z, dp_shard=shard, chain=chain) for z in zeros)
+                yield from (
+                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, chain=chain) for z in zeros
+                )
 
     def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
         return self.coster.setting(
@@ -168,9 +172,9 @@ class EqualStages:
         setting = self._setting(mesh, m, shard)
         return self.coster.chain(setting, mode, self.space.restrictions.recompute)
 
-    # --- nodes ---
+    # --- combinations ---
 
-    def slots(self, m: int) -> Iterator[Slot]:
+    def mesh_choices(self, m: int) -> Iterator[MeshChoice]:
         """All meshes for m micro-batches, with bounds that need no chain."""
         total = self.space.cluster.num_devices
         for groups in self.space.stage_counts():
@@ -178,74 +182,74 @@ class EqualStages:
                 least = self.least(mesh, m)
                 work = float(least.sum()), slowest_s(least, self.classes, groups)
                 offered = self.space.schedules(groups, m, 0)
-                bounds = [_bound(*work, schedule, m, groups) for schedule, _ in offered]
+                bounds = [SCHEDULES[name].bound_s(*work, m, groups) for name, _ in offered]
                 if bounds and np.isfinite(min(bounds)):
                     for placed in self.space.placements(mesh, groups):
-                        yield Slot(
+                        yield MeshChoice(
                             mesh=placed, num_microbatches=m, groups=groups, bound_s=min(bounds)
                         )
 
-    def nodes(self, slot: Slot) -> tuple[Node, ...]:
-        """All combinations on a mesh, estimated."""
-        if slot not in self._nodes:
-            m, groups = slot.num_microbatches, slot.groups
+    def combinations(self, choice: MeshChoice) -> tuple[Combination, ...]:
+        """All combinations on a mesh whose model states fit, estimated."""
+        if choice not in self._combinations:
+            m, groups = choice.num_microbatches, choice.groups
             found = []
-            for way in self.ways(slot.mesh, m):
-                even: dict[tuple[int, tuple[str, ...]], _Even] = {}
-                for schedule, each in self.space.schedules(groups, m, way.zero):
-                    key = each, self.space.policies(schedule)
+            for setup in self.setups(choice.mesh, m):
+                even: dict[tuple[int, tuple[str, ...]], _EvenStages] = {}
+                for schedule, per_group in self.space.schedules(groups, m, setup.zero):
+                    key = per_group, self.space.policies(schedule)
                     if key not in even:
-                        even[key] = self._even(slot, way, *key)
-                    if even[key].states_bytes * each <= self.room:
-                        found.append(self._node(slot, way, schedule, even[key]))
-            self._nodes[slot] = tuple(found)
-        return self._nodes[slot]
+                        even[key] = self._even(choice, setup, *key)
+                    if even[key].states_bytes * per_group <= self.room:
+                        found.append(self._combination(choice, setup, schedule, even[key]))
+            self._combinations[choice] = tuple(found)
+        return self._combinations[choice]
 
-    def _even(self, slot: Slot, way: Way, each: int, policies: Sequence[str]) -> _Even:
+    def _even(
+        self, choice: MeshChoice, setup: StageSetup, per_group: int, policies: Sequence[str]
+    ) -> _EvenStages:
         """The sums of the whole model shared out evenly among stages."""
-        stages, least = slot.groups * each, self.least(slot.mesh, slot.num_microbatches)
-        part = way.chain.whole() if stages == 1 else scaled(way.chain.typical(), 1 / stages)
-        steps = ladder(part, way.setting, policies, np.array(len(least) / stages))
-        leanest = steps.rungs[-1]
-        states = float(leanest.static_bytes - leanest.passing_bytes)
+        stages, least = choice.groups * per_group, self.least(choice.mesh, choice.num_microbatches)
+        part = setup.chain.whole() if stages == 1 else scaled(setup.chain.typical(), 1 / stages)
+        steps = ladder(part, setup.setting, policies, np.array(len(least) / stages))
+        last = steps.rungs[-1]
+        states = float(last.static_bytes - last.passing_bytes)
         # in the states that its blocks prefer; a whole stage may have to split more of them
-        mesh, whole = slot.mesh, float(part[FIELDS.index("parameters")])
+        mesh, whole = choice.mesh, float(part[FIELDS.index("parameters")])
         split = self.parameters / (mesh.tp * mesh.ep * stages)
-        return _Even(
-            each=each,
-            steps=steps,
+        return _EvenStages(
+            per_group=per_group,
+            ladder=steps,
             least_s=float(least.sum()),
-            slowest_s=slowest_s(least, self.classes, slot.groups),
+            slowest_s=slowest_s(least, self.classes, choice.groups),
             states_bytes=states * min(1.0, split / max(whole, 1.0)),
         )
 
-    def _node(self, slot: Slot, way: Way, schedule: str, even: _Even) -> Node:
-        """One combination, estimated from stages that are all alike."""
-        m, groups, each, steps = slot.num_microbatches, slot.groups, even.each, even.steps
-        stages = groups * each
-        held = _held(schedule, 0, stages, m, groups)
-        chosen = steps.share(held, self.room / each)
+    def _combination(
+        self, choice: MeshChoice, setup: StageSetup, name: str, even: _EvenStages
+    ) -> Combination:
+        """A combination under the schedule of that name, estimated from equal stages."""
+        schedule, m, groups = SCHEDULES[name], choice.num_microbatches, choice.groups
+        per_group, steps = even.per_group, even.ladder
+        stages = groups * per_group
+        held = _held(name, 0, stages, m, groups)
+        chosen = steps.share(held, self.room / per_group)
         tight = not chosen.fits  # on average; a first stage with fewer blocks may fit
         costs = steps.rungs[-1] if tight else steps.at((), chosen)
         uneven = even.slowest_s * groups / even.least_s
-        turn = each * (costs.amortised_s(m) + self._sent(way, schedule, stages))
-        estimate = m * turn * uneven + (groups - 1) * each * _fill(costs, schedule, m, groups)
-        return Node(
-            way=way,
+        sent = 0.0 if schedule.hides_sends else _sent_s(setup, stages)
+        turn = per_group * (costs.amortised_s(m) + sent)
+        fill = schedule.fill_s(costs.forward_s + costs.backward_s, costs.weight_s, m, groups)
+        estimate = m * turn * uneven + (groups - 1) * per_group * fill
+        return Combination(
+            setup=setup,
             num_microbatches=m,
-            schedule=schedule,
+            schedule=name,
             groups=groups,
-            each=each,
+            stages_per_group=per_group,
             estimate_s=estimate * (TIGHT if tight else 1.0),
-            bound_s=_bound(even.least_s, even.slowest_s, schedule, m, groups),
+            bound_s=schedule.bound_s(even.least_s, even.slowest_s, m, groups),
         )
-
-    def _sent(self, way: Way, schedule: str, stages: int) -> float:
-        """Seconds that sends add to a stage's turn: 1F1B holds too few micro-batches to hide them
-        (`costmodel/schedules/simulate.py`)."""
-        if schedule != "1f1b":
-            return 0.0
-        return 2 * float(np.median(way.chain.send_s)) * (stages - 1) / stages
 
     @property
     def room(self) -> float:
@@ -253,99 +257,107 @@ class EqualStages:
 
     # --- cutting ---
 
-    def ladder(self, way: Way, schedule: str) -> Ladder:
-        """Every run of blocks (`Runs`) under a way, with the policies that a schedule allows."""
+    def ladder(self, setup: StageSetup, schedule: str) -> Ladder:
+        """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
-        key = id(way.chain), way.zero, policies
+        key = setup.chain, setup.zero, policies
         if key not in self._ladders:
-            runs = way.chain.runs
-            self._ladders[key] = ladder(runs.sums, way.setting, policies, runs.blocks)
+            runs = setup.chain.runs
+            self._ladders[key] = ladder(runs.sums, setup.setting, policies, runs.blocks)
         return self._ladders[key]
 
     def forget(self) -> None:
         """Give memory back."""
         self._ladders.clear()
 
-    def solve(self, node: Node, cutoff_s: float) -> tuple[float, list[Drafted]] | None:
-        """The objective and the stages of a node's best cut below a cutoff; None where there is
-        none. The objective, m turns of the slowest stage and what all but one stage add to fill the
-        pipeline, is the step of equal stages."""
-        m, way, stages = node.num_microbatches, node.way, node.groups * node.each
-        steps = self.ladder(way, node.schedule)
-        held = [_held(node.schedule, k, stages, m, node.groups) for k in range(stages)]
+    def solve(
+        self, combination: Combination, cutoff_s: float
+    ) -> tuple[float, list[StageDraft]] | None:
+        """The objective and the stages of a combination's best cut below a cutoff; None where there
+        is none. The objective, m turns of the slowest stage and what all but one stage add to fill
+        the pipeline, is the step of equal stages."""
+        m, setup, stages = combination.num_microbatches, combination.setup, combination.num_stages
+        schedule, steps = SCHEDULES[combination.schedule], self.ladder(setup, combination.schedule)
+        held = [
+            _held(combination.schedule, k, stages, m, combination.groups) for k in range(stages)
+        ]
         levels = sorted(set(held))
-        shares = [steps.share(h, self.room / node.each) for h in levels]
-        runs = way.chain.runs
-        legal = self.legal & self.allowed(way)
-        sent, index = self.sent(way), runs.index
+        shares = [steps.share(h, self.room / combination.stages_per_group) for h in levels]
+        runs = setup.chain.runs
+        legal, sent = self.legal & self.allowed(setup), self.sent(setup)
         times, fills = [], []
         for chosen in shares:
             costs = steps.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
-            filling = _fill(costs, node.schedule, m, node.groups)
-            turn, filling = turn[index], (filling[index] + sent) * (stages - 1) / stages
-            times.append(np.where(legal, turn + sent * (node.schedule == "1f1b"), np.inf))
-            fills.append(np.where(np.isfinite(times[-1]), filling, np.inf))
+            pass_s = costs.forward_s + costs.backward_s
+            fill = schedule.fill_s(pass_s, costs.weight_s, m, combination.groups)
+            turn, fill = turn[runs.index], (fill[runs.index] + sent) * (stages - 1) / stages
+            times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
+            fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
         level = [levels.index(h) for h in held]
         found = cut_evenly(
             np.stack(times),
             np.stack(fills),
             np.array(level),
-            later=float(m * node.each),
+            later=float(m * combination.stages_per_group),
             cutoff=cutoff_s,
         )
         if found is None:
             return None
         return found.objective_s, [
-            Drafted(
-                start=int(self.cuts[found.cuts[k]]), stop=int(self.cuts[found.cuts[k + 1]]),
-                way=way, ladder=steps, chosen=shares[level[k]],
+            StageDraft(
+                start=int(self.cuts[found.cuts[k]]),
+                stop=int(self.cuts[found.cuts[k + 1]]),
+                setup=setup,
+                ladder=steps,
+                chosen=shares[level[k]],
             )
             for k in range(stages)
-        ]  # fmt: skip
+        ]
 
-    def allowed(self, way: Way) -> np.ndarray:
-        over, mesh = self.space.restrictions, way.mesh
+    def allowed(self, setup: StageSetup) -> np.ndarray:
+        """(C, C): stages whose blocks' overrides allow the setup."""
+        over, mesh = self.space.restrictions, setup.mesh
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
-        chosen = {
-            "tp": mesh.tp, "dp": mesh.dp, "cp": mesh.cp, "ep": mesh.ep, "zero": way.zero,
-            "dp_shard": way.dp_shard or mesh.dp * mesh.cp,
-        }  # fmt: skip
+        ranks = mesh.dp * mesh.cp
+        chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
+        chosen |= {"zero": setup.zero, "dp_shard": setup.dp_shard or ranks}
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
-                if name in ("zero", "dp_shard") and mesh.dp * mesh.cp == 1:
+                if name in ("zero", "dp_shard") and ranks == 1:
                     continue
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)
 
-    def sent(self, way: Way) -> np.ndarray:
+    def sent(self, setup: StageSetup) -> np.ndarray:
         """(C, C): seconds that a stage sends and receives per micro-batch and direction."""
-        seconds = way.chain.send_s[self.cuts]
+        seconds = setup.chain.send_s[self.cuts]
         return seconds[:, None] + seconds[None, :]
 
 
-def _bound(work: float, slowest: float, schedule: str, m: int, groups: int) -> float:
-    """Seconds of a step at least, whatever the rest of the plan is: all groups' `work` per
-    micro-batch, and that of the `slowest`."""
-    if schedule not in CHAINED:
-        return m * slowest
-    return max(m * slowest, chained_s(work, m, groups))
+def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
+    """Lower bound on the seconds per micro-batch of the slowest of so many device groups.
+
+    `least` are the seconds of each block (K,), `classes` their classes. Some group computes no less
+    than an equal share; and as blocks stay whole, of n equal ones no less than ⌈n/groups⌉.
+    """
+    counts = Counter(classes)
+    whole = max(
+        -(-counts[own] // groups) * float(seconds)
+        for own, seconds in zip(classes, least, strict=True)
+    )
+    return max(float(least.sum()) / groups, whole)
+
+
+def _sent_s(setup: StageSetup, stages: int) -> float:
+    """Seconds that the sends of a typical stage take per micro-batch (both directions)."""
+    return 2 * float(np.median(setup.chain.send_s)) * (stages - 1) / stages
 
 
 def _held(schedule: str, stage: int, stages: int, m: int, groups: int) -> int:
     return in_flight(
         schedule, stage=stage, num_stages=stages, num_microbatches=m, num_devices=groups
     )
-
-
-def _fill(costs: StageCosts, schedule: str, m: int, groups: int) -> np.ndarray:
-    """What one stage adds to the time in which the pipeline fills and drains."""
-    whole = costs.forward_s + costs.backward_s
-    if schedule in FILLS_LESS:  # with enough micro-batches, not at all
-        return whole * max(0.0, 1.0 - (m - 1) / max(1, 2 * groups - 2))
-    if schedule == "zb_h1":
-        return np.maximum(whole - 2 * costs.weight_s, 0.0)
-    return whole
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

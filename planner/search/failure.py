@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.words import describe
-from meshwright.planner.search.candidates import Draft
+from meshwright.planner.search.candidates import PlanDraft
 from meshwright.planner.search.drafter import Drafter
-from meshwright.planner.search.least_memory import lean_slots, leanest
+from meshwright.planner.search.least_memory import least_memory, least_memory_choices
 from meshwright.planner.search.relaxations import relaxations, way_out
 
 
-def failure(drafter: Drafter, drafts: Sequence[Draft]) -> InfeasibleError | OverrideError:
+def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | OverrideError:
     """The error to raise where none of the `drafts` fits: by how much the closest plan does not,
     and the way out; or which override leaves no plan."""
     problem, cluster = drafter.problem, drafter.problem.cluster
@@ -72,16 +72,17 @@ def _obstacle(drafter: Drafter) -> str:
 
 
 def _closest(
-    drafter: Drafter, drafts: Sequence[Draft]
+    drafter: Drafter, drafts: Sequence[PlanDraft]
 ) -> tuple[float, Sequence[float], str] | None:
     """Of the plan that comes closest to fitting, the bytes that its fullest stage and each of its
     stages lack, and how it runs; None where there is no plan at all."""
-    unequal, found = drafter.unequal, []
+    unequal = drafter.unequal
+    found: list[tuple[float, Sequence[float], str]] = []
     for m in drafter.space.microbatch_counts():
-        ways = unequal.ways(m, unequal.meshes(m), math.inf)
-        if not ways:
+        setups = unequal.setups(m, unequal.meshes(m), math.inf)
+        if not setups:
             continue
-        table, _ = unequal.table(m, ways)
+        table, _ = unequal.table(m, setups)
         short = unequal.shortfall(table, m)
         if short is not None:
             how = f"{len(short.stages)} stages, {m} micro-batches"
@@ -91,8 +92,13 @@ def _closest(
         found.append((max(lacking), lacking, describe(draft.evaluation.plan)))
     closest = min(found, key=lambda item: item[0], default=None)
     if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
-        lean = leanest(drafter.equal, lean_slots(drafter.space), lambda w: True, lambda s: True)
-        if lean is not None and lean.excess_bytes > 0:
-            how = f"{lean.slot.groups} equal stages, {lean.slot.num_microbatches} micro-batches"
-            return lean.excess_bytes, (lean.excess_bytes,), how
+        need = least_memory(drafter.equal, least_memory_choices(drafter.space), _any, _any)
+        if need is not None and need.excess_bytes > 0:
+            groups, m = need.choice.groups, need.choice.num_microbatches
+            how = f"{groups} equal stages, {m} micro-batches"
+            return need.excess_bytes, (need.excess_bytes,), how
     return closest
+
+
+def _any(_: object) -> bool:
+    return True

@@ -1,11 +1,11 @@
-"""What comes closest to fitting: the way to run the model that needs the least memory.
+"""The plan that needs the least memory: what comes closest to fitting where nothing fits.
 
 Of every mesh only the largest number of micro-batches is looked at, since smaller ones hold less.
-A stage is taken for an equal share of the model, recomputes all it may, and holds
+A stage is taken for an equal share of the model, recomputes all it may, and needs
 
-    static + h·activation + reserved  bytes, h the micro-batches that its first stage has in flight.
+    static + h·activation + reserved  bytes, h the micro-batches in flight on the first stage.
 
-The way that needs least is then cut into stages exactly
+The setup that needs least is then cut into stages exactly
 (`planner.inter_op.partition.minimal_shortfall`).
 """
 
@@ -19,72 +19,78 @@ import numpy as np
 from meshwright.costmodel.blocks.stage import scaled
 from meshwright.costmodel.schedules.schedule import in_flight
 from meshwright.planner.pricing.recompute_levels import ladder
-from meshwright.planner.search.equal_stages import EqualStages, Slot, Way
+from meshwright.planner.search.equal_stages import EqualStages, MeshChoice, StageSetup
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lean:
-    """A way to run a slot's stages, and the bytes by which the first one exceeds a device; negative
-    where they fit."""
+class MemoryNeed:
+    """The bytes by which the first stage of a setup on a mesh exceeds a device; negative where it
+    fits."""
 
-    slot: Slot
-    way: Way
+    choice: MeshChoice
+    setup: StageSetup
     excess_bytes: float
 
 
-def lean_slots(space: Space) -> list[Slot]:
+def least_memory_choices(space: Space) -> list[MeshChoice]:
     """Meshes with as many micro-batches as they may have, those that divide the weights most
     first; their bounds are left open."""
-    found: dict[tuple[int, ...], Slot] = {}
+    found: dict[tuple[int, ...], MeshChoice] = {}
     devices = space.cluster.num_devices
     for m in reversed(space.microbatch_counts()):
         for groups in space.stage_counts():
             for mesh in space.meshes(devices // groups, m):
-                slot = Slot(mesh=mesh, num_microbatches=m, groups=groups, bound_s=0.0)
+                choice = MeshChoice(mesh=mesh, num_microbatches=m, groups=groups, bound_s=0.0)
                 if space.schedules(groups, m, 0):
-                    found.setdefault((mesh.tp, groups, mesh.cp, mesh.ep), slot)
+                    found.setdefault((mesh.tp, groups, mesh.cp, mesh.ep), choice)
     return sorted(found.values(), key=lambda s: (-s.mesh.tp * s.groups, s.mesh, s.groups))
 
 
-def leanest(
+def least_memory(
     equal: EqualStages,
-    slots: Iterable[Slot],
-    way: Callable[[Way], bool],
+    choices: Iterable[MeshChoice],
+    setup: Callable[[StageSetup], bool],
     schedule: Callable[[str], bool],
-) -> Lean | None:
-    """The way of these slots that needs least; None where there is none."""
-    found = [lean for slot in slots for lean in leans(equal, slot, schedule) if way(lean.way)]
-    return min(found, key=lambda lean: lean.excess_bytes, default=None)
+) -> MemoryNeed | None:
+    """The least need of these meshes, of the setups and schedules that the predicates let through;
+    None where there is none."""
+    needs = [
+        need
+        for choice in choices
+        for need in memory_needs(equal, choice, schedule)
+        if setup(need.setup)
+    ]
+    return min(needs, key=lambda need: need.excess_bytes, default=None)
 
 
-def leans(
-    equal: EqualStages, slot: Slot, schedule: Callable[[str], bool] = lambda name: True
-) -> Iterator[Lean]:
-    """Every way of a slot, under the schedule that holds least."""
-    m, groups = slot.num_microbatches, slot.groups
-    for way in equal.ways(slot.mesh, m):
+def memory_needs(
+    equal: EqualStages, choice: MeshChoice, schedule: Callable[[str], bool] = lambda name: True
+) -> Iterator[MemoryNeed]:
+    """Every setup on a mesh, under the schedule that needs least."""
+    m, groups = choice.num_microbatches, choice.groups
+    for setup in equal.setups(choice.mesh, m):
         needs = []
-        for name, each in equal.space.schedules(groups, m, way.zero):
+        for name, per_group in equal.space.schedules(groups, m, setup.zero):
             if schedule(name):
-                stages, policies = groups * each, equal.space.policies(name)
-                part = scaled(way.chain.typical(), 1 / stages)
-                costs = ladder(part, way.setting, policies, np.array(1.0)).rungs[-1]
+                stages, policies = groups * per_group, equal.space.policies(name)
+                part = scaled(setup.chain.typical(), 1 / stages)
+                costs = ladder(part, setup.setting, policies, np.array(1.0)).rungs[-1]
                 held = in_flight(
                     name, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups
                 )
                 needs.append(
-                    each * (float(costs.static_bytes) + held * float(costs.activation_bytes))
+                    per_group * (float(costs.static_bytes) + held * float(costs.activation_bytes))
                 )
         if needs:
-            yield Lean(slot=slot, way=way, excess_bytes=min(needs) - equal.room)
+            yield MemoryNeed(choice=choice, setup=setup, excess_bytes=min(needs) - equal.room)
 
 
-def shortfall_bytes(unequal: UnequalStages, lean: Lean) -> float:
-    """Bytes that the fullest stage lacks in the best cut of a way; no less than an equal share
+def shortfall_bytes(unequal: UnequalStages, need: MemoryNeed) -> float:
+    """Bytes that the fullest stage lacks in the best cut of a setup; no less than an equal share
     does."""
-    m = lean.slot.num_microbatches
-    table, _ = unequal.table(m, [lean.way])
+    m = need.choice.num_microbatches
+    table, _ = unequal.table(m, [need.setup])
     exact = unequal.shortfall(table, m)
-    return max(0.0, lean.excess_bytes, exact.excess_bytes if exact else 0.0)
+    return max(0.0, need.excess_bytes, exact.excess_bytes if exact else 0.0)

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.planner.overrides.dropped import each_dropped, without
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import Relaxation
 from meshwright.planner.plan.words import describe
-from meshwright.planner.search.candidates import Draft
+from meshwright.planner.search.candidates import PlanDraft
 from meshwright.planner.search.drafter import Drafter
-from meshwright.planner.search.least_memory import lean_slots, leans
+from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 MOST = 64  # times as many nodes, at most
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
@@ -44,7 +45,7 @@ def way_out(found: Sequence[Relaxation]) -> str:
             "override: change the model, the optimizer or the precision."
         )
     first, *others = map(str, found)
-    return f"Way out: {first}" + (f"; or {'; or '.join(others)}." if others else ".")
+    return f"StageSetup out: {first}" + (f"; or {'; or '.join(others)}." if others else ".")
 
 
 def _freed(drafter: Drafter) -> Iterator[Relaxation]:
@@ -57,7 +58,7 @@ def _freed(drafter: Drafter) -> Iterator[Relaxation]:
     if executable:
         relaxed.append(("plan what can't be run yet (executable=False)", overrides, False))
     for what, left, runs in relaxed:
-        found = _possible(lambda left=left, runs=runs: drafter.under(left, executable=runs))
+        found = _possible(partial(drafter.under, left, executable=runs))
         if found is not None:
             yield _relaxation(what, 0, found)
 
@@ -65,11 +66,11 @@ def _freed(drafter: Drafter) -> Iterator[Relaxation]:
 def _wider(drafter: Drafter) -> Iterator[Relaxation]:
     """The fewest nodes with which something fits."""
     here = drafter.problem.cluster.num_nodes
-    found: dict[int, Draft | None] = {}
+    found: dict[int, PlanDraft | None] = {}
 
     def fits(nodes: int) -> bool:
         if nodes not in found:
-            found[nodes] = _possible(lambda: drafter.on_nodes(nodes))
+            found[nodes] = _possible(partial(drafter.on_nodes, nodes))
         return found[nodes] is not None
 
     start = max(here + 1, _least_nodes(drafter))
@@ -108,10 +109,10 @@ def _least_nodes(drafter: Drafter) -> int:
         for zero in (0, 3)
     )
     cluster = problem.cluster
-    return math.ceil(states / (cluster.device.usable_bytes * cluster.devices_per_node))
+    return math.ceil(float(states) / (cluster.device.usable_bytes * cluster.devices_per_node))
 
 
-def _possible(relaxed: Callable[[], Drafter]) -> Draft | None:
+def _possible(relaxed: Callable[[], Drafter]) -> PlanDraft | None:
     """A plan that fits the relaxed problem, the fastest of the few that are looked at."""
     try:
         return _fitting(relaxed())
@@ -119,19 +120,19 @@ def _possible(relaxed: Callable[[], Drafter]) -> Draft | None:
         return None
 
 
-def _fitting(drafter: Drafter) -> Draft | None:
+def _fitting(drafter: Drafter) -> PlanDraft | None:
     equal, best, effort = drafter.equal, None, MAX_CUTS
-    slots = [
-        slot
-        for slot in lean_slots(drafter.space)[:MAX_MESHES]
-        if any(lean.excess_bytes <= 0 for lean in leans(equal, slot))
+    fitting = [
+        choice
+        for choice in least_memory_choices(drafter.space)[:MAX_MESHES]
+        if any(need.excess_bytes <= 0 for need in memory_needs(equal, choice))
     ]
-    nodes = [node for slot in slots for node in equal.nodes(slot)]
-    for node in sorted(nodes, key=lambda n: (n.estimate_s, n.way.mesh, n.schedule)):
-        if best is not None and (effort <= 0 or node.estimate_s >= best.step_time_s):
+    combinations = [one for choice in fitting for one in equal.combinations(choice)]
+    for one in sorted(combinations, key=lambda c: (c.estimate_s, c.setup.mesh, c.schedule)):
+        if best is not None and (effort <= 0 or one.estimate_s >= best.step_time_s):
             break
-        found = equal.solve(node, math.inf if best is None else best.step_time_s)
-        draft = drafter.draft(node, found[1]) if found else None
+        found = equal.solve(one, math.inf if best is None else best.step_time_s)
+        draft = drafter.draft(one, found[1]) if found else None
         if draft is not None and draft.fits:
             best = min(best or draft, draft, key=lambda d: d.step_time_s)
         effort -= best is not None
@@ -139,7 +140,7 @@ def _fitting(drafter: Drafter) -> Draft | None:
     return best
 
 
-def _relaxation(what: str, more_nodes: int, draft: Draft) -> Relaxation:
+def _relaxation(what: str, more_nodes: int, draft: PlanDraft) -> Relaxation:
     return Relaxation(
         what=what, more_nodes=more_nodes, plan=describe(draft.plan), step_time_s=draft.step_time_s
     )

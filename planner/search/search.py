@@ -25,9 +25,9 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.chain import boundary_index
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import Candidate, Draft
+from meshwright.planner.search.candidates import Candidate, PlanDraft
 from meshwright.planner.search.drafter import Drafter
-from meshwright.planner.search.equal_stages import Drafted, Node, Slot
+from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft
 from meshwright.planner.search.failure import failure
 from meshwright.planner.search.space import Mesh
 
@@ -49,12 +49,12 @@ class SearchResult:
     says that no time limit cut the search short.
     """
 
-    candidates: tuple[Candidate | Draft, ...]
+    candidates: tuple[Candidate | PlanDraft, ...]
     certificates: Mapping[str, Certificate]
     phases_s: Mapping[str, float]
     notes: tuple[str, ...]
-    meshes: tuple[Slot, ...]
-    drafts: tuple[Draft, ...]
+    meshes: tuple[MeshChoice, ...]
+    drafts: tuple[PlanDraft, ...]
     bound_s: float
     complete: bool = True
 
@@ -91,7 +91,7 @@ class Search(Drafter):
             problem, global_batch_size, overrides, executable=executable, coster=coster
         )
         self.time_limit_s = time_limit_s
-        self._drafts: list[Draft] = []
+        self._drafts: list[PlanDraft] = []
         self._phases_s: dict[str, float] = {}
         self._deadline: float | None = None
         self._complete = True
@@ -114,7 +114,9 @@ class Search(Drafter):
         if self.time_limit_s is not None:
             self._deadline = time.monotonic() + self.time_limit_s
         counts = self.space.microbatch_counts()
-        meshes = self._timed("bounds", lambda: [s for m in counts for s in self.equal.slots(m)])
+        meshes = self._timed(
+            "bounds", lambda: [c for m in counts for c in self.equal.mesh_choices(m)]
+        )
         self._drafts, bound = self._explore(meshes)
         if self.space.may_differ:
             bound = min(bound, self._unequal(counts))
@@ -151,18 +153,20 @@ class Search(Drafter):
 
     # --- equal stages ---
 
-    def _explore(self, slots: Iterable[Slot]) -> tuple[list[Draft], float]:
+    def _explore(self, choices: Iterable[MeshChoice]) -> tuple[list[PlanDraft], float]:
         """Price meshes, estimate, cut and simulate, always what promises most, until nothing left
         can be faster: what was simulated, and a bound on what was left."""
         tie = itertools.count()
-        heap: list[tuple[float, int, Slot | Node, list[Drafted] | None]] = []
+        heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
 
-        def add(seconds: float, what: Slot | Node, cut: list[Drafted] | None = None) -> None:
+        def add(
+            seconds: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
+        ) -> None:
             heapq.heappush(heap, (seconds, next(tie), what, cut))
 
-        for slot in slots:
-            add(slot.bound_s, slot)
-        drafts: list[Draft] = []
+        for choice in choices:
+            add(choice.bound_s, choice)
+        drafts: list[PlanDraft] = []
         limit, left = math.inf, math.inf
         while heap:
             promised, _, what, cut = heapq.heappop(heap)
@@ -171,10 +175,10 @@ class Search(Drafter):
                 break
             if what.bound_s >= limit:
                 continue
-            if isinstance(what, Slot):
-                nodes = self._timed("price stages", self.equal.nodes, what)
-                for node in nodes:
-                    add(max(node.estimate_s * OPTIMISM, node.bound_s), node)
+            if isinstance(what, MeshChoice):
+                combinations = self._timed("price stages", self.equal.combinations, what)
+                for one in combinations:
+                    add(max(one.estimate_s * OPTIMISM, one.bound_s), one)
             elif cut is None:
                 beat = limit * OVERSHOOT
                 found = self._timed("cut stages", self.equal.solve, what, beat)
@@ -213,25 +217,27 @@ class Search(Drafter):
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cut with different meshes for m micro-batches becomes a draft."""
         limit = self._limit()
-        ways = self.unequal.ways(m, meshes, limit)
-        if not ways:
+        setups = self.unequal.setups(m, meshes, limit)
+        if not setups:
             return
-        table, options = self.unequal.table(m, ways)
+        table, options = self.unequal.table(m, setups)
         deadline = self._deadline if limit < math.inf else None  # first find something
         solution = self.unequal.solve(table, m, limit * OVERSHOOT, deadline)
         if solution is None:
             return
         for schedule, each in self.space.schedules(len(solution.stages), m, 0):
-            stages = self.unequal.drafted(solution, options, m, schedule) if each == 1 else None
+            stages = (
+                self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
+            )
             if stages is not None:
                 self._drafts.append(self.simulated(stages, m, schedule))
 
     # --- the answer ---
 
-    def _written(self) -> list[Candidate | Draft]:
+    def _written(self) -> list[Candidate | PlanDraft]:
         """The fastest drafts of different shapes, fastest first; the first is written out as a
         plan."""
-        kept: dict[Any, Draft] = {}
+        kept: dict[Any, PlanDraft] = {}
         for draft in sorted((d for d in self._drafts if d.fits), key=_order):
             kept.setdefault(_shape(draft), draft)
         waiting = list(kept.values())
@@ -240,7 +246,7 @@ class Search(Drafter):
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
             candidate = self.written(waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
-        found: list[Candidate | Draft] = [*written, *waiting]
+        found: list[Candidate | PlanDraft] = [*written, *waiting]
         return found[:MAX_KEPT]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
@@ -271,12 +277,12 @@ class Search(Drafter):
         return found
 
 
-def _order(found: Draft | Candidate) -> tuple[float, int, str]:
+def _order(found: PlanDraft | Candidate) -> tuple[float, int, str]:
     plan = found.evaluation.plan
     return found.step_time_s, len(plan.stages), plan.to_json()
 
 
-def _shape(draft: Draft) -> tuple[Any, ...]:
+def _shape(draft: PlanDraft) -> tuple[Any, ...]:
     """What makes a plan another one for a reader: more than micro-batches and schedule."""
     stages = draft.evaluation.plan.stages
     return tuple((s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in stages)

@@ -1,4 +1,4 @@
-"""What the search chooses from: micro-batches, meshes, ZeRO, placements, schedules.
+"""The search space: micro-batches, meshes, ZeRO, placements, schedules, cuts.
 
 Left out, because something in the space is never worse under the cost model:
 
@@ -10,22 +10,21 @@ Left out, because something in the space is never worse under the cost model:
 
 Left out for other reasons, unless asked for: sequences cut into pieces of less than 4,096 tokens,
 in which attention kernels lose more than the price knows; stages that straddle nodes without
-filling them; tensor parallelism across nodes; ZB-H2, whose optimizer steps before the norm of the
-gradients is known; DualPipeV, whose gain is one micro-batch's communication inside another's
-computation; a backward in two parts with ZeRO-2 and 3, which would gather weights twice and scatter
-gradients early, or with recompute, which would run twice.
+filling them; tensor parallelism across nodes; and what a schedule's record excludes
+(`costmodel/schedules/table.py`): itself, ZeRO stages, recompute.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.planner.overrides.restrictions import Restrictions
 from meshwright.planner.overrides.values import OverrideError
@@ -37,10 +36,6 @@ from meshwright.profiles.cluster import Cluster
 MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
-VIRTUAL = {"zb_v": (2,), "dualpipe_v": (2,), "interleaved_1f1b": (2, 3, 4)}
-HOLDS_LESS = ("1f1b", "eager_1f1b", "zb_h1", "zb_h2", "gpipe")  # on one device group
-ON_REQUEST = ("zb_h2", "dualpipe_v")
-SPLIT_BACKWARD = tuple(name for name, made in SCHEDULES.items() if made.splits_backward)
 PIPELINE_INSIDE = "tp,pp,dp"
 
 
@@ -60,20 +55,13 @@ class Mesh:
         return self.dp * self.cp * self.tp
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Space:
-    """The choices for one model, cluster and batch, within the user's restrictions. Stages start
-    and end `cut_at` these blocks; `experts` are the fewest of any operator, 1 without any."""
+    """The choices for one model, cluster and batch, within the user's restrictions."""
 
     problem: Problem
     global_batch_size: int
     restrictions: Restrictions
-    cut_at: tuple[int, ...] = field(init=False)
-    experts: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cut_at", self._cut_positions())
-        object.__setattr__(self, "experts", fewest_experts(self.graph, self.factors))
 
     @property
     def graph(self) -> Graph:
@@ -87,6 +75,11 @@ class Space:
     def cluster(self) -> Cluster:
         return self.problem.cluster
 
+    @cached_property
+    def experts(self) -> int:
+        """The fewest experts of any operator; 1 without any."""
+        return fewest_experts(self.graph, self.factors)
+
     @property
     def may_differ(self) -> bool:
         """Whether stages may have different meshes; those lie one after the other."""
@@ -95,9 +88,8 @@ class Space:
         return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
 
     def policies(self, schedule: str) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows: none where the backward has two parts, since
-        what the first computes again the second would have to keep."""
-        return ("none",) if schedule in SPLIT_BACKWARD else self.restrictions.policies
+        """Recompute policies that a schedule allows."""
+        return self.restrictions.policies if SCHEDULES[schedule].recomputes else ("none",)
 
     # --- micro-batches ---
 
@@ -123,7 +115,7 @@ class Space:
         return counts
 
     def notes(self) -> list[str]:
-        """What was thinned out."""
+        """Choices that were thinned out, in words."""
         batch, over = self.global_batch_size, self.restrictions
         tried, all_counts = len(self.microbatch_counts()), len(divisors(batch))
         found = []
@@ -176,8 +168,8 @@ class Space:
         return [mesh for mesh in found if self.allowed(mesh)]
 
     def _context(self, ranks: int, rows: int) -> list[int]:
-        """Ways to split sequences, the least that lets the batch divide among the rest; and those
-        asked for."""
+        """Context-parallel degrees on so many ranks: the least that lets `rows` divide among the
+        rest, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         asked = {n for n in self.restrictions.cp if n}
         if self.factors.sequence is None:
@@ -249,31 +241,33 @@ class Space:
 
     # --- schedules ---
 
-    def schedules(self, stages: int, m: int, zero: int) -> list[tuple[str, int]]:
-        """(schedule, stages per device group) for equal meshes."""
+    def schedules(self, groups: int, m: int, zero: int) -> list[tuple[str, int]]:
+        """(schedule, stages per device group) for equal meshes. On one device group schedules take
+        the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        names = [
-            name
-            for name in over.schedules
-            if (name not in ON_REQUEST or len(over.schedules) == 1)
-            and not (zero > 1 and name in SPLIT_BACKWARD)
-        ]
-        if stages == 1:  # one device group: they take the same time, but don't hold the same
-            plain = sorted((name for name in names if name not in VIRTUAL), key=HOLDS_LESS.index)
-            return [(name, 1) for name in plain[:1] if over.virtual_stages in (None, 1)]
-        found = []
-        for name in names:
-            offered = VIRTUAL.get(name, (1,))
-            if over.virtual_stages is not None and name == "interleaved_1f1b":
-                offered = (over.virtual_stages,)
-            found += [
-                (name, each)
-                for each in offered
-                if stages * each <= most and over.virtual_stages in (None, each)
+        left = {
+            name: schedule
+            for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
+            if (not schedule.on_request or len(over.schedules) == 1) and schedule.divides(zero)
+        }
+        if groups == 1:
+            alone = [
+                name
+                for name, schedule in left.items()
+                if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-        return found
+            return [(name, 1) for name in sorted(alone, key=_held_alone)[:1]]
+        return [
+            (name, each)
+            for name, schedule in left.items()
+            for each in schedule.offered(over.virtual_stages)
+            if groups * each <= most
+        ]
 
-    def _cut_positions(self) -> tuple[int, ...]:
+    # --- cuts ---
+
+    @cached_property
+    def cut_at(self) -> tuple[int, ...]:
         """Boundaries of blocks at which a stage may start or end: all, or of a very long row of
         equal blocks every so many, and where the user cut."""
         classes = [block.class_id for block in self.graph.blocks]
@@ -312,3 +306,9 @@ def groups_of(schedule: str, stages: int, each: int) -> list[int]:
     groups = stages_of_devices(schedule, num_stages=stages * each, num_devices=stages)
     of = {stage: group for group, placed in enumerate(groups) for stage in placed}
     return [of[k] for k in range(stages * each)]
+
+
+def _held_alone(schedule: str) -> int:
+    """Micro-batches in flight on a single stage, of two: whether it frees the first before it
+    starts the second."""
+    return in_flight(schedule, stage=0, num_stages=1, num_microbatches=2)

@@ -26,8 +26,8 @@ from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.executor.lowering.emitter import State
 from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state
 from meshwright.executor.lowering.reshard import Axis, local_part
-from meshwright.executor.stages.build import parameter_states
-from meshwright.executor.stages.stage import BlockModule, StageProgram
+from meshwright.executor.stages.parameters import parameter_states
+from meshwright.executor.stages.stage import BlockModule, StageProgram, StageValues
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.check import check_plan
 from meshwright.profiles.cluster import Cluster
@@ -190,7 +190,7 @@ def counted(
         microbatches=of.microbatches,
         repeated_whole=of.recompute,
     )
-    stored = parameter_states(graph, of.blocks, of.layouts, of.assignments, layout)
+    stored = parameter_states(graph, of.blocks, of.assignments, layout)
     lowered = [
         lowering.block(
             block,
@@ -251,10 +251,12 @@ def _forward(
         blocks=[BlockModule(block, {}) for block in lowered],
         tensors=held,
         shared={},
-        sends=(),
-        loss=graph.loss,
-        updates={},
-        differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
+        values=StageValues(
+            sends=(),
+            loss=graph.loss,
+            updates={},
+            differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
+        ),
         device=torch.device("cpu"),
     )
     apart = [*held.values(), *raw.values()]

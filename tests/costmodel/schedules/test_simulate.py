@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.compiled import program_of
-from meshwright.costmodel.schedules.orders import Compute, compute_orders
+from meshwright.costmodel.schedules.orders import Compute
 from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
     Action,
@@ -24,6 +24,7 @@ from meshwright.costmodel.schedules.schedule import (
     stages_of_devices,
 )
 from meshwright.costmodel.schedules.simulate import Event, StageTimes, Timeline, simulate
+from meshwright.costmodel.schedules.table import compute_orders
 from tests.costmodel.schedules.pipelines import (
     Shape,
     chain,

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.inter_op.equal_meshes import EvenCut, cut_evenly
-from meshwright.planner.inter_op.partition import StageTable, solve_inter_op
+from meshwright.planner.inter_op.partition import solve_inter_op
+from meshwright.planner.inter_op.table import Constraints, StageTable
 
 
 @st.composite
@@ -97,10 +98,8 @@ def test_one_level_agrees_with_the_inter_operator_program(problem: dict[str, Any
             static_bytes=np.zeros_like(time_s),
             activation_bytes=np.zeros_like(time_s),
         ),
-        num_devices=stages,
+        Constraints(num_devices=stages, memory_bytes=0.0, in_flight=lambda s: s),
         num_microbatches=later + 1,
-        memory_bytes=0.0,
-        in_flight=lambda s: s,
     )
     assert (cut is None) == (solution is None)
     if cut is not None and solution is not None:

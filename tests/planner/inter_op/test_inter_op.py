@@ -1,9 +1,8 @@
 """The inter-operator program against enumeration of every partition."""
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,117 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.inter_op import bounded_sum as staircase
-from meshwright.planner.inter_op.partition import (
-    MemoryShortfall,
-    StageChoice,
-    StageTable,
-    minimal_shortfall,
-    solve_inter_op,
+from meshwright.planner.inter_op.partition import StageChoice
+from meshwright.planner.inter_op.table import StageTable
+from tests.planner.inter_op.partitions import (
+    allowed_partitions,
+    feasible_partitions,
+    gpipe,
+    least_objective_s,
+    objective_s,
+    one_f_one_b,
+    pipeline_table,
+    problems,
+    shortfall_of,
+    solve,
+    solve_uniform,
+    stage_bytes,
+    uniform_table,
 )
-
-Partition: TypeAlias = tuple[StageChoice, ...]
-InFlight: TypeAlias = Callable[[int], int]
-
-
-def one_f_one_b(num_microbatches: int) -> InFlight:
-    return lambda s: min(s, num_microbatches)
-
-
-def gpipe(num_microbatches: int) -> InFlight:
-    return lambda s: num_microbatches
-
-
-def every_partition(table: StageTable, num_devices: int, start: int = 0) -> Iterator[Partition]:
-    """Yield every legal way to cover blocks start.. with exactly num_devices."""
-    blocks = table.time_s.shape[1] - 1
-    if start == blocks:
-        if num_devices == 0:
-            yield ()
-        return
-    for stop in range(start + 1, blocks + 1):
-        for v, devices in enumerate(table.devices.tolist()):
-            if devices <= num_devices and table.time_s[v, start, stop] < np.inf:
-                here = StageChoice(start=start, stop=stop, variant=v)
-                for rest in every_partition(table, num_devices - devices, stop):
-                    yield (here, *rest)
-
-
-def stage_bytes(table: StageTable, stages: Partition, in_flight: InFlight) -> list[float]:
-    where = [(c.variant, c.start, c.stop) for c in stages]
-    return [
-        float(table.static_bytes[w] + in_flight(len(where) - n) * table.activation_bytes[w])
-        for n, w in enumerate(where)
-    ]
-
-
-def objective_s(table: StageTable, stages: Partition, num_microbatches: int) -> float:
-    fill_s = table.time_s if table.fill_s is None else table.fill_s
-    times = [float(table.time_s[c.variant, c.start, c.stop]) for c in stages]
-    fills = [float(fill_s[c.variant, c.start, c.stop]) for c in stages]
-    return sum(fills) + (num_microbatches - 1) * max(times)
-
-
-def least_objective_s(problem: dict[str, Any]) -> float:
-    """Return the optimum by enumeration, inf where nothing fits."""
-    table, m = problem["table"], problem["num_microbatches"]
-    return min(
-        (objective_s(table, stages, m) for stages in feasible_partitions(problem)), default=np.inf
-    )
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a small table and the arguments of solve_inter_op; half of them repeat few values."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    blocks, variants = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    shape = (variants, blocks + 1, blocks + 1)
-    length = np.maximum(np.arange(blocks + 1)[None, :] - np.arange(blocks + 1)[:, None], 0)
-    devices = rng.choice(draw(st.sampled_from([(1, 2, 3), (1, 2, 4), (2, 4), (1,)])), variants)
-    if draw(st.booleans()):
-        time_s = rng.integers(1, 5, shape).astype(float)
-    else:
-        time_s = length * rng.uniform(0.5, 1.5, shape) / devices[:, None, None] ** 0.8
-    time_s[rng.random(shape) < draw(st.sampled_from([0.0, 0.2, 0.5]))] = np.inf
-    time_s[:, np.tril_indices(blocks + 1)[0], np.tril_indices(blocks + 1)[1]] = np.inf
-    fill_s = draw(st.sampled_from([None, 1.0, 0.25]))
-    if fill_s is not None:
-        fill_s = time_s * np.maximum(fill_s, rng.integers(0, 5, shape) / 4)
-    m = draw(st.integers(1, 6))
-    most = draw(st.sampled_from([None, None, 1, 2, 3, (1, 3), (2, 4), (4, 5)]))
-    return {
-        "table": StageTable(
-            devices=devices,
-            time_s=time_s,
-            static_bytes=rng.integers(0, 10, shape) * (1.0 + length),
-            activation_bytes=rng.integers(0, 6, shape) * (1.0 + length),
-            fill_s=fill_s,
-        ),
-        "num_devices": draw(st.integers(1, 6)),
-        "num_microbatches": m,
-        "memory_bytes": float(draw(st.integers(0, 80))),
-        "in_flight": draw(st.sampled_from([one_f_one_b(m), gpipe(m)])),
-        "num_stages": most,
-    }
-
-
-def allowed_partitions(problem: dict[str, Any]) -> list[Partition]:
-    counts = problem["num_stages"]
-    counts = range(1, 100) if counts is None else (counts,) if isinstance(counts, int) else counts
-    every = every_partition(problem["table"], problem["num_devices"])
-    return [stages for stages in every if len(stages) in counts]
-
-
-def feasible_partitions(problem: dict[str, Any]) -> list[Partition]:
-    table, in_flight = problem["table"], problem["in_flight"]
-    return [
-        stages
-        for stages in allowed_partitions(problem)
-        if max(stage_bytes(table, stages, in_flight)) <= problem["memory_bytes"]
-    ]
-
-
-def shortfall_of(problem: dict[str, Any]) -> MemoryShortfall | None:
-    return minimal_shortfall(**{k: v for k, v in problem.items() if k != "num_microbatches"})
 
 
 @settings(max_examples=500, deadline=None)
@@ -129,7 +34,7 @@ def shortfall_of(problem: dict[str, Any]) -> MemoryShortfall | None:
 def test_solution_equals_enumeration(problem: dict[str, Any]) -> None:
     table, m = problem["table"], problem["num_microbatches"]
     feasible = feasible_partitions(problem)
-    solution = solve_inter_op(**problem)
+    solution = solve(**problem)
     if not feasible:
         assert solution is None
         return
@@ -148,7 +53,7 @@ def test_solution_equals_enumeration(problem: dict[str, Any]) -> None:
 def test_shortfall_equals_enumeration(problem: dict[str, Any]) -> None:
     table, in_flight = problem["table"], problem["in_flight"]
     partitions = allowed_partitions(problem)
-    shortfall = shortfall_of(problem)
+    shortfall = shortfall_of(**problem)
     if not partitions:
         assert shortfall is None
         return
@@ -159,7 +64,7 @@ def test_shortfall_equals_enumeration(problem: dict[str, Any]) -> None:
     assert shortfall.excess_bytes == max(shortfall.stage_excess_bytes)
     least = min(max(stage_bytes(table, stages, in_flight)) for stages in partitions)
     assert shortfall.excess_bytes == least - problem["memory_bytes"]
-    assert (shortfall.excess_bytes <= 0) == (solve_inter_op(**problem) is not None)
+    assert (shortfall.excess_bytes <= 0) == (solve(**problem) is not None)
 
 
 def alpa_optimum(table: StageTable, problem: dict[str, Any], counts: range) -> float:
@@ -185,27 +90,6 @@ def alpa_optimum(table: StageTable, problem: dict[str, Any], counts: range) -> f
     return best
 
 
-def pipeline_table(num_blocks: int, *, seed: int, power: float = 1.0) -> StageTable:
-    """Return a table whose stages get faster with devices and whose memory binds by position.
-
-    With a power above 1 long stages are disproportionately slow, so that more stages cost less.
-    """
-    rng = np.random.default_rng(seed)
-    ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, num_blocks))])
-    work = np.where(np.triu(np.ones((num_blocks + 1,) * 2), 1) > 0, ends - ends[:, None], np.inf)
-    devices = np.array([2, 2, 4, 4, 8])
-    slowdown = np.array([1.0, 1.3, 1.05, 1.35, 1.4])[:, None, None]
-    saved = np.array([1.0, 0.2, 1.0, 0.2, 1.0])[:, None, None]
-    share = work / devices[:, None, None]
-    share_bytes = np.where(np.isfinite(share), share, 0.0)
-    return StageTable(
-        devices=devices,
-        time_s=share**power * slowdown + 0.05,
-        static_bytes=2.0 * share_bytes,
-        activation_bytes=saved * share_bytes,
-    )
-
-
 @pytest.mark.parametrize("counts", [range(1, 9), range(4, 5), range(3, 7)])
 @pytest.mark.parametrize("memory_bytes", [2.5, 3.5, 5.0, 20.0])
 @pytest.mark.parametrize(("m", "power"), [(1, 1.0), (1, 2.0), (4, 1.0), (4, 2.0), (32, 1.0)])
@@ -220,37 +104,13 @@ def test_solution_equals_the_program_of_the_paper(
         "in_flight": one_f_one_b(m),
     }
     expected = alpa_optimum(table, problem, counts)
-    solution = solve_inter_op(table, num_stages=counts, **problem)
+    solution = solve(table, num_stages=counts, **problem)
     if np.isinf(expected):
         assert solution is None
     else:
         assert solution is not None
         assert solution.objective_s == pytest.approx(expected, rel=1e-11)
         assert len(solution.stages) in counts
-
-
-def uniform_table(num_blocks: int, devices: tuple[int, ...]) -> StageTable:
-    """Return a table of equal blocks: n blocks on d devices take n/d seconds and n/d bytes each."""
-    length = np.maximum(np.arange(num_blocks + 1) - np.arange(num_blocks + 1)[:, None], 0)
-    share = length / np.array(devices)[:, None, None]
-    return StageTable(
-        devices=np.array(devices),
-        time_s=np.where(share > 0, share, np.inf),
-        static_bytes=share,
-        activation_bytes=share,
-    )
-
-
-def solve_uniform(table: StageTable, **changes: Any) -> Partition | None:
-    """Return the stages for 8 devices, 4 micro-batches and ample memory, with some changes."""
-    arguments: dict[str, Any] = {
-        "num_devices": 8,
-        "num_microbatches": 4,
-        "memory_bytes": 1e9,
-        "in_flight": one_f_one_b(4),
-    }
-    solution = solve_inter_op(table, **(arguments | changes))
-    return None if solution is None else solution.stages
 
 
 def test_equal_blocks_are_split_evenly() -> None:
@@ -264,7 +124,7 @@ def test_more_than_64_stages() -> None:
     table = uniform_table(70, (1,))
     stages = solve_uniform(table, num_devices=70)
     assert stages == tuple(StageChoice(start=i, stop=i + 1, variant=0) for i in range(70))
-    shortfall = minimal_shortfall(table, num_devices=70, memory_bytes=3.0, in_flight=lambda s: s)
+    shortfall = shortfall_of(table, num_devices=70, memory_bytes=3.0, in_flight=lambda s: s)
     assert shortfall is not None
     assert shortfall.stages == stages
     assert shortfall.excess_bytes == 71.0 - 3.0
@@ -275,7 +135,7 @@ def test_devices_must_be_met_exactly() -> None:
     assert solve_uniform(table, num_devices=7) is None
     assert solve_uniform(table, num_devices=1) is None
     assert solve_uniform(table, num_devices=14) is None  # 3 blocks: at most 12 devices
-    assert minimal_shortfall(table, num_devices=7, memory_bytes=0, in_flight=gpipe(1)) is None
+    assert shortfall_of(table, num_devices=7, memory_bytes=0, in_flight=gpipe(1)) is None
     assert solve_uniform(table, num_devices=12) is not None
 
 
@@ -286,7 +146,7 @@ def test_position_decides_whether_a_stage_fits() -> None:
     assert solve_uniform(table, **two, memory_bytes=3.0) is not None
     assert solve_uniform(table, **two, memory_bytes=2.9) is None
     assert solve_uniform(table, num_devices=2, in_flight=gpipe(4), memory_bytes=3.0) is None
-    shortfall = minimal_shortfall(table, **two, memory_bytes=2.5)
+    shortfall = shortfall_of(table, **two, memory_bytes=2.5)
     assert shortfall is not None
     assert shortfall.stage_excess_bytes == (0.5, -0.5)
 
@@ -340,8 +200,8 @@ def test_order_of_variants_does_not_change_the_cost(problem: dict[str, Any], ran
         activation_bytes=table.activation_bytes[order],
         fill_s=None if table.fill_s is None else table.fill_s[order],
     )
-    first, again = solve_inter_op(**problem), solve_inter_op(**problem)
-    other = solve_inter_op(**(problem | {"table": shuffled}))
+    first, again = solve(**problem), solve(**problem)
+    other = solve(**(problem | {"table": shuffled}))
     assert first == again
     assert (first is None) == (other is None)
     if first is not None and other is not None:
@@ -358,8 +218,8 @@ def test_ties_take_the_first_variant() -> None:
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.floats(0.0, 0.5))
 def test_relative_gap_is_kept(problem: dict[str, Any], gap: float) -> None:
-    exact = solve_inter_op(**problem)
-    loose = solve_inter_op(**problem, relative_gap=gap)
+    exact = solve(**problem)
+    loose = solve(**problem, relative_gap=gap)
     assert (exact is None) == (loose is None)
     if exact is not None and loose is not None:
         assert loose.objective_s * (1 - gap) <= exact.objective_s * (1 + 1e-11)
@@ -374,7 +234,7 @@ def test_only_objectives_below_the_cutoff_count(
 ) -> None:
     optimum = least_objective_s(problem)
     cutoff = factor * optimum if optimum < np.inf else 10.0
-    solution = solve_inter_op(**problem, cutoff_s=cutoff, relative_gap=gap)
+    solution = solve(**problem, cutoff_s=cutoff, relative_gap=gap)
     assert (solution is not None) == (optimum < cutoff)
     if solution is not None:
         assert solution.stages in feasible_partitions(problem)
@@ -392,7 +252,7 @@ def test_a_deadline_leaves_the_best_so_far_and_its_bound(
     clock = itertools.chain(range(ticks), itertools.repeat(ticks))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staircase.time, "monotonic", lambda: float(next(clock)))
-        solution = solve_inter_op(**problem, deadline=float(ticks))
+        solution = solve(**problem, deadline=float(ticks))
     if solution is not None:
         assert solution.stages in feasible_partitions(problem)
         assert solution.bound_s <= optimum * (1 + 1e-11)
@@ -408,8 +268,8 @@ def test_past_the_deadline_only_the_first_try_counts() -> None:
         "memory_bytes": 1e9,
         "in_flight": one_f_one_b(4),
     }
-    exact = solve_inter_op(table, **problem)
-    late = solve_inter_op(table, **problem, deadline=0.0)
+    exact = solve(table, **problem)
+    late = solve(table, **problem, deadline=0.0)
     assert exact is not None and late is not None
     assert late.candidates_tried == 1 < exact.candidates_tried
     assert late.bound_s < exact.objective_s < late.objective_s

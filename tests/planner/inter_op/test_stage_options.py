@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.inter_op.stage_options import memory_lines, stage_options
-from meshwright.planner.inter_op.table import Chain, StageTable
+from meshwright.planner.inter_op.table import PartitionProblem, StageTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A table, the chain it makes, and a limit that some stage meets to the last bit."""
+    """A table, its partition problem, and a limit that some stage meets to the last bit."""
 
     table: StageTable
-    chain: Chain
+    problem: PartitionProblem
     memory_bytes: float
 
     @property
@@ -25,12 +25,12 @@ class Drawn:
     @property
     def used_bytes(self) -> np.ndarray:
         """(S, V, K+1, K+1)"""
-        held = self.chain.in_flight[:, None, None, None]
+        held = self.problem.in_flight[:, None, None, None]
         return self.table.static_bytes + held * self.table.activation_bytes
 
     def cells(self) -> list[tuple[int, int, int]]:
-        rows = self.chain.num_blocks + 1
-        each = range(len(self.chain.sizes)), range(rows), range(rows)
+        rows = self.problem.num_blocks + 1
+        each = range(len(self.problem.sizes)), range(rows), range(rows)
         return [(z, i, j) for z in each[0] for i in each[1] for j in each[2]]
 
 
@@ -58,7 +58,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
             static_bytes=static_bytes,
             activation_bytes=activation_bytes,
         ),
-        chain=Chain(
+        problem=PartitionProblem(
             num_blocks=blocks,
             num_devices=4,
             sizes=sizes,
@@ -74,20 +74,20 @@ def drawn(draw: st.DrawFn) -> Drawn:
 @given(drawn(), st.sampled_from([0, 1, 5]), st.sampled_from([np.inf, 30.0]))
 def test_options_lose_no_cheapest_stage(case: Drawn, later: int, cutoff_s: float) -> None:
     """At every position and under every bound the least fill is that of the whole table."""
-    chain, table = case.chain, case.table
+    problem, table = case.problem, case.table
     alone_s = case.fill_s + later * np.where(np.isfinite(table.time_s), table.time_s, 1.0)
     legal = np.isfinite(table.time_s) & (alone_s < cutoff_s)
     fits = legal & (case.used_bytes <= case.memory_bytes)
-    options = stage_options(chain, table, case.memory_bytes, later=later, cutoff_s=cutoff_s)
+    options = stage_options(problem, table, case.memory_bytes, later=later, cutoff_s=cutoff_s)
     if options is None:
         assert not fits.any()
         return
-    for s in range(1, len(chain.in_flight) + 1):
+    for s in range(1, len(problem.in_flight) + 1):
         for t_max in (1.0, 3.0, 20.0, 1000.0):
             usable = fits[s - 1] & (table.time_s <= t_max)
             cheapest = options.cheapest(s, t_max)
             for z, i, j in case.cells():
-                members = chain.variants[z]
+                members = problem.variants[z]
                 fills = case.fill_s[members, i, j][usable[members, i, j]]
                 assert cheapest[z, i, j] == fills.min(initial=np.inf)
 
@@ -96,14 +96,14 @@ def test_options_lose_no_cheapest_stage(case: Drawn, later: int, cutoff_s: float
 @given(drawn())
 def test_options_are_ways_of_the_table(case: Drawn) -> None:
     """Each option has the costs of a variant that fits as far, and no other option beats it."""
-    chain, table = case.chain, case.table
-    options = stage_options(chain, table, case.memory_bytes, later=1, cutoff_s=np.inf)
+    problem, table = case.problem, case.table
+    options = stage_options(problem, table, case.memory_bytes, later=1, cutoff_s=np.inf)
     if options is None:
         return
     fits = (case.used_bytes <= case.memory_bytes).sum(axis=0)
     for n in range(len(options.fits)):
         z, i, j = options.cell_of(n)
-        members = chain.variants[z]
+        members = problem.variants[z]
         same = table.time_s[members, i, j] == options.time_s[n]
         same &= case.fill_s[members, i, j] == options.fill_s[n]
         assert (same & (fits[members, i, j] >= options.fits[n])).any()
@@ -118,16 +118,16 @@ def test_options_are_ways_of_the_table(case: Drawn) -> None:
 @settings(max_examples=300, deadline=None)
 @given(drawn())
 def test_lines_lose_no_leanest_stage(case: Drawn) -> None:
-    chain, table = case.chain, case.table
+    problem, table = case.problem, case.table
     used = np.where(np.isfinite(table.time_s), case.used_bytes, np.inf)
-    lines = memory_lines(chain, table)
+    lines = memory_lines(problem, table)
     if lines is None:
         assert not np.isfinite(table.time_s).any()
         return
     furthest, beyond = lines.within(case.memory_bytes)
     larger = [np.inf]
     for z, i, j in case.cells():
-        least = used[:, chain.variants[z], i, j].min(axis=1)
+        least = used[:, problem.variants[z], i, j].min(axis=1)
         assert lines.least_bytes()[z, i, j] == least[0]
         assert furthest[z, i, j] == (least <= case.memory_bytes).sum()
         larger += least[least > case.memory_bytes].tolist()

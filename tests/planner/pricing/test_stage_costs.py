@@ -21,8 +21,13 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.recompute_levels import Share, ladder
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import Candidate, Step, make_candidate, make_draft
-from meshwright.planner.search.equal_stages import Drafted, Way
+from meshwright.planner.search.candidates import (
+    Candidate,
+    PipelineSetup,
+    make_candidate,
+    make_draft,
+)
+from meshwright.planner.search.equal_stages import StageDraft, StageSetup
 from meshwright.planner.search.space import Mesh
 from tests.helpers.planning import Traced, case, cluster, large_gpt2, odd_cluster, problem_of
 
@@ -133,22 +138,22 @@ def test_a_run_of_no_blocks_or_backwards_is_illegal() -> None:
 class Run:
     """How a stage runs: its way, and the recompute of all its blocks."""
 
-    way: Way
+    way: StageSetup
     recompute: str
 
-    def drafted(self, start: int, stop: int) -> Drafted:
+    def drafted(self, start: int, stop: int) -> StageDraft:
         runs = self.way.chain.runs
         rungs = ladder(runs.sums, self.way.setting, (self.recompute,), runs.blocks)
         none = np.zeros(len(runs.sums), dtype=np.int64)
         chosen = Share(rung=none, share=none * 0.0, fits=none == 0)
-        return Drafted(start=start, stop=stop, way=self.way, ladder=rungs, chosen=chosen)
+        return StageDraft(start=start, stop=stop, setup=self.way, ladder=rungs, chosen=chosen)
 
 
 def run(
     coster: StageCoster, dp: int, tp: int, zero: int, recompute: str, mode: str = "fast"
 ) -> Run:
     chain = chain_of(coster, dp=dp, tp=tp, mode=mode)
-    way = Way(mesh=Mesh(dp=dp, tp=tp), zero=zero, dp_shard=0, chain=chain)
+    way = StageSetup(mesh=Mesh(dp=dp, tp=tp), zero=zero, dp_shard=0, chain=chain)
     return Run(way=way, recompute=recompute)
 
 
@@ -157,7 +162,7 @@ def candidate(
 ) -> tuple[Candidate, list[StageCosts]]:
     """The plan of these stages, and what the table says each costs."""
     spans = list(zip(itertools.pairwise(cuts), runs, strict=True))
-    step = Step(
+    step = PipelineSetup(
         global_batch_size=ROWS * MICROBATCHES, num_microbatches=MICROBATCHES, schedule="1f1b"
     )
     made = make_candidate(

@@ -8,24 +8,27 @@ from functools import cache
 
 from meshwright.costmodel.schedules.schedule import in_flight
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.search.candidates import Draft, Step, make_draft
-from meshwright.planner.search.equal_stages import Drafted, Node, Slot, Way
+from meshwright.planner.search.candidates import PipelineSetup, PlanDraft, make_draft
+from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.helpers.planning import problem_of
 
 INSTANCES = 14
-Key = tuple[Way, str, int, int, int]
+Key = tuple[StageSetup, str, int, int, int]
 
 
 def every_cut(
-    search: Search, way: Way, schedule: str, m: int, groups: int, each: int
-) -> Iterator[Draft]:
+    search: Search, way: StageSetup, schedule: str, m: int, groups: int, each: int
+) -> Iterator[PlanDraft]:
     """Every cut into so many stages, each with the least recompute that fits its place."""
     equal, stages = search.equal, groups * each
     count, rungs = len(search.problem.graph.blocks), equal.ladder(way, schedule)
-    step = Step(
-        global_batch_size=search.global_batch_size, num_microbatches=m, schedule=schedule, each=each
+    step = PipelineSetup(
+        global_batch_size=search.global_batch_size,
+        num_microbatches=m,
+        schedule=schedule,
+        stages_per_group=each,
     )
     for inner in itertools.combinations(range(1, count), stages - 1):
         spans = list(itertools.pairwise((0, *inner, count)))
@@ -37,7 +40,7 @@ def every_cut(
                 schedule, stage=k, num_stages=stages, num_microbatches=m, num_devices=groups
             )
             chosen = rungs.share(held, equal.room / each)
-            drafted.append(Drafted(start=i, stop=j, way=way, ladder=rungs, chosen=chosen))
+            drafted.append(StageDraft(start=i, stop=j, setup=way, ladder=rungs, chosen=chosen))
         yield make_draft(equal.coster, drafted, step)
 
 
@@ -54,13 +57,13 @@ def searches() -> list[Search]:
     return found
 
 
-def slots(search: Search) -> list[Slot]:
-    return [s for m in search.space.microbatch_counts() for s in search.equal.slots(m)]
+def slots(search: Search) -> list[MeshChoice]:
+    return [s for m in search.space.microbatch_counts() for s in search.equal.mesh_choices(m)]
 
 
-def cuts(search: Search, node: Node) -> list[Draft]:
+def cuts(search: Search, node: Combination) -> list[PlanDraft]:
     found = every_cut(
-        search, node.way, node.schedule, node.num_microbatches, node.groups, node.each
+        search, node.setup, node.schedule, node.num_microbatches, node.groups, node.stages_per_group
     )
     return [draft for draft in found if draft.fits]
 
@@ -68,7 +71,7 @@ def cuts(search: Search, node: Node) -> list[Draft]:
 def test_no_cut_is_faster_than_the_bound_of_its_combination() -> None:
     for search in searches():
         for slot in slots(search):
-            for node in search.equal.nodes(slot):
+            for node in search.equal.combinations(slot):
                 assert slot.bound_s <= node.bound_s * (1 + 1e-9)
                 for draft in cuts(search, node):
                     assert node.bound_s <= draft.step_time_s * (1 + 1e-9), draft.plan
@@ -82,8 +85,11 @@ def test_what_is_left_out_does_not_fit() -> None:
         equal, space = search.equal, search.space
         for slot in slots(search):
             m, groups = slot.num_microbatches, slot.groups
-            kept = {(id(n.way.chain), n.way.zero, n.schedule, n.each) for n in equal.nodes(slot)}
-            for way in equal.ways(slot.mesh, m):
+            kept = {
+                (id(n.setup.chain), n.setup.zero, n.schedule, n.stages_per_group)
+                for n in equal.combinations(slot)
+            }
+            for way in equal.setups(slot.mesh, m):
                 for schedule, each in space.schedules(groups, m, way.zero):
                     if (id(way.chain), way.zero, schedule, each) not in kept:
                         every = every_cut(search, way, schedule, m, groups, each)
@@ -99,14 +105,16 @@ def test_the_cut_is_nearly_the_fastest() -> None:
     excess = []
     for search in searches():
         for slot in slots(search):
-            for node in search.equal.nodes(slot):
+            for node in search.equal.combinations(slot):
                 solved, every = search.equal.solve(node, float("inf")), cuts(search, node)
                 if not every:
                     continue
                 assert solved is not None
                 best = search.draft(node, solved[1])
                 fastest = min(draft.step_time_s for draft in every)
-                assert best.fits or node.each > 1  # stages of one group may share the room unevenly
+                assert (
+                    best.fits or node.stages_per_group > 1
+                )  # stages of one group may share the room unevenly
                 if best.fits:
                     excess.append(best.step_time_s / fastest - 1)
     assert min(excess) >= -1e-9

@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
-from meshwright.planner.search.space import (
-    MAX_CUTS,
-    MAX_MICROBATCH_CHOICES,
-    ON_REQUEST,
-    SPLIT_BACKWARD,
-    Mesh,
-    Space,
-    groups_of,
-)
+from meshwright.planner.search.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Mesh, Space, groups_of
 from tests.helpers.planning import Traced, cluster, linears, problem_of
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
@@ -230,10 +222,10 @@ def test_schedules_fit_the_stages_the_blocks_and_zero(zero: int) -> None:
     for groups, m in itertools.product((1, 2, 3, 4), (1, 4)):
         found = here.schedules(groups, m, zero)
         assert len(set(found)) == len(found) > 0
-        assert not {name for name, _ in found} & set(ON_REQUEST)
         for name, each in found:
+            assert not SCHEDULES[name].on_request
             assert groups * each <= most
-            assert not (zero > 1 and groups > 1 and name in SPLIT_BACKWARD)
+            assert not (zero > 1 and groups > 1 and SCHEDULES[name].splits_backward)
             stages_of_devices(name, num_stages=groups * each, num_devices=groups)
         if groups == 1:
             assert len(found) == 1

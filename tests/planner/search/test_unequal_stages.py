@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.costmodel.blocks.stage import stage_costs
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.search.candidates import Step, make_draft
+from meshwright.planner.search.candidates import PipelineSetup, make_draft
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.unequal_stages import Option
 from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
@@ -58,18 +58,17 @@ def test_stages_in_the_table_hold_what_their_blocks_do() -> None:
     """And take no less than them; where no stage is legal they take forever."""
     for search, _ in itertools.islice(searches(), 5):
         for m in search.space.microbatch_counts():
-            ways = search.unequal.ways(m, search.unequal.meshes(m), np.inf)
+            ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
             table, options = search.unequal.table(m, ways)
             for v, option in enumerate(options):
-                chain = option.way.chain
-                assert table.devices[v] == option.way.mesh.devices
-                for i, j in itertools.product(
-                    range(len(search.problem.graph.blocks) + 1), repeat=2
-                ):
+                chain = option.setup.chain
+                assert table.devices[v] == option.setup.mesh.devices
+                ends = range(len(search.problem.graph.blocks) + 1)
+                for i, j in itertools.product(ends, repeat=2):
                     if not search.equal.legal[i, j]:
                         assert np.isinf(table.time_s[v, i, j])
                         continue
-                    wanted = stage_costs(chain.sums[i, j], option.way.setting, option.policy)
+                    wanted = stage_costs(chain.sums[i, j], option.setup.setting, option.policy)
                     assert table.static_bytes[v, i, j] == pytest.approx(wanted.static_bytes)
                     assert table.activation_bytes[v, i, j] == pytest.approx(wanted.activation_bytes)
 
@@ -81,7 +80,7 @@ def test_a_mesh_that_can_not_win_is_left_out() -> None:
             meshes = search.unequal.meshes(m)
             bounds = search.unequal.bounds(m, meshes)
             below = float(np.median(bounds))
-            kept = {way.mesh for way in search.unequal.ways(m, meshes, below)}
+            kept = {way.mesh for way in search.unequal.setups(m, meshes, below)}
             assert kept <= {mesh for mesh, b in zip(meshes, bounds, strict=True) if b < below}
             left += len(meshes) - len(kept)
     assert left
@@ -96,22 +95,22 @@ def test_the_solution_becomes_stages_that_fit() -> None:
         small = limited(on, rng.choice(peaks[4:]))
         search = Search(problem_of(of, small), batch, Overrides())
         for m in search.space.microbatch_counts():
-            ways = search.unequal.ways(m, search.unequal.meshes(m), np.inf)
+            ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
             table, options = search.unequal.table(m, ways)
             found = search.unequal.solve(table, m, np.inf, None)
             if found is None:
                 continue
-            stages = search.unequal.drafted(found, options, m, "1f1b")
+            stages = search.unequal.stage_drafts(found, options, m, "1f1b")
             assert stages is not None
-            assert sum(s.way.mesh.devices for s in stages) == on.num_devices
+            assert sum(s.setup.mesh.devices for s in stages) == on.num_devices
             assert [s.start for s in stages[1:]] == [s.stop for s in stages[:-1]]
-            step = Step(global_batch_size=batch, num_microbatches=m, schedule="1f1b")
+            step = PipelineSetup(global_batch_size=batch, num_microbatches=m, schedule="1f1b")
             assert make_draft(search.equal.coster, stages, step).fits
             for stage, choice in zip(stages, found.stages, strict=True):
                 option: Option = options[choice.variant]
                 own = stage.ladder.at(stage.run, stage.chosen)
-                sums = option.way.chain.sums[stage.start, stage.stop]
-                whole = stage_costs(sums, option.way.setting, option.policy)
+                sums = option.setup.chain.sums[stage.start, stage.stop]
+                whole = stage_costs(sums, option.setup.setting, option.policy)
                 assert own.backward_s <= float(whole.backward_s) * (1 + 1e-9)
             solved += 1
     assert solved > INSTANCES

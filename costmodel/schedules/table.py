@@ -1,0 +1,281 @@
+"""The pipeline schedules: one record each, with all that search, price, builder and checks ask.
+
+To add a schedule, write its order function (`costmodel.schedules.orders`) and its entry here.
+
+    schedule          stages of device d      micro-batches in flight, of all its stages, at most
+    gpipe             d                       m
+    1f1b              d                       p - d
+    eager_1f1b        d                       2(p - d) - 1
+    zb_h1             d                       p
+    zb_h2             d                       2p - 1
+    interleaved_1f1b  d, d+p, .., d+(v-1)p    (v + 1)p - 1 - 2d
+    zb_v              d, 2p-1-d               2p
+    dualpipe_v        d, 2p-1-d               2p + 1
+
+with m micro-batches, p devices and v stages per device. A micro-batch is in flight on a stage from
+its F to the end of its backward. Stages of which a device owns v are v times smaller than if it
+owned one, so the last three hold the activations of p + (p-1-2d)/v, p and p + 1/2 micro-batches on
+a whole device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.costmodel.schedules import orders
+from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
+
+Floats: TypeAlias = NDArray[np.float64]
+Stages: TypeAlias = tuple[int, ...]
+
+VIRTUAL_STAGES = (2, 3, 4)  # per device, that the search tries where a schedule takes any number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A pipeline schedule: placement and order of its stages, and how estimates treat it."""
+
+    order: Callable[[DeviceOrder, Sequence[int], int, int, int], None]
+    """(order, stages of the device, d, p, m): appends the computes of device d."""
+    placement: Callable[[int, int], tuple[Stages, ...]]
+    """(number of stages, p): the stages of each device, in the order of the data."""
+    stages_per_device: int | None
+    """None where any number is legal."""
+    splits_backward: bool
+    """Whether some backwards are run as I and W."""
+    on_request: bool
+    """Whether the search leaves it out unless it is the only schedule asked for."""
+    in_flight: Callable[[int, int, int], int] | None
+    """(stage, p, m): micro-batches in flight on a stage at most, before the minimum with m, for one
+    stage per device; None where they are counted in the order, which must then repeat itself every
+    p micro-batches from 2 · stages + p on."""
+    fill_s: Callable[[Floats, Floats, int, int], Floats]
+    """(F + B seconds, W seconds, m, p): seconds per stage that filling and draining adds."""
+    bound_s: Callable[[float, float, int, int], float]
+    """(seconds per micro-batch of all stages, of the slowest device, m, p): lower bound on the
+    step, in seconds."""
+    hides_sends: bool
+    """Whether enough micro-batches are in flight for sends to run beside computes."""
+
+    @property
+    def unequal_meshes(self) -> bool:
+        """Whether stages may have different meshes: those of one device share its ranks."""
+        return self.stages_per_device == 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks may be recomputed: what I computes again, W would have to keep."""
+        return not self.splits_backward
+
+    def divides(self, zero: int) -> bool:
+        """Whether the search combines it with a ZeRO stage: with a split backward, ZeRO-2 and 3
+        would gather weights twice and scatter gradients early."""
+        return zero < 2 or not self.splits_backward
+
+    def offered(self, virtual_stages: int | None) -> tuple[int, ...]:
+        """Stages per device to try, where the user asked for so many (None: left free)."""
+        if self.stages_per_device is None:
+            return VIRTUAL_STAGES if virtual_stages is None else (virtual_stages,)
+        return (self.stages_per_device,) if virtual_stages in (None, self.stages_per_device) else ()
+
+
+# --- placements ---
+
+
+def _in_turn(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
+    """Stage k on device k mod p."""
+    return tuple(tuple(range(d, num_stages, num_devices)) for d in range(num_devices))
+
+
+def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
+    """There and back again: stage k on device min(k, 2p - 1 - k)."""
+    return tuple((d, num_stages - 1 - d) for d in range(num_devices))
+
+
+# --- fills: seconds per stage that filling and draining the pipeline adds ---
+
+
+def _fill_whole(pass_s: Floats, weight_s: Floats, m: int, p: int) -> Floats:
+    return pass_s
+
+
+def _fill_less_weights(pass_s: Floats, weight_s: Floats, m: int, p: int) -> Floats:
+    """W runs where the device would wait, once in the warm-up and once in the cool-down."""
+    return np.maximum(pass_s - 2 * weight_s, 0.0)
+
+
+def _fill_vanishing(pass_s: Floats, weight_s: Floats, m: int, p: int) -> Floats:
+    """With 2p - 1 micro-batches or more nothing."""
+    return pass_s * max(0.0, 1.0 - (m - 1) / max(1, 2 * p - 2))
+
+
+# --- lower bounds on the step ---
+
+
+def _bound_of_slowest(work_s: float, slowest_s: float, m: int, p: int) -> float:
+    """T >= m · the slowest device."""
+    return m * slowest_s
+
+
+def _bound_of_chain(work_s: float, slowest_s: float, m: int, p: int) -> float:
+    """Stage k starts after one micro-batch went forward through all stages before it, which then
+    wait for its way back, and works m times: T >= t₁ + .. + t_{k-1} + m·t_k for every k. The least
+    T for which such t add up to W, the work, is where all of these hold with equality:
+
+        T  >=  W / (1 - (1 - 1/m)^p)
+    """
+    return max(m * slowest_s, work_s / (1 - (1 - 1 / m) ** p))
+
+
+_TABLE: dict[str, Schedule] = {
+    "gpipe": Schedule(
+        order=orders.gpipe,
+        placement=_in_turn,
+        stages_per_device=1,
+        splits_backward=False,
+        on_request=False,
+        in_flight=lambda stage, p, m: m,
+        fill_s=_fill_whole,
+        bound_s=_bound_of_chain,
+        hides_sends=True,
+    ),
+    "1f1b": Schedule(
+        order=orders.one_f_one_b,
+        placement=_in_turn,
+        stages_per_device=1,
+        splits_backward=False,
+        on_request=False,
+        in_flight=lambda stage, p, m: p - stage,
+        fill_s=_fill_whole,
+        bound_s=_bound_of_chain,
+        hides_sends=False,
+    ),
+    "eager_1f1b": Schedule(
+        order=orders.eager_1f1b,
+        placement=_in_turn,
+        stages_per_device=1,
+        splits_backward=False,
+        on_request=False,
+        in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
+        fill_s=_fill_whole,
+        bound_s=_bound_of_chain,
+        hides_sends=True,
+    ),
+    "interleaved_1f1b": Schedule(
+        order=orders.interleaved_1f1b,
+        placement=_in_turn,
+        stages_per_device=None,
+        splits_backward=False,
+        on_request=False,
+        in_flight=None,
+        fill_s=_fill_whole,
+        bound_s=_bound_of_slowest,
+        hides_sends=True,
+    ),
+    "zb_h1": Schedule(
+        order=orders.zb_h1,
+        placement=_in_turn,
+        stages_per_device=1,
+        splits_backward=True,
+        on_request=False,
+        in_flight=lambda stage, p, m: p,
+        fill_s=_fill_less_weights,
+        bound_s=_bound_of_slowest,
+        hides_sends=True,
+    ),
+    "zb_h2": Schedule(
+        order=orders.zb_h2,
+        placement=_in_turn,
+        stages_per_device=1,
+        splits_backward=True,
+        on_request=True,  # its optimizer steps before the norm of the gradients is known
+        in_flight=lambda stage, p, m: 2 * p - 1,
+        fill_s=_fill_vanishing,
+        bound_s=_bound_of_slowest,
+        hides_sends=True,
+    ),
+    "zb_v": Schedule(
+        order=orders.zb_v,
+        placement=_v_shaped,
+        stages_per_device=2,
+        splits_backward=True,
+        on_request=False,
+        in_flight=None,
+        fill_s=_fill_vanishing,
+        bound_s=_bound_of_slowest,
+        hides_sends=True,
+    ),
+    "dualpipe_v": Schedule(
+        order=orders.dualpipe_v,
+        placement=_v_shaped,
+        stages_per_device=2,
+        splits_backward=True,
+        on_request=True,  # gains only where communication hides in another's computation
+        in_flight=None,
+        fill_s=_fill_vanishing,
+        bound_s=_bound_of_slowest,
+        hides_sends=True,
+    ),
+}
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
+
+
+def stages_of_devices(
+    name: str, *, num_stages: int, num_devices: int | None = None
+) -> tuple[Stages, ...]:
+    """The stages each device owns, in the order of the data.
+
+    `num_devices` may be left out where the schedule fixes the number of stages per device. Raises
+    ValueError for an unknown schedule, a count below 1, or counts that the schedule cannot place.
+    """
+    schedule = _known(name)
+    check_count("num_stages", num_stages)
+    each = schedule.stages_per_device
+    if num_devices is None:
+        if each is None:
+            raise ValueError(
+                f"schedule={name!r} with num_stages={num_stages} needs num_devices: any divisor of "
+                f"num_stages is legal"
+            )
+        num_devices = max(1, num_stages // each)
+    check_count("num_devices", num_devices)
+    if num_stages % num_devices or each not in (None, num_stages // num_devices):
+        per_device = "a whole number of" if each is None else str(each)
+        raise ValueError(
+            f"schedule={name!r} places {per_device} stages on each device, which num_stages="
+            f"{num_stages} on num_devices={num_devices} are not; change one of the two"
+        )
+    return schedule.placement(num_stages, num_devices)
+
+
+@lru_cache(maxsize=64)
+def compute_orders(
+    name: str, *, num_stages: int, num_microbatches: int, num_devices: int | None = None
+) -> tuple[tuple[Compute, ...], ...]:
+    """The computes of each device in one training step, in order. Raises ValueError as
+    `stages_of_devices`, and for less than one micro-batch."""
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    check_count("num_microbatches", num_microbatches)
+    found = []
+    for device, stages in enumerate(placed):
+        order = DeviceOrder()
+        SCHEDULES[name].order(order, stages, device, len(placed), num_microbatches)
+        found.append(tuple(c for c in order.computes if c.microbatch < num_microbatches))
+    return tuple(found)
+
+
+def check_count(argument: str, value: int) -> None:
+    """Raise ValueError for a count below 1."""
+    if value < 1:
+        raise ValueError(f"{argument}={value}: a schedule needs at least 1")
+
+
+def _known(name: str) -> Schedule:
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r}: known schedules are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]

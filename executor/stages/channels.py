@@ -1,0 +1,49 @@
+"""The channels of one rank's stages: per edge of the stage graph and value, both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.schedules.schedule import Action
+from meshwright.costmodel.sharding.data_axis import DataLayout
+from meshwright.executor.lowering.lower import crossing
+from meshwright.executor.ranks.meshes import BACKWARD, FORWARD, Edge, Place
+from meshwright.executor.stages.transfer import Channel, held, slices
+
+Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]  # (instruction, peer stage) -> value
+
+
+def stage_channels(
+    k: int,
+    edges: Mapping[Edge, Sequence[str]],
+    graph: Graph,
+    place: Place,
+    data_of: Callable[[int], DataLayout],
+) -> Channels:
+    """The channels of stage k to stages of other ranks; `edges` gives the values that travel,
+    `data_of` the layout of a data-parallel degree. Every value of every edge has its own tag."""
+    found: dict[tuple[Action, int], dict[str, Channel]] = {}
+    crossings = [(edge, name) for edge, names in edges.items() for name in names]
+    for tag, (edge, name) in enumerate(crossings, start=1):
+        source, target = (place.meshes[j] for j in edge)
+        if k not in edge or source.ranks == target.ranks:
+            continue
+        meta = graph.values[name]
+        ends = [(mesh, crossing(graph, data_of(mesh.dp), name)) for mesh in (source, target)]
+        mesh, placement = ends[edge.index(k)]
+        mine = held(meta.shape, placement, mesh.dp, mesh.coordinate(place.rank)[0])
+        sends = k == edge[0]
+        peer = edge[1] if sends else edge[0]
+        forward = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION
+        backward = Action.RECV_GRADIENT if sends else Action.SEND_GRADIENT
+        directions = [(forward, FORWARD, ends)]
+        found.setdefault((backward, peer), {})
+        if meta.requires_grad:
+            directions.append((backward, BACKWARD, ends[::-1]))
+        for action, direction, (start, end) in directions:
+            moved = slices(meta.shape, *start, *end)
+            group = place.links[edge, direction]
+            channel = Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
+            found.setdefault((action, peer), {})[name] = channel
+    return found

@@ -1,0 +1,163 @@
+"""Parameters of one rank's stages: made once where several of its stages read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.sharding.data_axis import DataLayout
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.sharding.strategies import RP, Placement, R
+from meshwright.executor.lowering.emitter import State
+from meshwright.executor.parameters.gradients import Layout
+from meshwright.executor.parameters.parameters import StageParameter, expose, make_parameter
+from meshwright.executor.ranks.meshes import Place
+from meshwright.planner.plan.expert_parallel import expert_weights
+from meshwright.planner.plan.flow import stage_of, stages_of_parameters
+from meshwright.planner.plan.plan import Plan, PlanError
+
+
+class RankParameters:
+    """Makes the parameters of the stages of one rank, in the compute `dtype`.
+
+    `shared` are those that several stages of this rank read, by value name; `tied` gives per FQN
+    held by several stages of the plan its layout on each.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        assignments: Sequence[Mapping[str, Assignment]],
+        model: nn.Module,
+        place: Place,
+        dtype: torch.dtype,
+    ) -> None:
+        self.plan = plan
+        self.graph = graph
+        self.place = place
+        self.dtype = dtype
+        self.sources = dict(model.named_parameters())
+        self.owners = stages_of_parameters(plan, graph)
+        self.experts = expert_weights(graph)
+        self.shared: dict[str, StageParameter] = {}
+        self.tied = _tied(plan, graph, assignments)
+        self._states: dict[str, State] = {}  # of the shared ones
+        self._reached = _reached(graph)
+
+    def of_stage(
+        self, k: int, blocks: Sequence[Block], stored: Mapping[str, State]
+    ) -> tuple[StageParameter, ...]:
+        """The parameters of stage k alone, in the order of the forward; those that other stages of
+        this rank read, too, are put into `shared`.
+
+        Raises `PlanError` where stages of one device group shard a parameter differently, or
+        several stages hold experts that are shared out.
+        """
+        alone = []
+        for value in dict.fromkeys(n for b in blocks for n in b.parameters):
+            here = [j for j in self.owners[value] if j in self.place.stages]
+            if value in self.shared:
+                self._check_alike(value, here, stored[value])
+                continue
+            parameter = self._make(k, value, stored[value], gatherable=len(here) == 1)
+            if len(here) == 1:
+                alone.append(parameter)
+            else:
+                self.shared[value], self._states[value] = parameter, stored[value]
+                expose(parameter, self.place)
+        return tuple(alone)
+
+    def _check_alike(self, value: str, here: Sequence[int], state: State) -> None:
+        if self._states[value] != state:
+            fqn = self.graph.parameters[value]
+            raise PlanError(
+                f"plan: stages {here} lie on one device group and share {fqn!r}, sharded "
+                f"{self._states[value][1]} and {state[1]}: shard it alike in both"
+            )
+
+    def _make(self, k: int, value: str, state: State, *, gatherable: bool) -> StageParameter:
+        fqn, owners = self.graph.parameters[value], self.owners[value]
+        on_data, on_tensor = state
+        experts = value in self.experts and self.place.exchange is not None
+        if experts and len(owners) > 1:
+            raise PlanError(
+                f"plan: stages {list(owners)} share the experts {fqn!r}; legal "
+                "with ep > 1: experts of one stage; put their readers into one"
+            )
+        if experts and self.place.here.folded:
+            on_tensor = Placement("S", 0)
+        dtype = self.graph.values[value].dtype
+        return make_parameter(
+            value=value,
+            fqn=fqn,
+            source=self.sources[fqn],
+            placement=on_tensor if on_tensor.sharded else R,
+            place=self.place,
+            sum_data=on_data == RP,
+            sum_tensor=on_tensor == RP,
+            zero=self.plan.stages[k].zero,
+            dtype=dtype,
+            shared_stages=owners,
+            experts=experts,
+            gatherable=gatherable and dtype == self.dtype,
+            reached=value in self._reached,
+        )
+
+
+def parameter_states(
+    graph: Graph, blocks: Sequence[Block], chosen: Mapping[str, Assignment], data: DataLayout
+) -> dict[str, State]:
+    """(data, tensor) state of each parameter of a stage: partial where every reader leaves it so,
+    to be summed once per step; a parameter read in two ways is summed inside the graph."""
+    on_data: dict[str, set[Placement]] = {}
+    on_tensor: dict[str, set[Placement]] = {}
+    stored: dict[str, Placement] = {}
+    for block in blocks:
+        assignment = chosen[block.name]
+        for op in block.ops:
+            for i, value in enumerate(op.operands):
+                if value in graph.parameters:
+                    on_data.setdefault(value, set()).add(data.strategies[op.name].operands[i])
+                    on_tensor.setdefault(value, set()).add(
+                        assignment.strategies[op.name].operands[i]
+                    )
+        for value in block.parameters:
+            stored.setdefault(value, assignment.states[value])
+    return {
+        value: (
+            RP if on_data[value] == {RP} else R,
+            RP if state == R and on_tensor[value] == {RP} else state,
+        )
+        for value, state in stored.items()
+    }
+
+
+def _reached(graph: Graph) -> set[str]:
+    """Values that the loss depends on, through values with a gradient."""
+    found = {graph.loss}
+    for op in reversed(graph.ops):
+        if found.intersection(op.results):
+            found |= {v for v in op.operands if graph.values[v].requires_grad}
+    return found
+
+
+def _tied(
+    plan: Plan, graph: Graph, assignments: Sequence[Mapping[str, Assignment]]
+) -> dict[str, dict[int, Layout]]:
+    """FQN -> stage -> layout, of parameters held by several stages."""
+    owner, owners = stage_of(plan), stages_of_parameters(plan, graph)
+    found: dict[str, dict[int, Layout]] = {}
+    for block in graph.blocks:
+        k = owner[block.name]
+        for value in block.parameters:
+            if len(owners[value]) > 1:
+                state = assignments[k][block.name].states[value]
+                layout = Layout(
+                    placement=state if state.sharded else R, divided=bool(plan.stages[k].zero)
+                )
+                found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
+    return found

@@ -1,0 +1,99 @@
+"""The table of schedules: nothing else names them, and estimates rest on their records."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import MISSING, fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from meshwright.costmodel.schedules.schedule import SCHEDULES, backward_follows_forward
+from meshwright.costmodel.schedules.simulate import StageTimes
+from meshwright.costmodel.schedules.table import Schedule
+from tests.costmodel.schedules.pipelines import Shape, run, shapes
+from tests.test_architecture import ROOMS, parse, paths_in
+
+HOMES = (
+    "costmodel/schedules/table.py",
+    "planner/published/setup.py",  # the schedules of published runs
+)
+
+
+def names_of_schedules(tree: ast.Module) -> list[str]:
+    """Literals that are a schedule's name, with their lines."""
+    return [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in SCHEDULES
+    ]
+
+
+@pytest.mark.parametrize("path", sorted({*paths_in(*ROOMS)} - {*HOMES}))
+def test_only_the_table_names_schedules(path: str) -> None:
+    assert names_of_schedules(parse(path)) == []
+
+
+def test_names_of_schedules_are_found() -> None:
+    assert names_of_schedules(ast.parse('if plan.schedule != "gpipe": pass')) == ["line 1: 'gpipe'"]
+    assert names_of_schedules(ast.parse('"""Like 1f1b."""')) == []
+
+
+def test_no_field_of_a_record_can_be_left_out() -> None:
+    for each in fields(Schedule):
+        assert (each.default, each.default_factory) == (MISSING, MISSING), each.name
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_stages_that_are_offered_are_legal(name: str) -> None:
+    schedule = SCHEDULES[name]
+    for each in schedule.offered(None):
+        assert schedule.stages_per_device in (None, each)
+        assert schedule.offered(each) == (each,)
+    fixed = schedule.stages_per_device is not None
+    assert schedule.offered(7) == (() if fixed else (7,))
+
+
+@given(shape=shapes())
+def test_no_step_of_equal_stages_undercuts_the_bound(shape: Shape) -> None:
+    """F = 2, B = 4, W = 2 seconds, transfers free."""
+    stage = StageTimes(forward_s=2, backward_s=4, weight_s=2, reduce_s=0, optimizer_s=0)
+    step_s = run(shape, [stage] * shape.num_stages).step_time_s
+    work_s = 6.0 * shape.num_stages
+    bound_s = SCHEDULES[shape.name].bound_s(work_s, work_s / shape.p, shape.m, shape.p)
+    assert bound_s <= step_s * (1 + 1e-9)
+
+
+@given(shape=shapes())
+def test_a_stage_fills_the_pipeline_with_no_more_than_a_pass(shape: Shape) -> None:
+    pass_s, weight_s = np.array([6.0, 3.0]), np.array([2.0, 1.5])
+    fill_s = SCHEDULES[shape.name].fill_s(pass_s, weight_s, shape.m, shape.p)
+    assert fill_s.shape == pass_s.shape
+    assert ((fill_s >= 0) & (fill_s <= pass_s)).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage", "follows"),
+    [
+        (Shape(name="1f1b", p=3, v=1, m=4), 2, True),
+        (Shape(name="1f1b", p=3, v=1, m=4), 1, False),
+        (Shape(name="eager_1f1b", p=3, v=1, m=4), 2, True),
+        (Shape(name="gpipe", p=3, v=1, m=4), 2, False),
+        (Shape(name="gpipe", p=3, v=1, m=1), 2, True),
+        (Shape(name="interleaved_1f1b", p=2, v=2, m=3), 3, True),
+        (Shape(name="interleaved_1f1b", p=2, v=2, m=3), 1, False),
+        (Shape(name="dualpipe_v", p=2, v=2, m=4), 3, False),
+    ],
+)
+def test_the_backward_of_a_last_stage_follows_its_forward(
+    shape: Shape, stage: int, follows: bool
+) -> None:
+    found = backward_follows_forward(
+        shape.name,
+        stage=stage,
+        num_stages=shape.num_stages,
+        num_microbatches=shape.m,
+        num_devices=shape.p,
+    )
+    assert found == follows
