@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from meshwright.planner.errors import TraceError as TraceError
     from meshwright.planner.overrides.overrides import Overrides as Overrides
     from meshwright.planner.overrides.values import OverrideError as OverrideError
+    from meshwright.planner.plan.infeasible import InfeasibleError as InfeasibleError
     from meshwright.planner.plan.plan import Plan as Plan
     from meshwright.planner.plan.plan import PlanError as PlanError
-    from meshwright.planner.search.errors import InfeasibleError as InfeasibleError
     from meshwright.planner.tracing.user_module.leaf import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
 
 # name -> the module that defines it
 _HOMES = {
     "Cluster": "profiles.cluster",
-    "InfeasibleError": "planner.search.search",
+    "InfeasibleError": "planner.plan.infeasible",
     "OverrideError": "planner.overrides.values",
     "Overrides": "planner.overrides.overrides",
     "ParallelModel": "model",

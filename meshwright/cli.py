@@ -23,10 +23,10 @@ from meshwright.api import auto_parallelize
 from meshwright.costmodel.target import TARGETS
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
 from meshwright.planner.plan.words import describe, mesh_words, policy_counts
 from meshwright.planner.report.report import sensitivity_lines
-from meshwright.planner.search.errors import InfeasibleError
 from meshwright.profiles.cluster import Cluster
 
 
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     try:
-        return args.command(args)
+        code: int = args.command(args)
+        return code
     except InfeasibleError as error:
         if getattr(args, "json", False):
             _print(
@@ -80,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
-
     plan = commands.add_parser(
         "plan", parents=[common], help="search for a plan and print the report"
     )
@@ -346,9 +346,9 @@ def _profile(args: argparse.Namespace) -> int:
         cluster,
         batch=args.batch,
         precision=args.precision,
-        budget_s=args.budget,
-        collectives=args.collectives,
-        again=args.again,
+        effort=profile_command.Effort(
+            budget_s=args.budget, collectives=args.collectives, again=args.again
+        ),
     )
     _export(args, cluster)
     _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.decision import Decision, Request
 from meshwright.executor.checkpoint import checkpoint, weights
 from meshwright.executor.checkpoint.checkpoint import Saving
 from meshwright.executor.parameters.norms import clip_
@@ -19,9 +22,9 @@ from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Prediction
-from meshwright.planner.report.report import Report
+from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.traced import TracedModel
+from meshwright.world import why_not_here
 
 
 class ParallelModel:
@@ -32,21 +35,16 @@ class ParallelModel:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        report: Report,
-        prediction: Prediction,
-        *,
-        start: Callable[[], Runtime],
-        replan: Callable[[Overrides, float | None, bool | None], ParallelModel],
-        why_not: str | None,
-        example: Any,
+        self, decision: Decision, problem: Problem, request: Request, traced: TracedModel
     ) -> None:
-        self.plan = plan
-        self.report = report
-        self.prediction = prediction
-        self._start, self._replan, self._why_not = start, replan, why_not
-        self._example = example
+        self.plan = decision.plan
+        self.report = decision.report
+        self.prediction = decision.prediction
+        self._decision = decision
+        self._problem = problem
+        self._request = request
+        self._traced = traced
+        self._why_not = why_not_here(decision.plan, problem.cluster)
         self._runtime: Runtime | None = None
         self._saving: Saving | None = None
 
@@ -63,7 +61,47 @@ class ParallelModel:
 
         Where ranks are running, all of them call this together. Raises as `auto_parallelize` does.
         """
-        return self._replan(overrides or Overrides(), time_limit_s, executable)
+        from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
+
+        request = replace(
+            self._request,
+            overrides=overrides or Overrides(),
+            time_limit_s=time_limit_s,
+            executable=self._request.executable if executable is None else executable,
+        )
+        decision = search_plan(
+            self._problem, request, self._traced.phases_s, self._decision.programs
+        )
+        return ParallelModel(decision, self._problem, request, self._traced).started()
+
+    def started(self) -> ParallelModel:
+        """This model, lowered where ranks are running: process groups are made by all of them
+        together."""
+        if launch.running():
+            assert self.runtime is not None
+        return self
+
+    def _lowered(self) -> Runtime:
+        """The plan's part of this rank, checked on the graph of its micro-batch."""
+        plan, traced = self.plan, self._traced
+        check_runs(plan)
+        model = traced.model
+        graph, factors = traced.at(plan.microbatch_rows)
+        assignments = check_plan(plan, graph, factors)
+        if self._request.tf32:
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        runtime = Runtime(
+            plan,
+            graph,
+            factors,
+            assignments,
+            model,
+            compile=self._request.compile,
+            device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
+        )
+        traced.handed_over()
+        return runtime
 
     @property
     def runtime(self) -> Runtime:
@@ -71,7 +109,7 @@ class ParallelModel:
         if self._runtime is None:
             if self._why_not:
                 raise RuntimeError(self._why_not)
-            self._runtime = self._start()
+            self._runtime = self._lowered()
             groups, here = self.plan.devices, launch.rank()
             group = next(k for k, ranks in enumerate(groups) if here in ranks)
             progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
@@ -97,7 +135,7 @@ class ParallelModel:
         against those predicted; `str()` of it is a table.
         """
         if batch is None:
-            batch = repeated(self._example, self.plan.global_batch_size)
+            batch = repeated(self._traced.example, self.plan.global_batch_size)
         return timed_step(self.runtime, self._given(batch, targets), path, self.report.timeline)
 
     def _given(self, batch: Any, targets: Any) -> Any:

@@ -56,9 +56,22 @@ BAR_WIDTH = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Seconds to spend all in all, whether to time collectives, and whether to time what the cache
+    knows again."""
+
+    budget_s: float = BUDGET_S
+    collectives: bool = True
+    again: bool = False
+
+
+USUAL = Effort()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run of `meshwright profile` did: distinct calls the plans may make, how many of them
-    were known, timed now, left out (by reason); collectives timed; seconds it took."""
+    """A run of `meshwright profile`: distinct operator calls that the plans may make, how many of
+    them were known, timed now, left out (by reason); collectives timed; seconds it took."""
 
     device: DeviceId
     cache: str
@@ -86,8 +99,8 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What came of a file: measurements taken in, others left out (by reason), and whose they are
-    where others published them."""
+    """A file taken in: measurements taken, others left out (by reason), and whose they are where
+    others published them."""
 
     path: str
     taken: int
@@ -140,9 +153,7 @@ def profile_model(
     *,
     batch: int,
     precision: str,
-    budget_s: float = BUDGET_S,
-    collectives: bool = True,
-    again: bool = False,
+    effort: Effort = USUAL,
     store: Store | None = None,
 ) -> Summary:
     """Measure on this machine, which must have the cluster's device, and keep it in the cache.
@@ -150,23 +161,23 @@ def profile_model(
     Raises ValueError for a device that is not here and for a budget or batch that is no such thing.
     """
     started = time.monotonic()
-    if not budget_s > 0 or batch < 1:
-        raise ValueError(f"budget {budget_s!r} s, batch {batch!r}; legal: above 0, from 1")
+    if not effort.budget_s > 0 or batch < 1:
+        raise ValueError(f"budget {effort.budget_s!r} s, batch {batch!r}; legal: above 0, from 1")
     device, here = _device_here(cluster)
     store = store or Store()
     rows = max(2, batch_rows(example))
     graph = trace(model, example, loss_fn=loss_fn, batch_size=rows, precision=precision)
     wanted = calls(graph, analyse(graph), cluster, batch)
     known = store.read(here)
-    missing = [one for one in wanted if again or one.text not in known.operators]
+    missing = [one for one in wanted if effort.again or one.text not in known.operators]
     curves: list[CollectiveTiming] = []
-    if collectives and _has_ranks_here(cluster) and (again or not _has_curves(cluster, known)):
-        curves = launch_local(
-            cluster.num_devices, cluster.backend, budget_s=budget_s * COLLECTIVES_SHARE
-        )
+    missing_curves = effort.again or not _has_curves(cluster, known)
+    if effort.collectives and _has_ranks_here(cluster) and missing_curves:
+        share_s = effort.budget_s * COLLECTIVES_SHARE
+        curves = launch_local(cluster.num_devices, cluster.backend, budget_s=share_s)
     timed: dict[str, Timing] = {}
     skipped: Counter[str] = Counter()
-    deadline_s = started + budget_s
+    deadline_s = started + effort.budget_s
     timing = device.type == "cpu" and time.monotonic() < deadline_s
     company = cores_busy(cluster) - 1 if timing else 0
     with neighbours(company, missing):

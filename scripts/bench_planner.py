@@ -1,8 +1,8 @@
 """Time of every planning phase for models of published size, without a weight or a GPU; our plans
 against published ones.
 
-    python -m scripts.bench_planner [CASE ...] [--replan]
-    python -m scripts.bench_planner --experts [--case TEXT] [--same-recompute] [--pin]
+    python scripts/bench_planner.py [CASE ...] [--replan]
+    python scripts/bench_planner.py --experts [--case TEXT] [--same-recompute] [--pin]
 
 CPU seconds of this process, trace included; the plan, its predicted step, MFU and the bound of the
 search beside them. `--replan` times planning a second time with one override, on what the first
@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.overrides.overrides import Overrides
@@ -111,7 +112,8 @@ def bench(name: str, *, replan: bool) -> None:
     table = analyse(graph)
     graph = cut_blocks(graph, table)
     cut = time.process_time()
-    search = Search(graph, table, cluster, case.batch, case.precision, "adamw", Overrides())
+    problem = Problem(graph=graph, factors=table, cluster=cluster, precision=case.precision)
+    search = Search(problem, case.batch, Overrides())
     result = search.run()
     done = time.process_time()
     print(f"{name}: {graph.num_parameters() / 1e9:.3g} B parameters on {cluster.describe()}")
@@ -122,16 +124,7 @@ def bench(name: str, *, replan: bool) -> None:
         return
     override = Overrides(tp=result.best.plan.stages[0].tp)
     started = time.process_time()
-    result = Search(
-        graph,
-        table,
-        cluster,
-        case.batch,
-        case.precision,
-        "adamw",
-        override,
-        programs=search.programs,
-    ).run()
+    result = search.again(override)
     print(f"  again with tp={override.tp}:")
     show_phases({}, result, time.process_time() - started)
 

@@ -32,9 +32,9 @@ from torch.nn import functional as F
 from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.words import describe
-from meshwright.planner.search.errors import InfeasibleError
-from meshwright.profile_command import profile_model
+from meshwright.profile_command import Effort, profile_model
 from scripts.rank_correlation import spearman
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
@@ -248,7 +248,7 @@ def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
         cluster,
         batch=BATCH,
         precision="fp32",
-        budget_s=budget_s,
+        effort=Effort(budget_s=budget_s),
     )
     sys.stderr.write(f"{summary}\n")
     predicted: dict[str, tuple[str, float]] = {}

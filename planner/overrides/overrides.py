@@ -1,8 +1,8 @@
-"""Overrides: what the user has decided, as restrictions on the search before it starts.
+"""Overrides: decisions that the user takes in place of the search.
 
-A value that can't be and two overrides that can't both hold are refused here, where nothing but the
-overrides is known; what takes the model's blocks to see is refused by
-`planner.overrides.restrictions`, what takes the cluster and the batch by `check_overrides`.
+An illegal value and two overrides that contradict each other are refused when `Overrides` is made;
+a contradiction with the cluster or the batch by `check_overrides`, one with the model's blocks by
+`planner.overrides.restrictions`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from meshwright.planner.plan.plan import RUNS
 
 _DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"
-# what the executor runs, by override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +133,7 @@ class Overrides:
                 )
 
     def _check_meshes(self) -> None:
-        """Degrees that differ from block to block need stages of unequal meshes."""
+        """Degrees that differ between blocks need stages of unequal meshes."""
         for name in MESH:
             values = getattr(self, name)
             if not isinstance(values, Mapping) or len(set(values.values())) < 2:
@@ -195,11 +194,12 @@ def spelled(name: str, pattern: str | None, value: Any) -> str:
     return f"{name}={value!r}" if pattern is None else f"{name}={{{pattern!r}: {value!r}}}"
 
 
-# --- what runs -----------------------------------------------------------------------------------
+# --- schedules, and what runs --------------------------------------------------------------------
 
 
 def schedules_with(virtual_stages: int | None) -> tuple[str, ...]:
-    """Schedules worth it with so many stages per device group: interleaving one stage is 1F1B."""
+    """Schedules that place so many stages on a device group, any number for None; interleaving one
+    stage is 1F1B."""
     found = {name: schedule.stages_per_device for name, schedule in SCHEDULES.items()}
     return tuple(
         name
@@ -252,7 +252,8 @@ def check_overrides(
     num_blocks: int,
     executable: bool = False,
 ) -> None:
-    """What must hold between degrees, cluster, batch and blocks, before anything is searched.
+    """Check the degrees against cluster, batch and blocks, before anything is searched; raises
+    `OverrideError`.
 
     Where `tp`, `cp` and `dp` are one value for all blocks all stages are alike: `tp · cp · dp`
     divides the devices, `tp · cp · dp · pp` is their number. Stages of other meshes need `pp` times
@@ -307,7 +308,8 @@ def _check_product(
     *,
     free: bool,
 ) -> None:
-    """The product of what is given divides `total`, or is it where nothing is left `free`."""
+    """Raise unless the product of the given factors divides `total`, or where no factor is left
+    `free`, equals it."""
     given = {name: value for name, value in factors.items() if value is not None}
     product = math.prod(given.values())
     if product == total or (free and total % product == 0):

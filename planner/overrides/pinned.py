@@ -1,4 +1,4 @@
-"""A whole plan as overrides: what the search finds under them is that plan."""
+"""A whole plan as overrides, under which the search finds that plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overrides as the search sees them: by block, in the graph's order.
+"""Restrictions: the overrides resolved to the model's blocks, in the graph's order.
 
 A stage of blocks i..j-1 has one tp, dp, cp, ep, ZeRO and dp_shard, so it can take a value only if
 none of its blocks is restricted to another. With `other_b` = 1 where block b does not take the
@@ -34,8 +34,8 @@ OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restrictions:
-    """What a search may choose. One entry per block, None where it is free, of `tp`, `dp`, `cp`,
-    `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides) and `recompute`.
+    """The choices that the overrides leave to a search. One entry per block, None where it is free,
+    of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides) and `recompute`.
 
     Free blocks take one of `zeros` and `policies`, and divide ZeRO among a part of the data axis
     only with `partial_shards`. `pp` counts device groups, `virtual_stages` the stages on each.
@@ -109,7 +109,9 @@ def restrict(overrides: Overrides, graph: Graph, *, executable: bool = False) ->
     cuts = stage_cuts(wanted, graph)
     pp, each = _counts(wanted, cuts)
     _check_stages(choices, names, cuts, pp, each)
-    values = {name: tuple(c and c.value for c in found) for name, found in choices.items()}
+    values: dict[str, Any] = {
+        name: tuple(c and c.value for c in found) for name, found in choices.items()
+    }
     return Restrictions(
         blocks=tuple(names),
         **values,
@@ -132,7 +134,7 @@ def restrict(overrides: Overrides, graph: Graph, *, executable: bool = False) ->
 
 
 def _by_block(overrides: Overrides, name: str, names: Sequence[str]) -> list[_Choice | None]:
-    """What an override, or what `forbid` leaves, says about every block."""
+    """The value of every block under an override, or the one that `forbid` leaves; None is free."""
     found: list[_Choice | None] = [None] * len(names)
     position = {block: b for b, block in enumerate(names)}
     for pattern, value in overrides.items(name):

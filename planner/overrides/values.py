@@ -1,4 +1,4 @@
-"""What each override may be: legal values as data, and the check of one value by itself."""
+"""The legal values of each override, as data, and the check of one value by itself."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _without(name: str, value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, tuple(v for v in CHOICES[name] if v != value)
 
 
-# What may be forbidden: of which override, and the values that are left. A part of the data axis
-# (dp_shard) has no value that does without; `unequal_meshes` is about all stages together.
+# A name that may be forbidden -> the override it is of, and the values that are left. A part
+# of the data axis (dp_shard) has no value that does without; `unequal_meshes` is about all stages.
 FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
     {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages")}
     | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
@@ -42,7 +42,8 @@ class OverrideError(ValueError):
 
 
 def check_value(name: str, value: Any) -> None:
-    """A value of its kind, or where blocks may differ a mapping from globs to such."""
+    """Raise `OverrideError` unless this is a legal value, None, or where blocks may differ a
+    mapping from globs to legal values."""
     if value is None:
         return
     choices, by_block = CHOICES.get(name), name in BY_BLOCK

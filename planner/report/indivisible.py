@@ -1,4 +1,4 @@
-"""What the tensor axis divides of a model, and what it can't.
+"""Indivisible products: the share of a model that a tensor-parallel degree leaves whole, and why.
 
 Of a stage with tp > 1 its ranks share out the FLOPs of the products that the plan splits by a
 factor, and the elements of the parameters that it stores in parts; everything else each of them
@@ -60,7 +60,8 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """Shares of a stage's forward FLOPs and of its parameters that its tensor axis divides."""
+    """Fractions of a stage's forward FLOPs and of its parameters' elements that its tensor axis
+    divides."""
 
     tp: int
     flops: float
@@ -68,7 +69,7 @@ class Divided:
 
 
 def excluded(graph: Graph, table: FactorTable, degrees: Iterable[int]) -> tuple[Excluded, ...]:
-    """What can't be split by some of the tensor-parallel degrees, most FLOPs first."""
+    """Products that some of the tensor-parallel degrees can't split, most FLOPs first."""
     asked = tuple(d for d in degrees if d > 1)
     if not asked:
         return ()
@@ -117,7 +118,7 @@ def _refused(table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
 def divided(
     plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]]
 ) -> tuple[Divided, ...]:
-    """What each stage's tensor axis divides; `assignments` are what `check_plan` returns."""
+    """Shares of each stage that its tensor axis divides; `assignments` as of `check_plan`."""
     blocks = {block.name: block for block in graph.blocks}
     found = []
     for stage, chosen in zip(plan.stages, assignments, strict=True):

@@ -1,4 +1,4 @@
-"""The report, as text and data: the choice, its costs, why not something else, what is assumed."""
+"""Report: a plan, its costs, why not another one, and what was assumed, as text and as data."""
 
 from __future__ import annotations
 
@@ -8,64 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.costmodel.blocks.stage import StageCosts
-from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
-from meshwright.planner.plan.words import GIB, counted, mesh_words, policy_counts, seconds
-from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.plan.words import GIB, counted, seconds
+from meshwright.planner.report.components import Components
 
 MAX_REFUSALS = 2  # products that an alternative can't split, in the text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """Where the step time of the busiest stage goes, in seconds; the sum is the step time."""
-
-    compute_s: float
-    communication_s: float
-    bubble_s: float
-    gradient_reduction_s: float
-    optimizer_s: float
-
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "compute": self.compute_s,
-            "exposed communication": self.communication_s,
-            "bubble": self.bubble_s,
-            "gradient reduction": self.gradient_reduction_s,
-            "optimizer": self.optimizer_s,
-        }
-
-
-def breakdown(evaluation: Evaluation) -> Components:
-    """Components of the device group that is busy longest; it may run several stages."""
-    plan, m = evaluation.plan, evaluation.plan.num_microbatches
-    groups = [
-        [s for s, own in zip(evaluation.stages, plan.stages, strict=True) if own.ranks == ranks]
-        for ranks in plan.devices
-    ]
-
-    def total(group: Sequence[StageCosts[float]], *names: str) -> float:
-        return float(sum(getattr(s, name) for s in group for name in names))
-
-    busiest = max(groups, key=lambda group: total(group, "forward_s", "backward_s"))
-    communication = m * total(busiest, "forward_comm_s", "backward_comm_s")
-    busy = m * total(busiest, "forward_s", "backward_s")
-    once = total(busiest, "reduce_s"), total(busiest, "optimizer_s")
-    bubble = max(0.0, evaluation.prediction.step_time_s - busy - sum(once))
-    return Components(
-        compute_s=busy - communication,
-        communication_s=communication,
-        bubble_s=bubble,
-        gradient_reduction_s=once[0],
-        optimizer_s=once[1],
-    )
-
 
 Row = Mapping[str, Any]
 
 
-class Later(Protocol):
-    """What takes more planning to answer, so that it waits until it is asked."""
+class DeferredAnswers(Protocol):
+    """Answers that take more planning, so that they wait until a report is asked for them."""
 
     def alternatives(self) -> Sequence[Row]: ...
 
@@ -79,8 +32,8 @@ class Report:
     """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
-    `alternatives`, `overrides` and `sensitivity()` are found when they are first asked for: of
-    several ranks, by the one that searched.
+    `alternatives`, `overrides` and `sensitivity()` are `deferred`: found when they are first asked
+    for, of several ranks by the one that searched.
     """
 
     plan: Plan
@@ -94,24 +47,24 @@ class Report:
     phases_s: Mapping[str, float]
     timeline: Mapping[str, Any]
     excluded: Sequence[Row] = ()
-    later: Later | None = field(default=None, repr=False, compare=False)
+    deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
 
     @property
     def alternatives(self) -> Sequence[Row]:
         """The best plan of each family that the chosen one does not belong to: its step time, how
         much `slower`, seconds more by component (`components_s`); or what it lacks
         (`shortfall_bytes`), or takes at least (`bound_s`)."""
-        return self.later.alternatives() if self.later else []
+        return self.deferred.alternatives() if self.deferred else []
 
     @property
     def overrides(self) -> Sequence[Row]:
         """What the given overrides cost, all together and each, against doing without."""
-        return self.later.overrides() if self.later else []
+        return self.deferred.overrides() if self.deferred else []
 
     def sensitivity(self) -> Sequence[Row]:
         """Which property of the cluster, scaled by how much, would flip the decision and to what;
         the plans known from the search are priced again, so that it takes seconds."""
-        return self.later.sensitivity() if self.later else []
+        return self.deferred.sensitivity() if self.deferred else []
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: seconds, bytes, names."""
@@ -284,42 +237,3 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def why_slower(chosen: Components, other: Components) -> str:
-    """The components that cost the other plan most, against the chosen one."""
-    ours, theirs = chosen.as_dict(), other.as_dict()
-    losses = sorted(((theirs[k] - ours[k], k) for k in ours), reverse=True)
-    parts = [f"+{seconds(d)} {k}" for d, k in losses[:2] if d > 0]
-    gains = [f"-{seconds(-d)} {k}" for d, k in losses[::-1][:1] if d < 0]
-    return "; ".join([*parts, *gains]) or "equal in every component"
-
-
-def stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """The stage table as data."""
-    rows = []
-    for k, (stage, costs) in enumerate(zip(evaluation.plan.stages, evaluation.stages, strict=True)):
-        rows.append(
-            {
-                "blocks": compress_names(stage.blocks),
-                "ranks": compress_ranks(stage.ranks),
-                "dp": stage.dp,
-                "cp": stage.cp,
-                "ep": stage.ep,
-                "tp": stage.tp,
-                "mesh": mesh_words(stage),
-                "dp_shard": stage.dp_shard,
-                "zero": stage.zero,
-                "recompute": policy_counts(stage.policies),
-                "forward_s": float(costs.forward_s),
-                "backward_s": float(costs.backward_s),
-                "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),
-                "gradient_reduction_s": float(costs.reduce_s),
-                "optimizer_s": float(costs.optimizer_s),
-                "memory_bytes": evaluation.prediction.peak_memory_bytes[
-                    evaluation.plan.devices.index(stage.ranks)
-                ],
-                "microbatches_in_flight": evaluation.in_flight[k],
-            }
-        )
-    return rows

@@ -1,4 +1,4 @@
-"""The way out where nothing fits: every single thing to let go of, and what would then be possible.
+"""The way out where nothing fits: every single restriction to let go of, and a plan possible then.
 
 An override may be dropped, what is forbidden allowed, or nodes added. Each relaxed problem is asked
 for a plan that fits, on the meshes that need least memory. Numbers of nodes are tried in steps of
@@ -13,19 +13,17 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from meshwright.costmodel.memory.states import model_state_bytes
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.dropped import each_dropped, without
 from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan.words import describe, seconds
+from meshwright.planner.plan.infeasible import Relaxation
+from meshwright.planner.plan.words import describe
 from meshwright.planner.search.candidates import PlanDraft
+from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
-
-if TYPE_CHECKING:
-    from meshwright.planner.search.search import Search
 
 MOST = 64  # times as many nodes, at most
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
@@ -33,22 +31,9 @@ MAX_CUTS = 6  # combinations cut after the first that fits, for a faster one
 TOGETHER = ("num_microbatches", "microbatch_size")  # both fix what a device holds of the batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """What to let go of, how many nodes that adds, and a plan that is possible then."""
-
-    what: str
-    more_nodes: int
-    plan: str
-    step_time_s: float
-
-    def __str__(self) -> str:
-        return f"{self.what} ({self.plan}: {seconds(self.step_time_s)} a step)"
-
-
-def relaxations(search: Search) -> tuple[Relaxation, ...]:
+def relaxations(drafter: Drafter) -> tuple[Relaxation, ...]:
     """Everything that helps by itself, the cheapest first."""
-    found = [*_freed(search), *_wider(search)]
+    found = [*_freed(drafter), *_wider(drafter)]
     return tuple(sorted(found, key=lambda r: (r.more_nodes, r.step_time_s, r.what)))
 
 
@@ -60,69 +45,35 @@ def way_out(found: Sequence[Relaxation]) -> str:
             "override: change the model, the optimizer or the precision."
         )
     first, *others = map(str, found)
-    return f"Way out: {first}" + (f"; or {'; or '.join(others)}." if others else ".")
+    return f"StageSetup out: {first}" + (f"; or {'; or '.join(others)}." if others else ".")
 
 
-def varied(search: Search, **changes: Any) -> Search:
-    """The same question with some changes, on what the search has priced."""
-    return replace(search, **changes)
-
-
-# --- one restriction less ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """The overrides without one: how that one was spelled, how to say that it goes."""
-
-    said: str
-    what: str
-    left: Overrides
-
-
-def each_dropped(overrides: Overrides) -> Iterator[Dropped]:
-    """The overrides without one of them, for each; what is forbidden counts one by one."""
-    given, empty = overrides.given(), Overrides()
-    for name, value in given.items():
-        if name != "forbid":
-            left = replace(overrides, **{name: getattr(empty, name)})
-            yield Dropped(said=f"{name}={value!r}", what=f"leave {name} free", left=left)
-    for forbidden in overrides.forbid:
-        kept = tuple(name for name in overrides.forbid if name != forbidden)
-        left = replace(overrides, forbid=kept)
-        yield Dropped(said=f"forbid={forbidden!r}", what=f"allow {forbidden}", left=left)
-
-
-def _freed(search: Search) -> Iterator[Relaxation]:
-    relaxed: list[tuple[str, dict[str, Any]]] = [
-        (dropped.what, {"overrides": dropped.left}) for dropped in each_dropped(search.overrides)
-    ]
-    if all(getattr(search.overrides, name) is not None for name in TOGETHER):
-        free = replace(search.overrides, **dict.fromkeys(TOGETHER))
-        relaxed.append((f"leave {' and '.join(TOGETHER)} free", {"overrides": free}))
-    if search.executable:
-        relaxed.append(("plan what can't be run yet (executable=False)", {"executable": False}))
-    for what, changes in relaxed:
-        found = _possible(search, **changes)
+def _freed(drafter: Drafter) -> Iterator[Relaxation]:
+    """Overrides dropped one at a time, and what the executor can't run yet allowed."""
+    overrides, executable = drafter.overrides, drafter.executable
+    relaxed = [(one.what, one.left, executable) for one in each_dropped(overrides)]
+    if all(getattr(overrides, name) is not None for name in TOGETHER):
+        free = without(overrides, *TOGETHER)
+        relaxed.append((f"leave {' and '.join(TOGETHER)} free", free, executable))
+    if executable:
+        relaxed.append(("plan what can't be run yet (executable=False)", overrides, False))
+    for what, left, runs in relaxed:
+        found = _possible(partial(drafter.under, left, executable=runs))
         if found is not None:
             yield _relaxation(what, 0, found)
 
 
-# --- more nodes ----------------------------------------------------------------------------------
-
-
-def _wider(search: Search) -> Iterator[Relaxation]:
+def _wider(drafter: Drafter) -> Iterator[Relaxation]:
     """The fewest nodes with which something fits."""
-    here = search.cluster.num_nodes
+    here = drafter.problem.cluster.num_nodes
     found: dict[int, PlanDraft | None] = {}
 
     def fits(nodes: int) -> bool:
         if nodes not in found:
-            cluster = replace(search.cluster, num_nodes=nodes)
-            found[nodes] = _possible(search, cluster=cluster, programs=None)
+            found[nodes] = _possible(partial(drafter.on_nodes, nodes))
         return found[nodes] is not None
 
-    start = max(here + 1, _least_nodes(search))
+    start = max(here + 1, _least_nodes(drafter))
     tries = _counts(start, here * MOST)
     enough = next((n for n in tries if fits(n)), None)
     if enough is None:
@@ -143,47 +94,45 @@ def _counts(start: int, most: int) -> list[int]:
     return sorted(n for n in grid | {start, most} if start <= n <= most)
 
 
-def _least_nodes(search: Search) -> int:
-    """Nodes that the states alone fill, however they are divided."""
+def _least_nodes(drafter: Drafter) -> int:
+    """Nodes that the model's states alone fill, however they are divided."""
+    problem = drafter.problem
     states = min(
         model_state_bytes(
-            search.graph.num_parameters(),
-            precision=search.precision,
+            problem.graph.num_parameters(),
+            precision=problem.precision,
             zero=zero,
             dp=1,
-            optimizer=search.optimizer,
-            target=search.target,
+            optimizer=problem.optimizer,
+            target=problem.target,
         )
         for zero in (0, 3)
     )
-    room = search.cluster.device.usable_bytes * search.cluster.devices_per_node
-    return math.ceil(states / room)
+    cluster = problem.cluster
+    return math.ceil(float(states) / (cluster.device.usable_bytes * cluster.devices_per_node))
 
 
-# --- whether something fits ----------------------------------------------------------------------
-
-
-def _possible(search: Search, **changes: Any) -> PlanDraft | None:
+def _possible(relaxed: Callable[[], Drafter]) -> PlanDraft | None:
     """A plan that fits the relaxed problem, the fastest of the few that are looked at."""
     try:
-        return _fitting(varied(search, **changes))
+        return _fitting(relaxed())
     except OverrideError:  # what is left contradicts itself, the cluster or the batch
         return None
 
 
-def _fitting(search: Search) -> PlanDraft | None:
-    equal, best, effort = search.equal, None, MAX_CUTS
-    slots = [
-        slot
-        for slot in least_memory_choices(search.space)[:MAX_MESHES]
-        if any(lean.excess_bytes <= 0 for lean in memory_needs(equal, slot))
+def _fitting(drafter: Drafter) -> PlanDraft | None:
+    equal, best, effort = drafter.equal, None, MAX_CUTS
+    fitting = [
+        choice
+        for choice in least_memory_choices(drafter.space)[:MAX_MESHES]
+        if any(need.excess_bytes <= 0 for need in memory_needs(equal, choice))
     ]
-    nodes = [node for slot in slots for node in equal.combinations(slot)]
-    for node in sorted(nodes, key=lambda n: (n.estimate_s, n.setup.mesh, n.schedule)):
-        if best is not None and (effort <= 0 or node.estimate_s >= best.step_time_s):
+    combinations = [one for choice in fitting for one in equal.combinations(choice)]
+    for one in sorted(combinations, key=lambda c: (c.estimate_s, c.setup.mesh, c.schedule)):
+        if best is not None and (effort <= 0 or one.estimate_s >= best.step_time_s):
             break
-        found = equal.solve(node, math.inf if best is None else best.step_time_s)
-        draft = search.draft(node, found[1]) if found else None
+        found = equal.solve(one, math.inf if best is None else best.step_time_s)
+        draft = drafter.draft(one, found[1]) if found else None
         if draft is not None and draft.fits:
             best = min(best or draft, draft, key=lambda d: d.step_time_s)
         effort -= best is not None

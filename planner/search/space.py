@@ -23,10 +23,11 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.overrides.restrictions import Restrictions
+from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.expert_parallel import fewest_experts
 from meshwright.planner.plan.written_buffers import inseparable
@@ -58,16 +59,26 @@ class Mesh:
 class Space:
     """The choices for one model, cluster and batch, within the user's restrictions."""
 
-    graph: Graph
-    table: FactorTable
-    cluster: Cluster
+    problem: Problem
     global_batch_size: int
     restrictions: Restrictions
+
+    @property
+    def graph(self) -> Graph:
+        return self.problem.graph
+
+    @property
+    def factors(self) -> FactorTable:
+        return self.problem.factors
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
 
     @cached_property
     def experts(self) -> int:
         """The fewest experts of any operator; 1 without any."""
-        return fewest_experts(self.graph, self.table)
+        return fewest_experts(self.graph, self.factors)
 
     @property
     def may_differ(self) -> bool:
@@ -161,9 +172,9 @@ class Space:
         rest, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         asked = {n for n in self.restrictions.cp if n}
-        if self.table.sequence is None:
+        if self.factors.sequence is None:
             return [cp for cp in legal if cp == 1]
-        length = self.table.sizes[self.table.sequence]
+        length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
         offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
         return [cp for cp in legal if cp in asked or cp in offered]

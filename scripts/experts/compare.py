@@ -18,10 +18,10 @@ from typing import Any
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import RUNS, Plan
 from meshwright.planner.plan.words import GIB, describe, seconds
 from meshwright.planner.pricing.evaluate import Evaluator, Prediction
-from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.search import Search, SearchResult
 from scripts.experts.plans import Expert
 
@@ -99,17 +99,9 @@ def _theirs(expert: Expert) -> tuple[Plan, Prediction]:
         found = _search(expert, expert.pinned) or _search(roomy, expert.pinned)
         assert found is not None
         return found.best.plan, found.best.evaluation.prediction
-    graph, table = expert.traced()
-    problem = Problem(
-        graph=graph,
-        factors=table,
-        cluster=expert.cluster,
-        precision=expert.precision,
-        optimizer=expert.optimizer,
-        target=expert.target,
-    )
-    evaluator = Evaluator(problem)
-    priced = [(plan, evaluator.price(plan).prediction) for plan in expert.plans(graph)]
+    problem = _problem(expert)
+    evaluator, plans = Evaluator(problem), expert.plans(problem.graph)
+    priced = [(plan, evaluator.price(plan).prediction) for plan in plans]
     return min(priced, key=lambda p: (max(p[1].shortfall_bytes(expert.cluster)), p[1].step_time_s))
 
 
@@ -119,19 +111,21 @@ def _recompute(plan: Plan) -> str | None:
     return policies.pop() if len(policies) == 1 and policies <= {*RUNS["recompute"]} else None
 
 
+def _problem(expert: Expert) -> Problem:
+    graph, factors = expert.traced()
+    return Problem(
+        graph=graph,
+        factors=factors,
+        cluster=expert.cluster,
+        precision=expert.precision,
+        optimizer=expert.optimizer,
+        target=expert.target,
+    )
+
+
 def _search(expert: Expert, overrides: Overrides) -> SearchResult | None:
-    graph, table = expert.traced()
     try:
-        return Search(
-            graph,
-            table,
-            expert.cluster,
-            expert.global_batch_size,
-            expert.precision,
-            expert.optimizer,
-            overrides,
-            target=expert.target,
-        ).run()
+        return Search(_problem(expert), expert.global_batch_size, overrides).run()
     except InfeasibleError:
         return None
 

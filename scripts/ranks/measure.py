@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from meshwright import Cluster, auto_parallelize
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
@@ -178,10 +179,8 @@ def start_up(setting: Setting, overrides: Overrides) -> dict[str, Phase]:
         return cut_blocks(graph, table), table
 
     def planned() -> Plan:
-        search = Search(
-            graph, table, _cluster(), setting.rows, PRECISION, "adamw", overrides, executable=True
-        )
-        return search.run().best.plan
+        problem = Problem(graph=graph, factors=table, cluster=_cluster(), precision=PRECISION)
+        return Search(problem, setting.rows, overrides, executable=True).run().best.plan
 
     def lowered() -> Runtime:
         graph, table = at

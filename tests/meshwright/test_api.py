@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from meshwright import (
     Plan,
     PlanError,
 )
-from meshwright.api import _check_world
 from meshwright.executor.ranks import launch
 from meshwright.planner.plan.plan import RUNS
+from meshwright.world import check_world
 from tests.helpers.tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
 
 
@@ -99,6 +100,16 @@ def test_replanning_is_planning_with_other_overrides() -> None:
         assert again.plan == fresh.plan
         assert again.prediction == fresh.prediction
         assert again is not first
+
+
+def test_answers_and_prices_stay_on_the_rank_that_searched() -> None:
+    """The other ranks are told the plan, why, and what it is expected to do."""
+    decided = four_ranks()._decision
+    told = pickle.loads(pickle.dumps(decided))
+    assert (told.plan, told.prediction) == (decided.plan, decided.prediction)
+    assert told.report == decided.report
+    assert decided.report.deferred is not None and decided.programs is not None
+    assert told.report.deferred is None and told.programs is None
 
 
 def test_replanning_replaces_the_overrides() -> None:
@@ -260,10 +271,10 @@ def test_the_model_must_be_a_module() -> None:
 
 def test_the_ranks_that_run_must_be_the_clusters() -> None:
     cluster = Cluster.from_catalog("h100-sxm", num_nodes=2, devices_per_node=4)
-    _check_world(cluster, None)
-    _check_world(cluster, 8)
+    check_world(cluster, None)
+    check_world(cluster, 8)
     with pytest.raises(ValueError, match=r"8 devices, but 3 ranks.*--nproc-per-node 4 --nnodes 2"):
-        _check_world(cluster, 3)
+        check_world(cluster, 3)
 
 
 def test_every_error_is_a_value_error() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.override_flags import add_arguments, overrides_of
-from meshwright.planner.overrides.overrides import OverrideError, Overrides
-from meshwright.planner.overrides.values import FORBIDDABLE
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import FORBIDDABLE, OverrideError
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright import profile_command
 from meshwright.cli import main
-from meshwright.profile_command import calls, microbatch_rows, profile_model, progress
+from meshwright.profile_command import Effort, calls, microbatch_rows, profile_model, progress
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure import operators as measure_ops
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES
@@ -64,8 +64,10 @@ def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def profiled(store: Store, cluster: Cluster, **changes: Any) -> profile_command.Summary:
-    given: dict[str, Any] = {"batch": 4, "precision": "fp32", "budget_s": 600.0, "store": store}
-    return profile_model(tiny.net(), tiny.batch(4), tiny.loss, cluster, **{**given, **changes})
+    batch = changes.pop("batch", 4)
+    effort = Effort(**{"budget_s": 600.0, **changes})
+    of = tiny.net(), tiny.batch(4), tiny.loss
+    return profile_model(*of, cluster, batch=batch, precision="fp32", effort=effort, store=store)
 
 
 # --- what to measure ------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.planner.overrides.overrides import OverrideError, Overrides, check_overrides
-from meshwright.planner.overrides.values import FORBIDDABLE, FORBIDS
+from meshwright.planner.overrides.overrides import Overrides, check_overrides
+from meshwright.planner.overrides.values import FORBIDDABLE, FORBIDS, OverrideError
 from meshwright.planner.search.search import Search, SearchResult
 from tests.helpers.tiny import cut, net, slow_host
 
@@ -25,9 +26,10 @@ def model() -> tuple[Graph, FactorTable]:
 
 
 def search(devices: int = 4, **given: Any) -> SearchResult:
-    graph, table = model()
+    graph, factors = model()
+    problem = Problem(graph=graph, factors=factors, cluster=slow_host(devices), precision="fp32")
     overrides = Overrides(**given)
-    return Search(graph, table, slow_host(devices), ROWS, "fp32", "adamw", overrides).run()
+    return Search(problem, ROWS, overrides).run()
 
 
 # --- one override --------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
-from meshwright.planner.overrides.overrides import OverrideError, Overrides, check_overrides
+from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import resolve_shardings
@@ -264,7 +266,8 @@ def test_searching_under_a_pinned_plan_gives_it_back(wanted: dict[str, Any]) -> 
     graph, table = model()
 
     def search(overrides: Overrides) -> Plan:
-        found = Search(graph, table, slow_host(4), 16, "fp32", "adamw", overrides).run()
+        problem = Problem(graph=graph, factors=table, cluster=slow_host(4), precision="fp32")
+        found = Search(problem, 16, overrides).run()
         return found.best.plan
 
     plan = search(Overrides(**wanted))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
-from meshwright.planner.overrides.values import BY_BLOCK, MESH
+from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError
 from tests.helpers.tiny import cut, net
 
 few = settings(deadline=None, max_examples=60)

@@ -13,6 +13,7 @@ from collections import Counter
 from functools import cache
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import MEGATRON, Target
 from meshwright.planner.overrides.overrides import Overrides
@@ -75,8 +76,8 @@ def best(
         device = dataclasses.replace(cluster.device, memory_bytes=gib * 2**30)
         cluster = dataclasses.replace(cluster, device=device)
     graph, table = traced(dims, "bf16")
-    search = Search(graph, table, cluster, batch, "bf16", "adamw", Overrides(), target=target)
-    return search.run().best
+    problem = Problem(graph=graph, factors=table, cluster=cluster, precision="bf16", target=target)
+    return Search(problem, batch, Overrides()).run().best
 
 
 def large() -> Candidate:
@@ -240,8 +241,15 @@ def test_early_convolutions_split_rows_and_late_ones_channels() -> None:
     )
     cluster = Cluster.from_catalog("p3.16xlarge", num_nodes=1, devices_per_node=8)
     target = framework_of("Alpa").target
-    search = Search(graph, table, cluster, 1536, "fp32", "momentum", Overrides(), target=target)
-    *early, late = search.run().best.plan.stages
+    problem = Problem(
+        graph=graph,
+        factors=table,
+        cluster=cluster,
+        precision="fp32",
+        optimizer="momentum",
+        target=target,
+    )
+    *early, late = Search(problem, 1536, Overrides()).run().best.plan.stages
     assert all(stage.tp == 1 for stage in early)
     assert any(stage.dp > 1 for stage in early)
     assert late.tp == 4

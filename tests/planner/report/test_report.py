@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
-from meshwright.planner.plan.plan import RUNS, StagePlan
-from meshwright.planner.plan.words import counted, describe, seconds
-from meshwright.planner.pricing.evaluate import Evaluation
-from meshwright.planner.report.alternatives import Alternative
-from meshwright.planner.report.deferred import Answers
-from meshwright.planner.report.explain import alternative_row
-from meshwright.planner.report.report import Components, sensitivity_lines, table, why_slower
+from meshwright.planner.plan.plan import RUNS
+from meshwright.planner.plan.words import describe, seconds
+from meshwright.planner.report.components import Components, why_slower
+from meshwright.planner.report.report import table
 from tests.helpers.tiny import batch, host, loss, net, slow_host
 
 
@@ -151,91 +146,6 @@ def test_runners_up_are_no_faster_and_differ() -> None:
         assert runner["plan"] != report.summary["chosen"]
 
 
-def test_overrides_are_priced_against_the_free_optimum() -> None:
-    together, *each = overridden().report.overrides
-    best, ours = searched().prediction, overridden().prediction
-    assert together["free_step_time_s"] == pytest.approx(best.step_time_s)
-    extra = ours.step_time_s - best.step_time_s
-    assert extra > 0
-    assert f"cost {seconds(extra)} a step" in together["effect"]
-    assert together["cost_s"] == pytest.approx(extra)
-    assert all(word in together["override"] for word in ("pp=2", "schedule='gpipe'"))
-    assert together["effect"] in str(overridden().report)
-    assert len(each) == 3
-
-
-def test_each_override_is_priced_against_the_best_without_it() -> None:
-    given: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "num_microbatches": 2}
-    rows = {row["override"]: row for row in overridden().report.overrides}
-    for name, value in given.items():
-        rest = {key: kept for key, kept in given.items() if key != name}
-        without = overridden().replan(Overrides(**rest)).prediction.step_time_s
-        row = rows[f"{name}={value!r}"]
-        assert row["cost_s"] == pytest.approx(
-            max(0.0, overridden().prediction.step_time_s - without), abs=1e-12
-        )
-        assert row["cost"] == pytest.approx(row["cost_s"] / without)
-
-
-def test_overrides_that_hold_anyway_cost_nothing() -> None:
-    (stage,) = searched().plan.stages
-    result = searched().replan(Overrides(tp=stage.tp, dp=stage.dp, pp=1))
-    rows = result.report.overrides
-    assert [row["effect"][:12] for row in rows] == ["cost nothing"] * 4
-    assert [row["cost_s"] for row in rows] == [0.0] * 4
-
-
-def test_many_overrides_are_priced_together_only() -> None:
-    forbidden = ["cp", "ep", "dp_shard", "gpipe", "unequal_meshes", "virtual_stages", "placement"]
-    (row,) = searched().replan(Overrides(forbid=forbidden)).report.overrides
-    assert "not priced one by one" in row["effect"]
-
-
-def test_no_overrides_no_rows() -> None:
-    assert searched().report.overrides == []
-    assert "Overrides" not in str(searched().report)
-
-
-# --- what else there is --------------------------------------------------------------------------
-
-
-def test_alternatives_are_against_the_chosen_plan() -> None:
-    report = searched().report
-    rows = [row for row in report.alternatives if row["plan"]]
-    assert {"full recompute"} <= {row["family"] for row in rows}
-    best_s = report.summary["step_time_s"]
-    for row in rows:
-        assert row["slower"] == pytest.approx(row["step_time_s"] / best_s - 1)
-        total_s = sum(row["components_s"].values())
-        assert total_s == pytest.approx(row["step_time_s"] - best_s, abs=1e-12)
-
-
-def test_every_alternative_is_in_the_text() -> None:
-    report, text = searched().report, str(searched().report)
-    for row in report.alternatives:
-        assert row["family"] in text
-        assert (row["plan"] or row["why"]) in text
-    for runner in report.runners_up:
-        assert runner["plan"] in text
-
-
-def test_why_a_family_has_no_plan() -> None:
-    best = searched_evaluation()
-    lacking = alternative_row(Alternative(family="tp=4", shortfall_bytes=3 * 2.0**30), best)
-    assert (
-        lacking["plan"] is None
-        and "no plan with equal stages was found to fit: the leanest lacks 3 GiB" in lacking["why"]
-    )
-    late = alternative_row(Alternative(family="tp=4", bound_s=1.5), best)
-    assert late["why"].startswith("at least 1.5 s; not explored")
-
-
-def searched_evaluation() -> Evaluation:
-    later = searched().report.later
-    assert isinstance(later, Answers)
-    return later.result.best.evaluation
-
-
 def test_a_time_limit_is_told() -> None:
     result = auto_parallelize(
         net(),
@@ -259,25 +169,6 @@ def test_what_cannot_be_run_is_told_with_what_can(monkeypatch: pytest.MonkeyPatc
     assert "recompute='full'" in note and "executable=True asks" in note
     with pytest.raises(RuntimeError, match=r"recompute='full'.*plan again with executable=True"):
         result.train_step(batch(8))
-
-
-def test_sensitivity_names_properties_factors_and_plans() -> None:
-    rows = searched().report.sensitivity()
-    assert {"intra-node bandwidth", "FLOP/s", "memory bandwidth", "memory"} == {
-        row["property"] for row in rows
-    }
-    lines = sensitivity_lines(
-        [
-            *rows,
-            {"property": "memory", "factor": 0.5, "plan": None},
-            {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"},
-        ]
-    )
-    assert lines[-2:] == [
-        "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4×tp1",
-    ]  # fmt: skip
-    for row, line in zip(rows, lines[1:-2], strict=True):
-        assert ("no flip" in line) == (row["factor"] is None)
 
 
 # --- what is named -------------------------------------------------------------------------------
@@ -332,50 +223,7 @@ def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
     assert all(e["dur"] >= 0 for e in spans)
 
 
-# --- small words ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 µs"),
-        (2e-6, "2 µs"),
-        (999.7e-6, "1 ms"),
-        (0.0456, "45.6 ms"),
-        (0.9999, "1 s"),
-        (75.3, "75.3 s"),
-    ],
-)
-def test_seconds(value: float, text: str) -> None:
-    assert seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(808, "808"), (1_234, "1.23 k"), (999_999, "1 M"), (124_439_808, "124 M"), (7e9, "7 B")],
-)
-def test_counted(value: float, text: str) -> None:
-    assert counted(value) == text
-
-
-def test_a_plan_in_a_line() -> None:
-    text = describe(overridden().plan)
-    assert text.startswith("pp2 × dp")
-    assert ", gpipe, 2 micro-batches of 4 rows" in text
-    one = overridden().plan
-    stages = tuple(
-        StagePlan(blocks=s.blocks, ranks=s.ranks, dp=s.dp, tp=s.tp, zero=k, recompute="full")
-        for k, s in enumerate(one.stages)
-    )
-
-    twice = dataclasses.replace(one, schedule="interleaved_1f1b", stages=(*one.stages, *one.stages))
-    assert describe(twice).startswith(describe(one).split(", ")[0])
-    assert ", interleaved_1f1b with 2 stages on each, " in describe(twice)
-    split = tuple(dataclasses.replace(s, dp=2, cp=2, ep=2, tp=1) for s in one.stages)
-    assert "pp2 × dp2×cp2×ep2×tp1" in describe(dataclasses.replace(one, stages=split))
-
-    mixed = describe(dataclasses.replace(one, stages=stages, num_microbatches=8))
-    assert mixed.endswith("8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute")
+# --- why ---
 
 
 def components(**changes: float) -> Components:

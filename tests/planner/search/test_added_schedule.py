@@ -17,7 +17,7 @@ from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.search.search import Search, SearchResult
-from tests.helpers.planning import Traced, cluster, linears
+from tests.helpers.planning import Traced, cluster, linears, problem_of
 
 NAME = "patient_1f1b"
 
@@ -44,7 +44,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def searched(of: Traced, **overrides: object) -> SearchResult:
     given = Overrides(**overrides)
-    return Search(of.graph, of.table, cluster(4), 16, "bf16", "adamw", given).run()
+    return Search(problem_of(of, cluster(4)), 16, given).run()
 
 
 def test_it_is_unknown_before_it_is_added() -> None:
@@ -88,11 +88,12 @@ def test_it_is_chosen_where_it_is_asked_for_and_passes_the_checks(added: str) ->
 
 def test_it_is_among_those_that_a_free_search_simulates(added: str) -> None:
     of = linears(48, 6, 8, 24)
-    search = Search(of.graph, of.table, cluster(4), 16, "bf16", "adamw", Overrides(pp=2))
+    search = Search(problem_of(of, cluster(4)), 16, Overrides(pp=2))
     assert (added, 1) in search.space.schedules(2, 4, 0)
     search.run()
     assert added in {
         combination.schedule
-        for choice in search.slots
+        for m in search.space.microbatch_counts()
+        for choice in search.equal.mesh_choices(m)
         for combination in search.equal.combinations(choice)
     }

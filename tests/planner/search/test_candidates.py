@@ -13,7 +13,7 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.search.candidates import place_stages, spread_ranks
 from meshwright.planner.search.space import Space
-from tests.helpers.planning import cluster, linears
+from tests.helpers.planning import cluster, linears, problem_of
 
 
 @given(st.sampled_from([1, 2, 4, 6, 8]), st.integers(1, 6), st.randoms(use_true_random=False))
@@ -44,9 +44,7 @@ def test_sizes_that_do_not_nest_follow_each_other(sizes: list[int]) -> None:
 def test_a_pipeline_inside_the_nodes_uses_every_rank_once(nodes: int, node: int) -> None:
     of = linears(48, 12, 8, 24)
     here = Space(
-        graph=of.graph,
-        table=of.table,
-        cluster=cluster(node, nodes=nodes),
+        problem=problem_of(of, cluster(node, nodes=nodes)),
         global_batch_size=48,
         restrictions=restrict(Overrides(), of.graph),
     )

@@ -12,6 +12,7 @@ from meshwright.planner.search.candidates import PipelineSetup, PlanDraft, make_
 from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import Enumeration, instance, limited
+from tests.helpers.planning import problem_of
 
 INSTANCES = 14
 Key = tuple[StageSetup, str, int, int, int]
@@ -22,7 +23,7 @@ def every_cut(
 ) -> Iterator[PlanDraft]:
     """Every cut into so many stages, each with the least recompute that fits its place."""
     equal, stages = search.equal, groups * each
-    count, levels = len(search.graph.blocks), equal.levels(way, schedule)
+    count, levels = len(search.problem.graph.blocks), equal.levels(way, schedule)
     step = PipelineSetup(
         global_batch_size=search.global_batch_size,
         num_microbatches=m,
@@ -52,7 +53,7 @@ def searches() -> list[Search]:
         peaks = Enumeration(of=of, cluster=on, batch=batch).peaks(16)
         for memory_bytes in (2.0**40, rng.choice(peaks[:8])):
             small = limited(on, memory_bytes)
-            found.append(Search(of.graph, of.table, small, batch, "bf16", "adamw", Overrides()))
+            found.append(Search(problem_of(of, small), batch, Overrides()))
     return found
 
 

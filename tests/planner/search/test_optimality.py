@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.search.errors import InfeasibleError
 from meshwright.planner.search.search import SearchResult
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.helpers.planning import problem_of

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from meshwright.planner.overrides.dropped import each_dropped
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import RUNS
-from meshwright.planner.search.errors import InfeasibleError
-from meshwright.planner.search.relaxations import MOST, each_dropped
+from meshwright.planner.search.relaxations import MOST
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import cluster, linears
+from tests.helpers.planning import cluster, linears, problem_of
 from tests.models.models import Traced
 
 BATCH = 8
@@ -31,7 +32,7 @@ def limited(memory_bytes: float, *, nodes: int = 1, devices: int = 2) -> Cluster
 
 def searching(on: Cluster, of: Traced, *, executable: bool = False, **given: Any) -> Search:
     overrides = Overrides(**given)
-    return Search(of.graph, of.table, on, BATCH, "bf16", "adamw", overrides, executable=executable)
+    return Search(problem_of(of, on), BATCH, overrides, executable=executable)
 
 
 def failing(on: Cluster, of: Traced, **given: Any) -> InfeasibleError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -16,14 +15,15 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.planner.overrides.overrides import OverrideError, Overrides
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.programs import BlockPrograms
-from meshwright.planner.search.candidates import Candidate, make_candidate
-from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.search.candidates import Candidate
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited
-from tests.helpers.planning import Traced, case, cluster, cut, linears, token_batch
+from tests.helpers.planning import Traced, case, cluster, cut, linears, problem_of, token_batch
 
 BATCH = 4
 AMPLE = 2.0**40
@@ -63,16 +63,9 @@ def searching(
     **given: Any,
 ) -> Search:
     of = of or model()
+    overrides = Overrides(**given)
     return Search(
-        of.graph,
-        of.table,
-        on,
-        batch,
-        "bf16",
-        "adamw",
-        Overrides(**given),
-        time_limit_s=time_limit_s,
-        programs=programs,
+        problem_of(of, on), batch, overrides, time_limit_s=time_limit_s, programs=programs
     )
 
 
@@ -348,7 +341,7 @@ def test_the_same_search_gives_the_same_plan(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_what_was_priced_before_changes_nothing(name: str) -> None:
-    """The same programs through searches with other overrides, shardings among them."""
+    """One coster through searches with other overrides, shardings among them."""
     others: list[dict[str, Any]] = [
         {"tp": 2, "shardings": {"layers.0": "rowwise"}},
         {"recompute": {"layers.1": "full"}},
@@ -382,54 +375,3 @@ def test_a_search_out_of_time_says_so() -> None:
         assert hurried.best.step_time_s >= free.best.step_time_s * (1 - 1e-9)
         assert hurried.bound_s <= fastest.prediction.step_time_s * (1 + 1e-6)
         assert hurried.bound_s <= hurried.best.step_time_s
-
-
-# --- recompute by block --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [{"layers.0": "full"}, {"layers.1": "selective", "layers.2": "none"}, {"**": "full"}],
-    ids=str,
-)
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict[str, str]) -> None:
-    running = searching(CLUSTERS[name], recompute=recompute)
-    running.run()
-    for draft in running.drafts:
-        made = make_candidate(running.programs.coster, draft)
-        policies = {
-            block: policy for stage in made.plan.stages
-            for block, policy in zip(stage.blocks, stage.policies, strict=True)
-        }  # fmt: skip
-        for block, policy in policies.items():
-            assert policy == recompute.get(block, recompute.get("**", "none"))
-        assert made.step_time_s == pytest.approx(draft.step_time_s, rel=1e-9)
-        peaks = [c.evaluation.prediction.peak_memory_bytes for c in (draft, made)]
-        assert peaks[0] == pytest.approx(peaks[1], abs=1)
-
-
-def test_recompute_by_block_is_no_slower_than_one_policy() -> None:
-    """Where memory binds; on one device there is nothing else to choose."""
-    of, on = linears(64, 4, 8, 512), cluster(1)
-    peaks = [
-        max(found.best.evaluation.prediction.peak_memory_bytes)
-        for found in (
-            search(on, of, batch=8, num_microbatches=1, recompute=policy)
-            for policy in ("full", "none")
-        )
-    ]
-    gains = 0
-    for share in (0.9, 0.7, 0.5, 0.3, 0.1, 0.0):
-        small = limited(on, peaks[0] + share * (peaks[1] - peaks[0]))
-        best = search(small, of, batch=8, num_microbatches=1).best
-        assert any(policy != "none" for s in best.plan.stages for policy in s.policies)
-        uniform = []
-        for policy in ("selective", "full"):
-            with contextlib.suppress(InfeasibleError):
-                uniform.append(
-                    search(small, of, batch=8, num_microbatches=1, recompute=policy).best
-                )
-        assert all(best.step_time_s <= u.step_time_s * (1 + 1e-9) for u in uniform)
-        gains += all(best.step_time_s < u.step_time_s * (1 - 1e-3) for u in uniform)
-    assert gains >= 3

@@ -14,7 +14,7 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.search.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Mesh, Space, groups_of
-from tests.helpers.planning import Traced, cluster, linears
+from tests.helpers.planning import Traced, cluster, linears, problem_of
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
 
@@ -29,9 +29,7 @@ def space(
 ) -> Space:
     of = of or model()
     return Space(
-        graph=of.graph,
-        table=of.table,
-        cluster=cluster(node, nodes=nodes),
+        problem=problem_of(of, cluster(node, nodes=nodes)),
         global_batch_size=batch,
         restrictions=restrict(Overrides(**given), of.graph),
     )

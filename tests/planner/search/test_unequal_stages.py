@@ -14,6 +14,7 @@ from meshwright.planner.search.candidates import PipelineSetup, make_draft
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.unequal_stages import Option
 from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
+from tests.helpers.planning import problem_of
 
 INSTANCES = 10
 
@@ -21,7 +22,7 @@ INSTANCES = 10
 def searches() -> Iterator[tuple[Search, Enumeration]]:
     for seed in range(INSTANCES):
         of, on, batch, _ = instance(seed)
-        search = Search(of.graph, of.table, on, batch, "bf16", "adamw", Overrides())
+        search = Search(problem_of(of, on), batch, Overrides())
         yield search, Enumeration(of=of, cluster=on, batch=batch)
 
 
@@ -62,7 +63,8 @@ def test_stages_in_the_table_hold_what_their_blocks_do() -> None:
             for v, option in enumerate(options):
                 chain = option.setup.chain
                 assert table.devices[v] == option.setup.mesh.devices
-                for i, j in itertools.product(range(len(search.graph.blocks) + 1), repeat=2):
+                ends = range(len(search.problem.graph.blocks) + 1)
+                for i, j in itertools.product(ends, repeat=2):
                     if not search.equal.legal[i, j]:
                         assert np.isinf(table.time_s[v, i, j])
                         continue
@@ -91,7 +93,7 @@ def test_the_solution_becomes_stages_that_fit() -> None:
         of, on, batch, rng = instance(seed)
         peaks = Enumeration(of=of, cluster=on, batch=batch).peaks(16)
         small = limited(on, rng.choice(peaks[4:]))
-        search = Search(of.graph, of.table, small, batch, "bf16", "adamw", Overrides())
+        search = Search(problem_of(of, small), batch, Overrides())
         for m in search.space.microbatch_counts():
             ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
             table, options = search.unequal.table(m, ways)

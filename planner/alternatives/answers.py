@@ -1,5 +1,5 @@
-"""What a report is asked later: the best plan of each family, what each override costs, which
-change of the cluster would flip the decision.
+"""Answers that a report finds when asked: the best plan of each family, what each override costs,
+which change of the cluster would flip the decision.
 
 All rest on what the search has priced. An override costs the seconds by which the plan is slower
 than the best plan without it, all others kept; all together, against the free optimum.
@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.planner.alternatives.alternatives import Alternative, alternatives
+from meshwright.planner.alternatives.explain import alternative_row
+from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
+from meshwright.planner.overrides.dropped import each_dropped
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.report.alternatives import Alternative, alternatives
-from meshwright.planner.report.explain import alternative_row
-from meshwright.planner.report.sensitivity import Flip, Rival, Sensitivity
-from meshwright.planner.search.candidates import Candidate, PlanDraft, make_candidate
-from meshwright.planner.search.errors import InfeasibleError
-from meshwright.planner.search.relaxations import each_dropped, varied
+from meshwright.planner.search.candidates import Candidate, PlanDraft
 from meshwright.planner.search.search import Search, SearchResult
 
 MAX_EACH = 6  # overrides that are priced one by one
@@ -29,7 +29,7 @@ EQUAL = 1e-9
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Answers:
-    """Of one search; every answer is found once."""
+    """A search's account of itself (`report.DeferredAnswers`); every answer is found once."""
 
     search: Search
     result: SearchResult
@@ -100,7 +100,7 @@ class Answers:
     def _best(self, overrides: Overrides) -> Candidate | None:
         """The same search under other overrides."""
         try:
-            return varied(self.search, overrides=overrides).run().best
+            return self.search.again(overrides).best
         except (InfeasibleError, OverrideError):
             return None
 
@@ -111,17 +111,17 @@ class Answers:
         known = {describe(best.plan)}
         rivals: list[Rival] = []
         bigger: list[Rival] = []
-        drafts = [a.draft for a in self.others if a.draft] + search.drafts
+        drafts = [a.draft for a in self.others if a.draft] + [*self.result.drafts]
         for draft in sorted(drafts, key=lambda d: d.step_time_s):
             room = rivals if draft.fits else bigger
             if describe(draft.plan) in known or len(room) >= MAX_RIVALS:
                 continue
             known.add(describe(draft.plan))
             if draft.fits:
-                rivals.append(_rival(make_candidate(search.programs.coster, draft)))
+                rivals.append(_rival(search.written(draft)))
             elif draft.step_time_s < best.step_time_s:
                 bigger.append(_rival(draft))
-        evaluator = Evaluator(replace(search.programs.coster.problem, profile=None))
+        evaluator = Evaluator(replace(search.problem, profile=None))
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
 
 

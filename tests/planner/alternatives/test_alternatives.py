@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 
+from meshwright.planner.alternatives.alternatives import Alternative, alternatives
+from meshwright.planner.alternatives.families import RUNS_HERE, families, runs_here
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.report.alternatives import (
-    RUNS_HERE,
-    Alternative,
-    alternatives,
-    families,
-    runs_here,
-)
-from meshwright.planner.search.errors import InfeasibleError
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import cluster, linears
+from tests.helpers.planning import cluster, linears, problem_of
 
 BATCH = 8
 ON = {
@@ -45,9 +40,7 @@ WITHIN = {
 
 def searching(on: Cluster, *, executable: bool = False, **given: Any) -> Search:
     of = linears(256, 4, BATCH, 64)
-    return Search(
-        of.graph, of.table, on, BATCH, "bf16", "adamw", Overrides(**given), executable=executable
-    )
+    return Search(problem_of(of, on), BATCH, Overrides(**given), executable=executable)
 
 
 @cache
@@ -68,7 +61,7 @@ def test_every_family_but_those_of_the_chosen_plan_has_an_answer(name: str) -> N
     search, result, found = searched(name)
     names = [a.family for a in found]
     assert len(set(names)) == len(names)
-    for family in families(search, result.best.plan):
+    for family in families(search, result):
         assert family.has(result.best.plan) != (family.name in names)
     assert {"full recompute"} <= set(names)
 
@@ -76,7 +69,7 @@ def test_every_family_but_those_of_the_chosen_plan_has_an_answer(name: str) -> N
 @pytest.mark.parametrize("name", ON)
 def test_a_plan_belongs_to_its_family_and_fits(name: str) -> None:
     search, result, found = searched(name)
-    belongs = {family.name: family.has for family in families(search, result.best.plan)}
+    belongs = {family.name: family.has for family in families(search, result)}
     for alternative in found:
         assert alternative.draft is not None, alternative.family  # memory is ample
         assert alternative.draft.fits
@@ -88,7 +81,7 @@ def test_a_plan_belongs_to_its_family_and_fits(name: str) -> None:
 def test_alternatives_are_what_a_search_within_the_family_finds(name: str) -> None:
     search, result, others = searched(name)
     found = {a.family: a.draft for a in others}
-    belongs = {family.name: family.has for family in families(search, result.best.plan)}
+    belongs = {family.name: family.has for family in families(search, result)}
     compared = 0
     for family in sorted(WITHIN.keys() & found.keys()):
         given = WITHIN[family]
@@ -137,4 +130,4 @@ def test_out_of_time_nothing_new_is_explored() -> None:
         if a.draft is None:
             assert a.shortfall_bytes is None and a.bound_s is not None
         else:
-            assert any(a.draft is draft for draft in search.drafts)
+            assert any(a.draft is draft for draft in result.drafts)

@@ -1,11 +1,26 @@
-"""Errors of the search: nothing fits, and what would help."""
+"""InfeasibleError: no plan fits the devices' memory, by how many bytes, and what would help."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.search.relaxations import Relaxation
+from meshwright.planner.plan.words import seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """One restriction to let go of (`what`), the nodes that adds, and in words a plan that is
+    possible then, with its step time."""
+
+    what: str
+    more_nodes: int
+    plan: str
+    step_time_s: float
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.plan}: {seconds(self.step_time_s)} a step)"
 
 
 class InfeasibleError(ValueError):

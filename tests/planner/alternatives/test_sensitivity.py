@@ -8,10 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.report.sensitivity import (
+from meshwright.planner.alternatives.sensitivity import (
     ENDS,
     KNOBS,
     MEMORY,
@@ -20,6 +17,9 @@ from meshwright.planner.report.sensitivity import (
     Sensitivity,
     scaled_link,
 )
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears, problem_of
@@ -40,8 +40,7 @@ def evaluator(on: Cluster) -> Evaluator:
 def rival(on: Cluster, **given: object) -> Rival:
     """The best plan under overrides, as it is priced."""
     overrides = Overrides(**given)  # type: ignore[arg-type]
-    made = of()
-    best = Search(made.graph, made.table, on, BATCH, "bf16", "adamw", overrides).run().best
+    best = Search(problem_of(of(), on), BATCH, overrides).run().best
     priced = best.evaluation.prediction
     return Rival(
         plan=best.plan, step_time_s=priced.step_time_s, peak_bytes=max(priced.peak_memory_bytes)

@@ -1,0 +1,57 @@
+"""Checks of what the user passed: each error names the value and the legal ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.costmodel.memory.states import optimizer_bytes
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import PRECISIONS, Plan
+from meshwright.profiles.cluster import Cluster
+
+
+def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
+    """ValueError for a value of another type, and for a plan beside overrides."""
+    for name, value, wanted, legal in (
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("cluster", cluster, Cluster, "a Cluster, e.g. Cluster.from_catalog('h100-sxm')"),
+        ("overrides", overrides, (Overrides, type(None)), "Overrides(tp=..., ...) or None"),
+        ("plan", plan, (Plan, str, Path, type(None)), "a Plan, a path or None"),
+    ):
+        if not isinstance(value, wanted):
+            raise ValueError(f"{name}={value!r:.60} is a {type(value).__name__}; legal: {legal}")
+    if plan is not None and overrides is not None and overrides.given():
+        raise ValueError(
+            f"plan= and overrides={overrides.given()} were both given: a given plan leaves nothing "
+            "to search; drop one, or edit the plan"
+        )
+
+
+def check_values(
+    global_batch_size: Any, precision: str, optimizer: str, time_limit_s: Any, tf32: bool
+) -> None:
+    """ValueError for a number or name that can't be."""
+    batch = global_batch_size
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(
+            f"global_batch_size={batch!r}; legal: an integer from 1, rows per optimizer step"
+        )
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}; legal: {', '.join(PRECISIONS)}")
+    optimizer_bytes(optimizer)
+    if time_limit_s is not None:
+        _check_time_limit(time_limit_s)
+    if tf32 and precision != "fp32":
+        raise ValueError(f"tf32=True is about fp32 products, and precision={precision!r}; drop one")
+
+
+def _check_time_limit(time_limit_s: Any) -> None:
+    number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
+    if not number or not 0 <= time_limit_s < math.inf:
+        raise ValueError(
+            f"time_limit_s={time_limit_s!r}; legal: seconds, 0 or more, or None for no limit"
+        )

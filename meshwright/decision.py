@@ -1,0 +1,46 @@
+"""What the user asked for, and what was decided for it: the values that planning passes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing.evaluate import Prediction
+from meshwright.planner.pricing.programs import BlockPrograms
+from meshwright.planner.report.report import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `auto_parallelize` was asked beyond the `Problem`: its arguments of these names."""
+
+    global_batch_size: int
+    overrides: Overrides
+    time_limit_s: float | None
+    executable: bool | None
+    compile: bool | str
+    tf32: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A plan, why, and what it is expected to do.
+
+    `programs` hold the prices of the search that found it, for the next search. It and the report's
+    deferred answers stay on the rank that searched: pickled for the others, a decision leaves them
+    behind.
+    """
+
+    plan: Plan
+    report: Report
+    prediction: Prediction
+    programs: BlockPrograms | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.plan, replace(self.report, deferred=None), self.prediction)
+
+
+def _received(plan: Plan, report: Report, prediction: Prediction) -> Decision:
+    return Decision(plan=plan, report=report, prediction=prediction)

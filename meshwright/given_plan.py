@@ -1,0 +1,68 @@
+"""A plan that was made before, checked against the problem and priced; nothing is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.decision import Decision, Request
+from meshwright.executor.ranks import launch
+from meshwright.planner.plan.infeasible import InfeasibleError
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing.evaluate import Evaluator, Prediction
+from meshwright.planner.report.explain import explain_plan
+from meshwright.profiles.cluster import Cluster
+
+
+def take_plan(
+    given: Plan | str | Path, problem: Problem, request: Request, phases_s: Mapping[str, float]
+) -> Decision:
+    """The given plan, checked and priced by one rank for all. Raises `PlanError` for a plan of
+    another problem, `InfeasibleError` for one that does not fit."""
+    return launch.agree_on(lambda: _priced(given, problem, request, phases_s))
+
+
+def _priced(
+    given: Plan | str | Path, problem: Problem, request: Request, phases_s: Mapping[str, float]
+) -> Decision:
+    plan = given if isinstance(given, Plan) else Plan.load(given)
+    _check_made_for(plan, problem, request.global_batch_size)
+    priced = Evaluator(problem).price(plan)
+    _check_memory(priced.prediction, problem.cluster)
+    report = explain_plan(priced, problem, phases_s)
+    return Decision(plan=plan, report=report, prediction=priced.prediction)
+
+
+def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> None:
+    for name, ours, theirs in (
+        ("global_batch_size", global_batch_size, plan.global_batch_size),
+        ("precision", problem.precision, plan.precision),
+    ):
+        if ours != theirs:
+            raise PlanError(
+                f"plan: made for {name}={theirs!r}, called with {ours!r}; pass "
+                f"{name}={theirs!r}, or plan again"
+            )
+    cluster = problem.cluster
+    if plan.num_ranks != cluster.num_devices:
+        raise PlanError(
+            f"plan: made for {plan.num_ranks} ranks, but the cluster has "
+            f"{cluster.num_devices} devices ({cluster.describe()}); use a cluster of "
+            f"{plan.num_ranks} devices, pass a plan file for {cluster.num_devices} ranks, "
+            "or plan again (without plan=)"
+        )
+
+
+def _check_memory(prediction: Prediction, cluster: Cluster) -> None:
+    """A given plan must fit as a searched one does."""
+    room = cluster.device.memory_bytes
+    short = prediction.shortfall_bytes(cluster)
+    if any(short):
+        gib = ", ".join(f"stage {k}: {x / 2**30:.2f}" for k, x in enumerate(short) if x)
+        raise InfeasibleError(
+            f"plan: does not fit the {room / 2**30:.2f} GiB of {cluster.device.name}; shortfall in "
+            f'GiB by stage: {gib}. Way out: recompute "full", zero 1, more micro-batches or '
+            "stages in the plan, or plan again",
+            short,
+        )

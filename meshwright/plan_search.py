@@ -1,0 +1,68 @@
+"""A plan that is searched: checked overrides, the search on one rank, its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.decision import Decision, Request
+from meshwright.executor.ranks import launch
+from meshwright.planner.alternatives.answers import Answers
+from meshwright.planner.alternatives.explain import explain_search
+from meshwright.planner.overrides.overrides import check_overrides
+from meshwright.planner.pricing.programs import BlockPrograms
+from meshwright.planner.search.search import Search
+from meshwright.world import planned_to_run
+
+
+def search_plan(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    programs: BlockPrograms | None = None,
+) -> Decision:
+    """The best plan under the overrides, searched by one rank for all, on what `programs` have
+    priced. Raises `OverrideError` and `InfeasibleError`."""
+    executable = request.executable
+    if executable is None:
+        executable = planned_to_run(problem.cluster)
+    if launch.running() and not executable:
+        raise ValueError(
+            "executable=False: ranks are running, and wait for a plan that they can run; "
+            "legal: True or None, or plan in a process of its own"
+        )
+    check_overrides(
+        request.overrides,
+        num_devices=problem.cluster.num_devices,
+        global_batch_size=request.global_batch_size,
+        num_blocks=len(problem.graph.blocks),
+        executable=executable,
+    )
+    runs = executable
+    return launch.agree_on(lambda: _searched(problem, request, phases_s, programs, runs))
+
+
+def _searched(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    programs: BlockPrograms | None,
+    executable: bool,
+) -> Decision:
+    search = Search(
+        problem,
+        request.global_batch_size,
+        request.overrides,
+        executable=executable,
+        time_limit_s=request.time_limit_s,
+        programs=programs,
+    )
+    result = search.run()
+    report = explain_search(result, problem, phases_s)
+    return Decision(
+        plan=result.best.plan,
+        report=replace(report, deferred=Answers(search=search, result=result)),
+        prediction=result.best.evaluation.prediction,
+        programs=search.programs,
+    )

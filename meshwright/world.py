@@ -1,0 +1,45 @@
+"""The ranks that are running against those that a cluster has and a plan needs."""
+
+from __future__ import annotations
+
+from meshwright.executor.ranks import launch
+from meshwright.planner.plan.check import check_runs
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.profiles.cluster import Cluster
+
+
+def check_world(cluster: Cluster, world: int | None) -> None:
+    """The ranks that are running (None: no process group) must be the cluster's devices."""
+    if world is not None and world != cluster.num_devices:
+        raise ValueError(
+            f"cluster {cluster.name!r} has {cluster.num_devices} devices, but {world} ranks are "
+            f"running; launch with `{_torchrun(cluster.num_devices, cluster)} ...`, or describe "
+            f"what is running: Cluster.detect(), or a cluster of {world} devices"
+        )
+
+
+def planned_to_run(cluster: Cluster) -> bool:
+    """Whether plans for a cluster are meant to be run by this version, and now."""
+    return launch.running() or cluster.num_devices == 1 or cluster.backend == "gloo"
+
+
+def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
+    """Why the plan can't run in this process, with the way out; None if it can."""
+    try:
+        check_runs(plan)
+    except PlanError as error:
+        return f"{error}; plan again with executable=True for one that runs"
+    if launch.running() or plan.num_ranks == 1:
+        return None
+    return (
+        f"the plan needs {plan.num_ranks} ranks and this is a single process; launch your script "
+        f"with `{_torchrun(plan.num_ranks, cluster)} your_script.py`, a command with "
+        f"`{_torchrun(plan.num_ranks, cluster)} -m meshwright.cli run ...`"
+    )
+
+
+def _torchrun(ranks: int, cluster: Cluster) -> str:
+    per_node = min(ranks, cluster.devices_per_node)
+    nodes = -(-ranks // per_node)
+    more = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
+    return f"torchrun --nproc-per-node {per_node}{more}"

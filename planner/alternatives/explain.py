@@ -1,0 +1,92 @@
+"""The report of a search: its plan, the next best ones, the proofs, and alternatives as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.planner.alternatives.alternatives import Alternative
+from meshwright.planner.plan.check import check_runs
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.words import GIB, describe, seconds
+from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.report.components import breakdown, why_slower
+from meshwright.planner.report.explain import Searched, explain
+from meshwright.planner.report.report import Report
+from meshwright.planner.search.search import SearchResult
+
+
+def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str, float]) -> Report:
+    """The report of a search; its deferred answers are not in it yet."""
+    best = result.best.evaluation
+    chosen = breakdown(best)
+    runners = [
+        {
+            "plan": describe(c.plan),
+            "step_time_s": c.step_time_s,
+            "slower": c.step_time_s / result.best.step_time_s - 1,
+            "why": why_slower(chosen, breakdown(c.evaluation)),
+        }
+        for c in result.candidates[1:]
+    ]
+    proofs = [
+        {
+            "block": name,
+            "objective_s": proof.objective,
+            "gap": proof.gap,
+            "time_s": proof.time_s,
+            "solver": proof.solver,
+            "integral_relaxation": proof.integral_relaxation,
+        }
+        for name, proof in result.certificates.items()
+    ]
+    return explain(
+        best,
+        result.best.assignments,
+        problem,
+        phases_s={**phases_s, **result.phases_s},
+        notes=(*_not_run_yet(result.best.plan), *result.notes),
+        searched=Searched(
+            runners_up=runners,
+            solver=proofs,
+            bound={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
+        ),
+    )
+
+
+def _not_run_yet(plan: Plan) -> list[str]:
+    """A note, where the executor can't run the plan yet."""
+    try:
+        check_runs(plan)
+    except PlanError as error:
+        return [f"{error}; executable=True asks for the best plan that it runs"]
+    return []
+
+
+def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any]:
+    """An alternative as data, against the chosen plan; `components_s` are its seconds less ours."""
+    draft, chosen = alternative.draft, breakdown(best)
+    row: dict[str, Any] = {"family": alternative.family, "plan": None}
+    if alternative.excluded:
+        row["excluded"] = list(map(str, alternative.excluded))
+    if alternative.bound_s is not None:
+        row["bound_s"] = alternative.bound_s
+    if draft is None and alternative.bound_s is not None:
+        why = f"at least {seconds(alternative.bound_s)}; not explored in the time given"
+        return {**row, "why": why}
+    if draft is None:
+        short = alternative.shortfall_bytes or 0.0
+        lacks = f"the leanest lacks {short / GIB:.3g} GiB a device"
+        why = f"no plan with equal stages was found to fit{': ' + lacks if short else ''}"
+        return {**row, "shortfall_bytes": short, "why": why}
+    parts = breakdown(draft.evaluation)
+    ours, theirs = chosen.as_dict(), parts.as_dict()
+    return {
+        **row,
+        "plan": describe(draft.plan),
+        "step_time_s": draft.step_time_s,
+        "slower": draft.step_time_s / best.prediction.step_time_s - 1,
+        "components_s": {name: theirs[name] - ours[name] for name in ours},
+        "why": why_slower(chosen, parts),
+    }

@@ -1,0 +1,64 @@
+"""Components: where the step time of a plan goes, and which of them make another plan slower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.costmodel.blocks.stage import StageCosts
+from meshwright.planner.plan.words import seconds
+from meshwright.planner.pricing.evaluate import Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """Seconds of the busiest device group by what it does; the sum is the step time."""
+
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    gradient_reduction_s: float
+    optimizer_s: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "compute": self.compute_s,
+            "exposed communication": self.communication_s,
+            "bubble": self.bubble_s,
+            "gradient reduction": self.gradient_reduction_s,
+            "optimizer": self.optimizer_s,
+        }
+
+
+def breakdown(evaluation: Evaluation) -> Components:
+    """Components of the device group that is busy longest; it may run several stages."""
+    plan, m = evaluation.plan, evaluation.plan.num_microbatches
+    groups = [
+        [s for s, own in zip(evaluation.stages, plan.stages, strict=True) if own.ranks == ranks]
+        for ranks in plan.devices
+    ]
+
+    def total(group: Sequence[StageCosts[float]], *names: str) -> float:
+        return float(sum(getattr(s, name) for s in group for name in names))
+
+    busiest = max(groups, key=lambda group: total(group, "forward_s", "backward_s"))
+    communication = m * total(busiest, "forward_comm_s", "backward_comm_s")
+    busy = m * total(busiest, "forward_s", "backward_s")
+    once = total(busiest, "reduce_s"), total(busiest, "optimizer_s")
+    bubble = max(0.0, evaluation.prediction.step_time_s - busy - sum(once))
+    return Components(
+        compute_s=busy - communication,
+        communication_s=communication,
+        bubble_s=bubble,
+        gradient_reduction_s=once[0],
+        optimizer_s=once[1],
+    )
+
+
+def why_slower(chosen: Components, other: Components) -> str:
+    """The components that cost the other plan most, against the chosen one."""
+    ours, theirs = chosen.as_dict(), other.as_dict()
+    losses = sorted(((theirs[k] - ours[k], k) for k in ours), reverse=True)
+    parts = [f"+{seconds(d)} {k}" for d, k in losses[:2] if d > 0]
+    gains = [f"-{seconds(-d)} {k}" for d, k in losses[::-1][:1] if d < 0]
+    return "; ".join([*parts, *gains]) or "equal in every component"

@@ -1,0 +1,118 @@
+"""Drafter: the plans of one problem under given overrides, and their price.
+
+A search, its way out where nothing fits, and a report's alternatives all draw on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.restrictions import restrict
+from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.pricing.programs import BlockPrograms
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search.candidates import (
+    Candidate,
+    PipelineSetup,
+    PlanDraft,
+    make_candidate,
+    make_draft,
+)
+from meshwright.planner.search.equal_stages import Combination, EqualStages, StageDraft
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.unequal_stages import UnequalStages
+
+
+class Drafter:
+    """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
+    and `unequal` meshes.
+
+    `executable` leaves only what the executor runs. `programs` are another drafter's of the same
+    problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the model
+    or each other.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        global_batch_size: int,
+        overrides: Overrides,
+        *,
+        executable: bool = False,
+        programs: BlockPrograms | None = None,
+    ) -> None:
+        graph = problem.graph
+        self.problem = problem
+        self.global_batch_size = global_batch_size
+        self.overrides = overrides
+        self.executable = executable
+        self.restrictions = restrict(overrides, graph, executable=executable)
+        forced, entries = self.restrictions.shardings, {}
+        if forced:
+            entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")
+        self.space = Space(
+            problem=problem, global_batch_size=global_batch_size, restrictions=self.restrictions
+        )
+        at = self.space.cut_at
+        if programs is None:
+            self.programs = BlockPrograms(StageCoster(problem), entries, cut_at=at)
+        else:
+            self.programs = programs.deciding(entries, at)
+        self.equal = EqualStages(self.space, self.programs)
+        self.unequal = UnequalStages(self.space, self.equal)
+
+    def under(self, overrides: Overrides, *, executable: bool) -> Drafter:
+        """The same problem under other overrides."""
+        return Drafter(
+            self.problem,
+            self.global_batch_size,
+            overrides,
+            executable=executable,
+            programs=self.programs,
+        )
+
+    def on_nodes(self, num_nodes: int) -> Drafter:
+        """The same on another number of nodes, for which nothing is priced yet."""
+        cluster = replace(self.problem.cluster, num_nodes=num_nodes)
+        return Drafter(
+            replace(self.problem, cluster=cluster),
+            self.global_batch_size,
+            self.overrides,
+            executable=self.executable,
+        )
+
+    def equal_with(self, policies: tuple[str, ...]) -> EqualStages:
+        """Stages of equal meshes under these recompute policies only."""
+        if policies == self.restrictions.policies:
+            return self.equal
+        restricted = replace(self.restrictions, policies=policies)
+        return EqualStages(replace(self.space, restrictions=restricted), self.programs)
+
+    def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
+        """A combination cut into stages, simulated."""
+        return self.simulated(
+            cut, combination.num_microbatches, combination.schedule, combination.stages_per_group
+        )
+
+    def simulated(
+        self, stages: Sequence[StageDraft], m: int, schedule: str, each: int = 1
+    ) -> PlanDraft:
+        """Stages under a schedule of m micro-batches, `each` of them on a device group."""
+        pipeline = PipelineSetup(
+            global_batch_size=self.global_batch_size,
+            num_microbatches=m,
+            schedule=schedule,
+            stages_per_group=each,
+        )
+        return make_draft(self.programs.coster, stages, pipeline)
+
+    def written(self, draft: PlanDraft) -> Candidate:
+        """The plan of a draft, written out and priced from what is written."""
+        return make_candidate(self.programs.coster, draft)
+
+    def forget(self) -> None:
+        """Give back the memory of what was cut; prices stay."""
+        self.equal.forget()

@@ -1,0 +1,104 @@
+"""Why a search found no plan: memory is short, or the overrides leave nothing to choose from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.plan.infeasible import InfeasibleError
+from meshwright.planner.plan.words import describe
+from meshwright.planner.search.candidates import PlanDraft
+from meshwright.planner.search.drafter import Drafter
+from meshwright.planner.search.least_memory import least_memory, least_memory_choices
+from meshwright.planner.search.relaxations import relaxations, way_out
+
+
+def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | OverrideError:
+    """The error to raise where none of the `drafts` fits: by how much the closest plan does not,
+    and the way out; or which override leaves no plan."""
+    problem, cluster = drafter.problem, drafter.problem.cluster
+    closest = _closest(drafter, drafts)
+    if closest is None and drafter.programs.refused:
+        refused = drafter.programs.refused
+        return OverrideError(f"override shardings: {refused[max(refused)]}")
+    if closest is None or closest[0] <= 0:
+        return OverrideError(
+            f"no plan exists on {cluster.describe()} for "
+            f"global_batch_size={drafter.global_batch_size} with overrides "
+            f"{drafter.overrides.given() or 'none'}: {_obstacle(drafter)}; "
+            "drop an override or change global_batch_size"
+        )
+    excess, per_stage, how = closest
+    gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
+    found = relaxations(drafter)
+    return InfeasibleError(
+        f"the model does not fit {cluster.describe()} "
+        f"({problem.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
+        f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
+        f"shortfall in GiB by stage: {gib}. {way_out(found)}",
+        per_stage,
+        found,
+    )
+
+
+def _obstacle(drafter: Drafter) -> str:
+    """Why no plan exists although memory is not short."""
+    over, space = drafter.restrictions, drafter.space
+    graph, devices = drafter.problem.graph, drafter.problem.cluster.num_devices
+    if drafter.problem.factors.sequence is None and any((cp or 1) > 1 for cp in over.cp):
+        return "the model's inputs have no one sequence dim that cp could split"
+    if over.uniform("zero") == 1:
+        meshes = [mesh for m in space.microbatch_counts() for mesh in drafter.unequal.meshes(m)]
+        whole = {space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
+        if whole and None not in whole:
+            return f"zero=1 can't divide {min(filter(None, whole))} among the data axis"
+    if devices == 1 or over.pp == 1:
+        return (
+            "one device group has no virtual stages, no second placement and no use for a "
+            "backward in two parts"
+        )
+    blocks = graph.blocks
+    trained = sum(any(graph.values[v].requires_grad for v in b.parameters) for b in blocks)
+    if over.pp is not None and over.pp * (over.virtual_stages or 1) > trained:
+        return (
+            f"only {trained} of the model's {len(blocks)} blocks hold a trained parameter, and "
+            f"every stage needs one; legal: at most {trained} stages"
+        )
+    return (
+        f"the degrees must multiply to {devices} devices, dp must divide a micro-batch, and "
+        "stages of different meshes run under schedules without virtual stages"
+    )
+
+
+def _closest(
+    drafter: Drafter, drafts: Sequence[PlanDraft]
+) -> tuple[float, Sequence[float], str] | None:
+    """Of the plan that comes closest to fitting, the bytes that its fullest stage and each of its
+    stages lack, and how it runs; None where there is no plan at all."""
+    unequal = drafter.unequal
+    found: list[tuple[float, Sequence[float], str]] = []
+    for m in drafter.space.microbatch_counts():
+        setups = unequal.setups(m, unequal.meshes(m), math.inf)
+        if not setups:
+            continue
+        table, _ = unequal.table(m, setups)
+        short = unequal.shortfall(table, m)
+        if short is not None:
+            how = f"{len(short.stages)} stages, {m} micro-batches"
+            found.append((short.excess_bytes, short.stage_excess_bytes, how))
+    for draft in drafts:
+        lacking = draft.evaluation.prediction.shortfall_bytes(drafter.problem.cluster)
+        found.append((max(lacking), lacking, describe(draft.evaluation.plan)))
+    closest = min(found, key=lambda item: item[0], default=None)
+    if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
+        need = least_memory(drafter.equal, least_memory_choices(drafter.space), _any, _any)
+        if need is not None and need.excess_bytes > 0:
+            groups, m = need.choice.groups, need.choice.num_microbatches
+            how = f"{groups} equal stages, {m} micro-batches"
+            return need.excess_bytes, (need.excess_bytes,), how
+    return closest
+
+
+def _any(_: object) -> bool:
+    return True
