@@ -17,6 +17,7 @@ filling them; tensor parallelism across nodes; and what a schedule's record excl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,8 +26,8 @@ import numpy as np
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.overrides.restrictions import Restrictions
+from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.expert_parallel import fewest_experts
 from meshwright.planner.plan.written_buffers import inseparable
@@ -100,7 +101,7 @@ class Space:
             counts = [m for m in counts if batch // m % over.microbatch_size == 0]
         if len(counts) > MAX_MICROBATCH_CHOICES:
             wanted = np.geomspace(1, counts[-1], MAX_MICROBATCH_CHOICES)
-            counts = sorted({min(counts, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted})
+            counts = sorted({_nearest(counts, float(w)) for w in wanted})
         return counts
 
     def notes(self) -> list[str]:
@@ -295,6 +296,11 @@ def groups_of(schedule: str, stages: int, each: int) -> list[int]:
     groups = stages_of_devices(schedule, num_stages=stages * each, num_devices=stages)
     of = {stage: group for group, placed in enumerate(groups) for stage in placed}
     return [of[k] for k in range(stages * each)]
+
+
+def _nearest(counts: Sequence[int], wanted: float) -> int:
+    """The count with the least ratio to the wanted one."""
+    return min(counts, key=lambda count: abs(math.log(count / wanted)))
 
 
 def _held_alone(schedule: str) -> int:
