@@ -300,7 +300,7 @@ def groups_of(schedule: str, stages: int, each: int) -> list[int]:
 
 def _nearest(counts: Sequence[int], wanted: float) -> int:
     """The count with the least ratio to the wanted one."""
-    return min(counts, key=lambda count: abs(math.log(count / wanted)))
+    return min(counts, key=lambda count: abs(float(np.log(count / wanted))))
 
 
 def _held_alone(schedule: str) -> int:
