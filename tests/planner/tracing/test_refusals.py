@@ -139,7 +139,7 @@ def test_a_hook_on_an_activation_is_refused_with_its_line() -> None:
         return y.sum()
 
     with pytest.raises(
-        TraceError, match=r"test_trace.py:\d+: y.register_hook.*forward are followed"
+        TraceError, match=r"test_refusals.py:\d+: y.register_hook.*forward are followed"
     ):
         trace(with_forward(forward), (rows(WIDTH),))
     x = torch.ones(1, requires_grad=True)
