@@ -17,6 +17,7 @@ import pytest
 
 from tests.helpers.source_files import (
     PACKAGE,
+    PRODUCT,
     ROOMS,
     SourceFile,
     defined_in,
@@ -42,7 +43,9 @@ planner
 planner.operators
 planner.tracing.values
 planner.tracing.user_module
-planner.tracing.similar planner.tracing.leaves planner.tracing.transformers
+planner.tracing.similar
+planner.tracing.leaves
+planner.tracing.transformers
 planner.tracing
 planner.intra_op
 planner.blocks
@@ -84,7 +87,7 @@ SOLVING = "planner/intra_op/solvers.py"
 COMMUNICATING = ("executor/", "profiles/measure/collectives.py")
 PRINTING = ("meshwright/cli.py",)
 
-PRODUCT = (*ROOMS, PACKAGE)
+
 BESIDE = ("scripts", "examples", "tests")
 
 Rule = Callable[[SourceFile], list[str]]

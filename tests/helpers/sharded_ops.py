@@ -23,102 +23,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from meshwright.costmodel.graph import Graph, Op, Ref, argument, map_refs
 from meshwright.costmodel.rules.traits import draws
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import (
-    REPLICATE,
-    RP,
-    P,
-    Placement,
-    R,
-    Strategy,
-    strategies,
-)
+from meshwright.costmodel.sharding.strategies import REPLICATE, RP, R, Strategy, strategies
 from meshwright.costmodel.user_rules.verify import called
-from meshwright.executor.lowering.emitter import Emitter, State, local_view
+from meshwright.executor.lowering.emitter import Emitter, State
 from meshwright.executor.lowering.lower import Lowering
-from meshwright.executor.lowering.reshard import Axis, join_parts, local_part
+from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.tracing.trace import trace
+from tests.helpers.shards import close, gradient_state, shards, whole
 from tests.helpers.threaded_ranks import Mesh, Rank, Ranks, alone
 
 EXCHANGING = {"cross_entropy", "batch_norm"}
 PRECISION = torch.float64
-TOLERANCE = 1e-9
-GRADIENT = {"R": R, "P": R, "Rp": P}  # the state of a gradient, of a value that is not split
-
-
-# --- cutting and joining -------------------------------------------------------------------------
-
-
-def cut(x: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
-    """What n ranks hold of `x`; a partial value is random parts that sum to it."""
-    if placement.sharded:
-        return [local_part(x, placement, n, k) for k in range(n)]
-    if placement.kind != "P":
-        return [x] * n
-    if x.dtype == torch.bool:
-        return [x, *[torch.zeros_like(x)] * (n - 1)]
-    shape = (n - 1, *x.shape)
-    noise = torch.randn(shape) if x.is_floating_point() else torch.randint(-9, 9, shape)
-    noise = noise.to(x.dtype)
-    return [x - noise.sum(0), *noise]
-
-
-def shards(x: torch.Tensor, state: State, mesh: Mesh) -> dict[Rank, torch.Tensor]:
-    """What each rank of a mesh holds of `x`, cut by the data axis first."""
-    inner = local_view(state[1], state[0], mesh[0])
-    return {
-        (d, t): leaf
-        for d, piece in enumerate(cut(x, state[0], mesh[0]))
-        for t, leaf in enumerate(cut(piece, inner, mesh[1]))
-    }
-
-
-def joined(parts: Sequence[torch.Tensor], placement: Placement, what: str) -> torch.Tensor:
-    """The inverse of `cut`; replicas must agree."""
-    if placement.sharded and placement.split == 1:
-        return torch.cat(list(parts), placement.dim)  # the last may be smaller
-    if placement.sharded:
-        return join_parts(torch.stack(list(parts)), placement)
-    if placement.kind == "P":
-        return torch.stack(list(parts)).sum(0)
-    for part in parts[1:]:
-        close(part, parts[0], f"{what}: replicas differ")
-    return parts[0]
-
-
-def whole(held: Mapping[Rank, torch.Tensor], state: State, mesh: Mesh, what: str) -> torch.Tensor:
-    """The inverse of `shards`."""
-    inner = local_view(state[1], state[0], mesh[0])
-    rows = [
-        joined([held[d, t] for t in range(mesh[1])], inner, f"{what} on the tensor axis")
-        for d in range(mesh[0])
-    ]
-    return joined(rows, state[0], f"{what} on the data axis")
-
-
-def gradient_state(state: State) -> State:
-    data, tensor = (GRADIENT.get(p.kind, p) for p in state)
-    return data, tensor
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert_close(
-        actual,
-        expected,
-        rtol=TOLERANCE,
-        atol=TOLERANCE,
-        equal_nan=True,
-        msg=lambda m: f"{what}: {m}",
-    )
-
-
 # --- a traced graph and its values ---------------------------------------------------------------
 
 

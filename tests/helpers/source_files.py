@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "meshwright"
 ROOMS = ("profiles", "costmodel", "planner", "executor")  # folders beside the package, links in it
+PRODUCT = (*ROOMS, PACKAGE)
 
 
 @dataclass(frozen=True)

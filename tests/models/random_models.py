@@ -30,7 +30,8 @@ from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
 from tests.helpers.plan_building import build_plan
-from tests.models.models import Case, Traced, sgd, token_loss, uneven
+from tests.models.architectures import token_loss
+from tests.models.models import Case, Traced, sgd, uneven
 
 ROWS = 24  # divided by 1 to 4 micro-batches and by most numbers of ranks
 SEQUENCE, VOCAB, CLASSES, SIDE = 8, 24, 6, 5

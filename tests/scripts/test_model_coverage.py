@@ -32,6 +32,11 @@ CELLS = (
 )
 
 
+def test_the_zoo_holds_models_of_every_kind() -> None:
+    assert len(ZOO) >= 32
+    assert {"torchvision", "timm", "transformers"} < {entry.library for entry in ZOO.values()}
+
+
 @pytest.mark.parametrize("name", INSTALLED)
 def test_every_operator_has_a_rule(name: str) -> None:
     found = traced(name, SMALL)

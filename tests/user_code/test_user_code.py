@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,20 +20,10 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.tracing.trace import TraceError, trace
+from meshwright.planner.tracing.trace import trace
 from tests.helpers.launching import Results, results_of
 from tests.user_code.user_models import USERS, Lora
-from tests.user_code.user_parts import (
-    LENGTH,
-    VOCAB,
-    WIDTH,
-    Mlp,
-    Stack,
-    UserModel,
-    sequences,
-    tokens,
-    vectors,
-)
+from tests.user_code.user_parts import VOCAB, Mlp
 from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plain_steps, prepare
 
 FEW = "hold a trained parameter, and every stage needs one"
@@ -234,114 +223,6 @@ def test_frozen_static_bytes_are_those_of_inference(kind: str) -> None:
     trained = sum(m.numel for m in sizes.values() if m.requires_grad)
     stage = priced.stages[0]
     assert stage.static_bytes - stage.passing_bytes == 2 * count + TRAINED_BYTES * trained
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-class SparseTable(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH, **options), nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
-
-
-class SeveralLosses(Stack):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = super().forward(x)
-        return {"main": F.cross_entropy(logits, labels), "z": logits.square().mean()}
-
-
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 20)
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, False)
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], True)
-        return F.cross_entropy(self.head(out[:, 0]), labels)
-
-
-class HiddenWrite(Stack):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        with torch.no_grad():
-            x.clamp_(-1, 1)
-        return F.cross_entropy(self.head(x), labels)
-
-
-class ClippedWeights(Stack):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.head.weight.clamp_(-1, 1)
-        return F.cross_entropy(super().forward(x), labels)
-
-
-def _dict_loss(output: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"main": F.cross_entropy(output, labels)}
-
-
-def _packed_batch(rows: int) -> tuple[torch.Tensor, ...]:
-    x, labels = sequences(rows)
-    return x, torch.full((rows,), LENGTH), labels
-
-
-REFUSALS: dict[str, tuple[UserModel, str]] = {
-    "sparse table": (
-        UserModel(build=lambda: SparseTable(sparse=True), batch=tokens),
-        "sparse=True: .* drop it, and take a dense optimizer",
-    ),
-    "table with max_norm": (
-        UserModel(build=lambda: SparseTable(max_norm=1.0), batch=tokens),
-        "written to in place; write it out of place",
-    ),
-    "several losses": (
-        UserModel(build=SeveralLosses, batch=vectors),
-        r"a dict of \['main', 'z'\] where a scalar loss is needed; .* sum of several losses",
-    ),
-    "loss_fn of a dict": (
-        UserModel(build=Stack, batch=vectors, loss_fn=_dict_loss),
-        r"loss_fn gives a dict of \['main'\] where a scalar loss is needed",
-    ),
-    "packed sequence": (
-        UserModel(build=Packed, batch=_packed_batch), "can't be traced: at .*test_user_code.py",
-    ),
-    "write under no_grad": (
-        UserModel(build=HiddenWrite, batch=vectors), r"clamp_.* under no_grad .* write x = x \+",
-    ),
-    "weights clipped in forward": (
-        UserModel(build=ClippedWeights, batch=vectors),
-        "changes parameter head.weight in place; make it a buffer, or change it between steps",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refused_with_the_way_out(name: str) -> None:
-    user, message = REFUSALS[name]
-    with pytest.raises(TraceError, match=message):
-        trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn)
-
-
-def test_rows_that_no_plan_divides_are_refused() -> None:
-    user = USERS["dataclass output"]
-
-    def plan(rows: int) -> Plan:
-        return auto_parallelize(
-            built(user),
-            Cluster.local(RANKS, measure=False),
-            example_inputs=batch_of(user, 0),
-            global_batch_size=rows,
-            precision="fp32",
-            overrides=Overrides(dp=4, tp=1, pp=1),
-        ).plan
-
-    assert plan(RANKS).microbatch_rows == RANKS  # one row for each rank
-    with pytest.raises(ValueError, match="4 does not divide global_batch_size=6; legal: 1, 2, 3"):
-        plan(6)
 
 
 # --- written buffers and stages -------------------------------------------------------------------

@@ -36,7 +36,8 @@ from tests.costmodel.memory.saved_tensors import (
 )
 from tests.helpers.planning import cut
 from tests.helpers.threaded_ranks import Ranks, talking_ranks
-from tests.models.models import CASES, GLOBAL_BATCH, SEQUENCE, VOCAB, Case, Traced, gpt2, traced
+from tests.models.architectures import SEQUENCE, VOCAB, gpt2
+from tests.models.models import CASES, GLOBAL_BATCH, Case, Traced, traced
 
 SMALL: Mapping[str, Any] = {"vocab_size": VOCAB, "attn_implementation": "eager"}
 

@@ -17,7 +17,8 @@ from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, str
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.measure.operators import operator
 from meshwright.profiles.op_signature import OperandIndex, OpSignature
-from tests.helpers.sharded_ops import Sample, sampled, shards
+from tests.helpers.sharded_ops import Sample, sampled
+from tests.helpers.shards import shards
 from tests.models.models import CASES
 
 ZOO = ("gpt2_tied", "llama", "bert", "resnet", "plain_gpt")

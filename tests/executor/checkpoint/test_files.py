@@ -27,7 +27,8 @@ from meshwright.executor.runtime.runtime import Runtime
 from tests.helpers.plan_building import build_plan
 from tests.helpers.single_device import initialised
 from tests.helpers.tiny import Net, net, planned
-from tests.models.models import CASES, MLP, parallelize, traced
+from tests.models.architectures import MLP
+from tests.models.models import CASES, parallelize, traced
 from tests.parity.parity_cells import graph_of
 
 ROWS = 4

@@ -21,7 +21,7 @@ from meshwright.executor.lowering.reshard import (
     local_part,
     split_parts,
 )
-from tests.helpers.sharded_ops import cut, gradient_state, joined, shards, whole
+from tests.helpers.shards import cut, gradient_state, joined, shards, whole
 from tests.helpers.threaded_ranks import Ranks, alone, talking_ranks
 
 SHAPE = (8, 16, 4)
