@@ -11,8 +11,8 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import transition
 from meshwright.planner.plan.check import check_plan, check_runs
-from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.ranks import divisors
 from meshwright.planner.plan.words import GIB, describe, seconds
 from meshwright.planner.pricing.evaluate import Evaluation
 from meshwright.planner.report.alternatives import Alternative

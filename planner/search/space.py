@@ -28,8 +28,8 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.overrides.restrictions import Restrictions
-from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.expert_parallel import fewest_experts
+from meshwright.planner.plan.ranks import divisors
 from meshwright.planner.plan.written_buffers import inseparable
 from meshwright.profiles.cluster import Cluster
 
