@@ -33,7 +33,7 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
 from meshwright.costmodel.target import EAGER, Target
-from meshwright.planner.blocks.cut import crossing
+from meshwright.planner.blocks.cut import activations_at_cuts
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.pricing.chain import Chain
@@ -92,7 +92,7 @@ class StageCoster:
         self.blocks = {block.name: block for block in self.graph.blocks}
         self._shared = frozenset(shared)
         self._fusion = fuse(self.graph, self.table, self.target.fusion)
-        self._crossing = [*crossing(self.graph), ()]
+        self._crossing = [*activations_at_cuts(self.graph), ()]
         self._sums_statistics = any(op.short == "batch_norm" for op in self.graph.ops)
         work = [sum(op_flops(self.table, op) for op in block.ops) for block in self.graph.blocks]
         self._order = sorted(range(len(work)), key=lambda k: -work[k])
