@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from meshwright.executor.parameters.reduced import Reduced as Reduced
     from meshwright.executor.ranks.launch import distributed as distributed
     from meshwright.model import ParallelModel as ParallelModel
+    from meshwright.planner.errors import TraceError as TraceError
     from meshwright.planner.overrides.overrides import OverrideError as OverrideError
     from meshwright.planner.overrides.overrides import Overrides as Overrides
     from meshwright.planner.plan.plan import Plan as Plan
     from meshwright.planner.plan.plan import PlanError as PlanError
     from meshwright.planner.search.errors import InfeasibleError as InfeasibleError
-    from meshwright.planner.tracing.trace import TraceError as TraceError
     from meshwright.planner.tracing.user_module.leaf import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
 
@@ -36,7 +36,7 @@ _HOMES = {
     "PlanError": "planner.plan.plan",
     "Reduced": "executor.parameters.reduced",
     "RuleError": "costmodel.rules.language",
-    "TraceError": "planner.tracing.trace",
+    "TraceError": "planner.errors",
     "auto_parallelize": "api",
     "distributed": "executor.ranks.launch",
     "leaf": "planner.tracing.user_module.leaf",
