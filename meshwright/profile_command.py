@@ -27,7 +27,7 @@ from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.local_call import signature
 from meshwright.costmodel.sharding.strategies import Strategy, strategies
 from meshwright.planner.batch import batch_rows
-from meshwright.planner.plan.divisors import divisors
+from meshwright.planner.plan.ranks import divisors
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes

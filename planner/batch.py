@@ -1,4 +1,4 @@
-"""A user's batch: its rows, its tensors by path, its targets."""
+"""The user's batch: its rows, its tensors by path, and the split into inputs and targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 
 def batch_rows(example_inputs: Any) -> int:
-    """Rows of the sample batch: the commonest dim 0 of its tensors."""
+    """The rows of a sample batch: the commonest dim 0 of its tensors. Raises ValueError where it
+    holds no tensor with a dim."""
     leaves = [leaf for _, leaf in input_leaves(example_inputs)[0]]
     sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
     if not sizes:
@@ -44,7 +45,8 @@ def split_batch(
     batch: Any, loss_fn: Callable[..., Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """(args, kwargs, targets) of a batch. With a `loss_fn` of two arguments the targets are the
-    dict's `targets` entry or the tuple's last element, and do not go to the model."""
+    dict's `targets` entry or the tuple's last element, and do not go to the model. Raises
+    ValueError where the batch has none."""
     wants_targets = loss_fn is not None and _arity(loss_fn) >= 2
     if isinstance(batch, Mapping):
         kwargs = dict(batch)

@@ -1,4 +1,4 @@
-"""Errors of tracing, and the place in the user's code that they name."""
+"""Errors of tracing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ class TraceError(ValueError):
 
 
 class Untraceable(TraceError):
-    """A failure inside of modules (`places`, innermost first) that may be kept as leaves, and
-    `why`, as a part of a sentence."""
+    """A failure inside of `modules` (FQNs, innermost first), one of which may be kept as a leaf;
+    `reason` is a clause for the note about it."""
 
-    def __init__(self, message: str, *, places: tuple[str, ...], why: str) -> None:
+    def __init__(self, message: str, *, modules: tuple[str, ...], reason: str) -> None:
         super().__init__(message)
-        self.places, self.why = places, why
+        self.modules = modules
+        self.reason = reason
 
 
-def around(place: str) -> tuple[str, ...]:
-    """A module's FQN and those of the modules around it, but for the model itself."""
-    parts = place.split(".") if place else []
+def enclosing_modules(fqn: str) -> tuple[str, ...]:
+    """A module's FQN and those of the modules around it, innermost first, without the model's own
+    ("")."""
+    parts = fqn.split(".") if fqn else []
     return tuple(".".join(parts[:k]) for k in range(len(parts), 0, -1))

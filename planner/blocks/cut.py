@@ -1,17 +1,15 @@
-"""Cut a graph into blocks: contiguous runs of operators between narrow cuts, repeats found.
+"""Blocks of a graph: topological cuts at the boundaries of module containers.
 
 Module containers (`layers.0`, `layers.1`, ...) give the boundaries where the model has them; what
 runs before the first is the block `embed`, what runs after the last is `head`, and what runs
 between two containers (an encoder's last norm) is a block named after its module. A model without
-containers, or a heavy part of one outside them, is cut where few bytes cross: at the period of its
-repeats where it has one, else into runs of about equal work. Blocks that are the same program on
-different parameters get the same `class_id`.
+containers, or a heavy part of one outside them, is cut by its structure (`repeats.py`). Blocks that
+are the same program on different parameters get the same `class_id`, a structural hash.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -20,38 +18,45 @@ from meshwright.costmodel.graph import Block, Graph, Op, class_hash
 from meshwright.costmodel.operators.flops import _per_row, op_flops
 from meshwright.costmodel.rules.moe import inside_experts
 from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.planner.blocks.repeats import (
+    NARROW,
+    bytes_at_cuts,
+    merge_light,
+    structural_hash,
+    structural_starts,
+)
 
 ROWS = 8  # at which work is compared, so that the cuts are the same for any batch
-MAX_BLOCKS = 16  # that a model without repeats is cut into
-MAX_PERIOD = 256  # narrow cuts in one repeat
-NARROW = 1.5  # a cut is narrow where no more than this times the least nearby bytes cross
 DOMINANT = 0.5  # a container instance with a larger share of the work is opened
 HEAVY = 1.5  # a part outside containers with more than this times an instance's work is cut
 
 
-def cut_blocks(graph: Graph, table: FactorTable, like: Graph | None = None) -> Graph:
-    """The same graph with `blocks` filled in; cut as `like`, if that is it at another batch."""
+def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) -> Graph:
+    """The same graph with `blocks` filled in: contiguous runs of its operators.
+
+    With `like`, the same model at another batch size, the cuts are those of its blocks; where its
+    operators differ, it is ignored.
+    """
     if like is not None and [op.target for op in like.ops] == [op.target for op in graph.ops]:
         sizes = itertools.accumulate((len(b.ops) for b in like.blocks), initial=0)
         starts = dict(zip(sizes, (b.name for b in like.blocks), strict=False))
         return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
-    work = [_work(graph, table, op) for op in graph.ops]
-    starts = _container_starts(graph, work) or _structural_starts(graph, work)
+    work = [_work(graph, factors, op) for op in graph.ops]
+    starts = _container_starts(graph, work) or structural_starts(graph, work)
     inside = inside_experts(graph.ops)  # copies of tokens come home before a block ends
     starts = {at: name for at, name in starts.items() if at not in inside}
     return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
 
 
-def _work(graph: Graph, table: FactorTable, op: Op) -> float:
-    work = op_flops(table, op)
-    return work / graph.batch_size * ROWS if _per_row(table, op) else work
-
-
-# --- boundaries from module containers -----------------------------------------------------------
+def _work(graph: Graph, factors: FactorTable, op: Op) -> float:
+    """FLOPs of an operator's forward on `ROWS` rows."""
+    flops = op_flops(factors, op)
+    return flops / graph.batch_size * ROWS if _per_row(factors, op) else flops
 
 
 def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | None:
-    """Starts of blocks by `prefix.<int>` modules, with their names; None without such modules."""
+    """Start -> name of the blocks by `prefix.<int>` modules; None where less than half of the work
+    is in such modules, or they are fewer than two."""
     labels = _labels(graph, work)
     labelled = sum(w for w, label in zip(work, labels, strict=True) if label)
     if labelled < 0.5 * sum(work) or len(set(labels) - {""}) < 2:
@@ -74,18 +79,19 @@ def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | N
                 outside.add(start)
                 current = ""
         position += length
-    return _open_heavy(graph, work, _merge_light(starts, work, outside), outside)
+    return _open_heavy(graph, work, merge_light(starts, work, outside), outside)
 
 
 def _recurs(label: str, later: set[str]) -> bool:
-    """Whether the container of an instance has more instances later."""
+    """Whether an instance, or another of its container, is among the `later` labels."""
     container = label.rpartition(".")[0]
     return any(other == label or other.rpartition(".")[0] == container for other in later)
 
 
 def _tail(graph: Graph, labels: Sequence[str], label: str, position: int, length: int) -> int:
-    """How many operators after an instance belong to it, though its parent module runs them: as
-    many as run alike after the container's previous instance (the residual sum, say)."""
+    """The number of operators after an instance that belong to it though its parent module calls
+    them (the residual sum): the common prefix with those after the container's previous instance.
+    """
     container = label.rpartition(".")[0]
     for i in reversed(range(1, position)):
         before = labels[i - 1]
@@ -107,7 +113,7 @@ def _outside_name(graph: Graph, ops: Sequence[Op]) -> str:
 def _open_heavy(
     graph: Graph, work: Sequence[float], starts: dict[int, str], outside: set[int]
 ) -> dict[int, str]:
-    """Parts outside containers that outweigh every instance, cut by structure."""
+    """`starts`, with the parts outside containers that outweigh every instance cut by structure."""
     bounds = [*sorted(starts), len(graph.ops)]
     spans = {a: b for a, b in itertools.pairwise(bounds)}
     loads = [sum(work[a:b]) for a, b in spans.items() if a not in outside]
@@ -115,17 +121,18 @@ def _open_heavy(
     for start in outside & set(starts):
         if sum(work[start : spans[start]]) > HEAVY * max(loads, default=math.inf):
             name = starts[start]
-            cuts = _structural_starts(graph, work, start, spans[start])
+            cuts = structural_starts(graph, work, start, spans[start])
             if len(cuts) > 1:
                 opened |= {at: f"{name}.{k}" for k, at in enumerate(sorted(cuts))}
     return opened
 
 
 def _labels(graph: Graph, work: Sequence[float]) -> list[str]:
-    """Per operator its container instance: the outermost one that is not itself most of the model,
-    nor mostly a row of equal ones."""
+    """(n,): for each operator the container instance that its block is named after, "" outside of
+    containers: the outermost one that is neither most of the model's work nor mostly a row of equal
+    instances."""
     ops, total = graph.ops, sum(work) or 1.0
-    bytes_at = crossing_bytes(graph)
+    bytes_at = bytes_at_cuts(graph)
     depth = [1] * len(ops)
     while True:
         labels = [_instance(op.module, d) for op, d in zip(ops, depth, strict=True)]
@@ -135,11 +142,11 @@ def _labels(graph: Graph, work: Sequence[float]) -> list[str]:
             members.setdefault(label, []).append(i)
         opened = {
             label
-            for label, own in members.items()
+            for label, indices in members.items()
             if label
             and (
-                sum(work[i] for i in own) > DOMINANT * total
-                or _is_row(graph, work, bytes_at, own, inner)
+                sum(work[i] for i in indices) > DOMINANT * total
+                or _is_row(graph, work, bytes_at, indices, inner)
             )
         }
         deeper = [i for i, label in enumerate(labels) if label in opened and inner[i] != label]
@@ -153,23 +160,24 @@ def _is_row(
     graph: Graph,
     work: Sequence[float],
     bytes_at: Sequence[int],
-    own: Sequence[int],
+    indices: Sequence[int],
     inner: Sequence[str],
 ) -> bool:
-    """Whether most of an instance's work is in three or more equal ones inside it, one after the
-    other: hardly more crosses between them than crosses before it or after it."""
-    runs = [list(group) for _, group in itertools.groupby(own, key=inner.__getitem__)]
-    if len(runs) < 3 or len(own) != own[-1] - own[0] + 1:
+    """Whether an instance, operators `indices`, is mostly a row of three or more inner instances of
+    equal structural hash, with narrow cuts between them: at most `NARROW` times the bytes that
+    cross before or after it. `inner` are the labels one level deeper."""
+    runs = [list(group) for _, group in itertools.groupby(indices, key=inner.__getitem__)]
+    if len(runs) < 3 or len(indices) != indices[-1] - indices[0] + 1:
         return False
-    around = max(bytes_at[own[0]], *bytes_at[own[-1] + 1 : own[-1] + 2])
-    alike: dict[str, list[list[int]]] = {}
+    around = max(bytes_at[indices[0]], *bytes_at[indices[-1] + 1 : indices[-1] + 2])
+    by_hash: dict[str, list[list[int]]] = {}
     for run in runs:
-        key = _shape_hash(graph, graph.ops[run[0] : run[-1] + 1])
+        key = structural_hash(graph, graph.ops[run[0] : run[-1] + 1])
         if bytes_at[run[0]] <= NARROW * around:
-            alike.setdefault(key, []).append(run)
-    equal = max(alike.values(), key=lambda rs: sum(work[i] for r in rs for i in r), default=[])
+            by_hash.setdefault(key, []).append(run)
+    equal = max(by_hash.values(), key=lambda rs: sum(work[i] for r in rs for i in r), default=[])
     share = sum(work[i] for run in equal for i in run)
-    return len(equal) >= 3 and share > DOMINANT * sum(work[i] for i in own)
+    return len(equal) >= 3 and share > DOMINANT * sum(work[i] for i in indices)
 
 
 def _instance(module: str, depth: int) -> str:
@@ -181,159 +189,9 @@ def _instance(module: str, depth: int) -> str:
     return ".".join(parts[: places[depth - 1] + 1])
 
 
-def _merge_light(
-    starts: Mapping[int, str], work: Sequence[float], kept: set[int]
-) -> dict[int, str]:
-    """Runs without a matrix product join the block before them (or after, at the front), save those
-    in `kept`."""
-    bounds = [*sorted(starts), len(work)]
-    merged: dict[int, str] = {}
-    carried: int | None = None
-    for start, stop in itertools.pairwise(bounds):
-        light = sum(work[start:stop]) == 0 and start not in kept
-        if light and merged:
-            continue
-        if light:
-            carried = start if carried is None else carried
-            continue
-        merged[start if carried is None else carried] = starts[start]
-        carried = None
-    return merged or {bounds[0]: starts[bounds[0]]}
-
-
-# --- boundaries from the graph alone -------------------------------------------------------------
-
-
-def _structural_starts(
-    graph: Graph, work: Sequence[float], first: int = 0, last: int | None = None
-) -> dict[int, str]:
-    """Starts of blocks among the operators `first` to `last`, found without module names."""
-    last = len(graph.ops) if last is None else last
-    target = sum(work[first:last]) / MAX_BLOCKS
-    bytes_at = crossing_bytes(graph)
-    cuts = _narrow_cuts(bytes_at, work, first, last, target)
-    starts, kept = _cut(graph, work, [first, *cuts, last], bytes_at, target)
-    numbered = {at: f"block.{k}" for k, at in enumerate(sorted(starts))}
-    shifted = _merge_light(numbered, [*work[:last]], kept)
-    return {at: f"block.{k}" for k, at in enumerate(sorted(shifted))}
-
-
-def _narrow_cuts(
-    bytes_at: Sequence[int], work: Sequence[float], first: int, last: int, target: float
-) -> list[int]:
-    """Positions where hardly more bytes cross than at the narrowest within `target` work, on one of
-    the two sides: the step to a narrow part is no reason to lose the last cut of the wide one."""
-    done = [0.0, *itertools.accumulate(work)]
-    lo, hi, cuts = first + 1, first + 1, []
-    for i in range(first + 1, last):
-        while done[i] - done[lo] > target:
-            lo += 1
-        while hi < last and done[hi] - done[i] <= target:
-            hi += 1
-        nearby = max(min(bytes_at[lo : i + 1]), min(bytes_at[i:hi], default=0))
-        if bytes_at[i] <= NARROW * nearby:
-            cuts.append(i)
-    return cuts
-
-
-def _cut(
-    graph: Graph,
-    work: Sequence[float],
-    bounds: Sequence[int],
-    bytes_at: Sequence[int],
-    target: float,
-) -> tuple[list[int], set[int]]:
-    """Starts among `bounds` (first and end included): a repeat's periods and, on both sides of it,
-    the same again; where nothing repeats, runs of `target` work. And those never to be merged."""
-    total = sum(work[bounds[0] : bounds[-1]])
-    found = _repeat(graph, bounds) if total > target else None
-    if found is None:
-        return _by_work(work, bounds, bytes_at, target), set()
-    left, periods, right = found
-    starts, kept = list(periods), set(periods[:1])
-    for side in (left, right):
-        if len(side) > 1:
-            more, fixed = _cut(graph, work, side, bytes_at, target)
-            starts += more
-            kept |= fixed | {more[0]}
-    return sorted(starts), kept
-
-
-def _by_work(
-    work: Sequence[float], bounds: Sequence[int], bytes_at: Sequence[int], target: float
-) -> list[int]:
-    """Starts of runs of about `target` work. What needs no work (activations, pools) may go to
-    either side: the cut is where the fewest bytes cross, else after it."""
-    starts, filled = [bounds[0]], 0.0
-    free: list[int] = []
-    for start, stop in itertools.pairwise(bounds):
-        load = sum(work[start:stop])
-        free.append(start)
-        if load == 0:
-            continue
-        if filled > 0 and filled + load / 2 > target:
-            starts.append(min(reversed(free), key=bytes_at.__getitem__))
-            filled = 0.0
-        filled += load
-        free = []
-    return starts
-
-
-def crossing_bytes(graph: Graph) -> list[int]:
-    """Bytes of activations alive between operator i-1 and i, for every i."""
-    position = {r: i for i, op in enumerate(graph.ops) for r in op.results}
-    last: dict[str, int] = {}
-    for i, op in enumerate(graph.ops):
-        for name in op.operands:
-            last[name] = i
-    delta = [0] * (len(graph.ops) + 2)
-    for name, made in position.items():
-        if last.get(name, made) > made:
-            delta[made + 1] += graph.values[name].nbytes
-            delta[last[name] + 1] -= graph.values[name].nbytes
-    total, crossing = 0, []
-    for i in range(len(graph.ops)):
-        total += delta[i]
-        crossing.append(total)
-    return crossing
-
-
-def _repeat(
-    graph: Graph, bounds: Sequence[int]
-) -> tuple[Sequence[int], list[int], Sequence[int]] | None:
-    """The tandem repeat of segments that covers most operators: (bounds before it, starts of its
-    periods, bounds after it). None where no run of three equal periods covers half of them."""
-    hashes = [_shape_hash(graph, graph.ops[a:b]) for a, b in itertools.pairwise(bounds)]
-    best: tuple[int, int, int, int] | None = None
-    for period in range(1, min(len(hashes) // 3, MAX_PERIOD) + 1):
-        run = 0
-        for i in range(len(hashes) - period):
-            run = run + 1 if hashes[i] == hashes[i + period] else 0
-            repeats = run // period + 1
-            if run and run % period == 0 and repeats >= 3:
-                first = i + period - run - period + 1
-                covered = bounds[first + repeats * period] - bounds[first]
-                if best is None or (covered, -period) > (best[0], -best[1]):
-                    best = (covered, period, first, repeats)
-    if best is None or best[0] < 0.5 * (bounds[-1] - bounds[0]):
-        return None
-    _, period, first, repeats = best
-    end = first + repeats * period
-    starts = [bounds[first + k * period] for k in range(repeats)]
-    return bounds[: first + 1], starts, bounds[end:]
-
-
-def _shape_hash(graph: Graph, ops: Sequence[Op]) -> str:
-    text = ";".join(
-        f"{op.target}:{[graph.values[r].shape for r in (*op.operands, *op.results)]}" for op in ops
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-# --- blocks from boundaries ----------------------------------------------------------------------
-
-
 def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
+    """The operators from each start to the next as a `Block`, with what it takes and makes; a name
+    that recurs is numbered `name@2`."""
     order = sorted(starts)
     owner: dict[str, int] = {}
     runs: list[tuple[Op, ...]] = []
@@ -373,12 +231,12 @@ def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def crossing(graph: Graph) -> list[tuple[str, ...]]:
-    """Per cut k (before block k), the activations made before it and read at or after it."""
-    made: list[str] = []
+def activations_at_cuts(graph: Graph) -> list[tuple[str, ...]]:
+    """For each cut k, before block k: the activations made before it and read at or after it."""
+    earlier: list[str] = []
     cuts: list[tuple[str, ...]] = []
     last = {name: k for k, block in enumerate(graph.blocks) for name in block.inputs}
     for k, block in enumerate(graph.blocks):
-        cuts.append(tuple(name for name in made if last.get(name, -1) >= k))
-        made += block.outputs
+        cuts.append(tuple(name for name in earlier if last.get(name, -1) >= k))
+        earlier += block.outputs
     return cuts

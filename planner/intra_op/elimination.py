@@ -2,23 +2,23 @@
 
     minimise  Σ_n c_n(x_n) + Σ_(n,m) c_nm(x_n, x_m)   over all x but x_K, for every x_K
 
-Every cost is a factor: an array over the states of the nodes it knows. A node v is eliminated by
-replacing the factors F_v that know it by one,
+Every cost is a function of the nodes in its scope: an array over their states. A node v is
+eliminated by replacing the functions F_v whose scope it is in by one,
 
     g(x_S) = min over x_v of Σ_(f ∈ F_v) f(x_v, x_S),   S the other nodes of F_v,
 
-which moves no minimum, since no other factor knows v (bucket elimination:
-Dechter 1999; non-serial dynamic programming: Bertelè and Brioschi 1972). The factors left know only
-the kept nodes K, and their sum is the table that was asked for. Backwards, the best x_v is where
-the minimum over x_v was, at the x_S found before. All is numbers of the problem added up: ties go
-to the first state of the node eliminated, +inf is illegal, and no tolerance is needed.
+which moves no minimum, since no other function depends on v (bucket elimination:
+Dechter 1999; non-serial dynamic programming: Bertelè and Brioschi 1972). The functions left depend
+on the kept nodes K alone; their sum is the result. Backwards, the best x_v is where the minimum
+over x_v was, at the x_S found before. All is numbers of the problem added up: ties go to the first
+state of the node eliminated, +inf is illegal, and no tolerance is needed.
 
 Which nodes are eliminated first decides only the effort: the entries of the arrays summed. The next
 is always one whose sum is smallest, the first of those. The order depends on the structure alone
 and is found once for all problems that share it (`_order`).
 
-Problems that differ in few factors share the elimination of nodes that know none of those: these
-come first while their sums are SMALL, and are eliminated once (`Elimination`).
+Problems that differ in few functions share the elimination of nodes in the scope of none of those:
+these come first while their sums are SMALL, and are eliminated once (`Elimination`).
 
 Where a sum would have more than `largest` entries, only nodes with two neighbours at most are
 eliminated. That leaves pairs, and this core goes to the solver for every x_K.
@@ -38,7 +38,7 @@ from numpy.typing import ArrayLike
 from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
 
 Pair = tuple[str, str]
-Scope = tuple[str, ...]  # the nodes that a factor knows: one or two in a problem
+Scope = tuple[str, ...]  # the nodes that a cost depends on: one or two in a problem
 Index = tuple[int, ...]
 
 SMALL = 1_000  # entries that cost about as much as the call that sums them
@@ -47,7 +47,10 @@ LARGEST = 2_000_000  # entries: 16 MB, milliseconds
 
 @dataclass(slots=True)
 class PairwiseProblem:
-    """Nodes with states, node costs and edge costs (seconds); +inf is illegal."""
+    """Nodes with states, and costs in seconds; +inf is illegal.
+
+    `unary` are node costs (s,), `pairs` edge costs (s, t), over the states of their nodes.
+    """
 
     states: dict[str, Sequence[Any]] = field(default_factory=dict)
     unary: dict[str, np.ndarray] = field(default_factory=dict)
@@ -58,20 +61,21 @@ class PairwiseProblem:
         self.unary[name] = np.asarray(costs, dtype=float)
 
     def edge(self, a: str, b: str, costs: np.ndarray) -> None:
+        """Add costs (states of a, states of b) to those of the edge between a and b."""
         if (b, a) in self.pairs:
             self.pairs[b, a] = self.pairs[b, a] + costs.T
         else:
             self.pairs[a, b] = self.pairs.get((a, b), 0.0) + costs
 
-    def factors(self) -> dict[Scope, np.ndarray]:
-        """All costs, by the nodes that they depend on."""
+    def costs(self) -> dict[Scope, np.ndarray]:
+        """All costs, by the nodes that they depend on: first nodes', then edges'."""
         nodes: dict[Scope, np.ndarray] = {(name,): costs for name, costs in self.unary.items()}
         return nodes | dict(self.pairs.items())
 
-    def changed(self, factors: Mapping[Scope, np.ndarray]) -> PairwiseProblem:
-        """The same problem with these costs instead of its own."""
+    def changed(self, changes: Mapping[Scope, np.ndarray]) -> PairwiseProblem:
+        """The same problem with these costs in the place of its own."""
         unary, pairs = dict(self.unary), dict(self.pairs)
-        for scope, costs in factors.items():
+        for scope, costs in changes.items():
             if len(scope) == 1:
                 unary[scope[0]] = costs
             else:
@@ -83,9 +87,9 @@ class PairwiseProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """Node `node` is eliminated: factors `inputs`, each with the shape that lines its axes up with
-    the others', give factor `output` over the nodes `rest`."""
+class _NodeElimination:
+    """The elimination of one node: functions `inputs`, each with the shape by which its axes are
+    broadcast against the others', give function `output` over the nodes `rest`."""
 
     node: int
     rest: tuple[int, ...]
@@ -95,15 +99,19 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """Steps that depend on no factor that changes, and the others; all, last first; the nodes left
-    as a core; the factors left, with their nodes; `place` of every node among a factor's axes."""
+    """An elimination order, of nodes and cost functions counted from 0.
 
-    fixed: tuple[_Step, ...]
-    changing: tuple[_Step, ...]
-    backwards: tuple[_Step, ...]
+    `fixed` are the eliminations that depend on no function that changes, `changing` the others,
+    `backwards` all of them, the last first. `core` are the nodes left to the solver, `left` the
+    functions left, with their nodes. `position` of a node orders the axes of functions.
+    """
+
+    fixed: tuple[_NodeElimination, ...]
+    changing: tuple[_NodeElimination, ...]
+    backwards: tuple[_NodeElimination, ...]
     core: tuple[int, ...]
     left: tuple[tuple[int, tuple[int, ...]], ...]
-    place: tuple[int, ...]
+    position: tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
@@ -114,44 +122,44 @@ def _order(
     keep: tuple[int, ...],
     largest: int,
 ) -> _Order:
-    """Nodes, with numbers of states, and factors are counted from 0; `changing` are factors. Axes
-    of factors lie in the order of elimination, so that the next node's is the first of all its
-    factors."""
+    """The order for nodes of `sizes` states and functions of these `scopes`, of which those in
+    `changing` change. Axes of functions lie in the order of elimination, so that the next node's is
+    the first axis of all its functions."""
     free = [n for n in range(len(sizes)) if n not in keep]
     sequence = _sequence(sizes, scopes, changing, free, largest=largest)
     if len(sequence) < len(free):
         sequence = _sequence(sizes, scopes, changing, free, widest=2)
     core = tuple(n for n in free if n not in set(sequence))
-    place = {n: k for k, n in enumerate((*sequence, *core, *keep))}
+    position = {n: k for k, n in enumerate((*sequence, *core, *keep))}
     buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
     left: list[tuple[int, tuple[int, ...]]] = []
     varies = [k in changing for k in range(len(scopes))]
 
-    def add(factor: int, scope: tuple[int, ...]) -> None:
-        (buckets[scope[0]] if scope else left).append((factor, scope))
+    def add(function: int, scope: tuple[int, ...]) -> None:
+        (buckets[scope[0]] if scope else left).append((function, scope))
 
     for k, scope in enumerate(scopes):
-        add(k, tuple(sorted(scope, key=place.__getitem__)))
-    fixed: list[_Step] = []
-    later: list[_Step] = []
+        add(k, tuple(sorted(scope, key=position.__getitem__)))
+    fixed: list[_NodeElimination] = []
+    later: list[_NodeElimination] = []
     for node in sequence:
-        union = sorted({n for _, scope in buckets[node] for n in scope}, key=place.__getitem__)
+        union = sorted({n for _, scope in buckets[node] for n in scope}, key=position.__getitem__)
         inputs = tuple(
-            (factor, tuple(sizes[n] if n in scope else 1 for n in union))
-            for factor, scope in buckets[node]
+            (function, tuple(sizes[n] if n in scope else 1 for n in union))
+            for function, scope in buckets[node]
         )
-        step = _Step(node=node, rest=tuple(union[1:]), inputs=inputs, output=len(varies))
-        varies.append(any(varies[factor] for factor, _ in inputs))
+        step = _NodeElimination(node=node, rest=tuple(union[1:]), inputs=inputs, output=len(varies))
+        varies.append(any(varies[function] for function, _ in inputs))
         (later if varies[-1] else fixed).append(step)
         add(step.output, step.rest)
     left += [pair for n in (*core, *keep) for pair in buckets[n]]
     return _Order(
         fixed=tuple(fixed),
         changing=tuple(later),
-        backwards=tuple(sorted([*fixed, *later], key=lambda step: -place[step.node])),
+        backwards=tuple(sorted([*fixed, *later], key=lambda step: -position[step.node])),
         core=core,
         left=tuple(left),
-        place=tuple(place[n] for n in range(len(sizes))),
+        position=tuple(position[n] for n in range(len(sizes))),
     )
 
 
@@ -164,8 +172,8 @@ def _sequence(
     largest: float = math.inf,
     widest: float = math.inf,
 ) -> list[int]:
-    """Nodes in the order of elimination, up to where one would need a sum of more than `largest`
-    entries or has more than `widest` neighbours."""
+    """Nodes in the order of elimination, up to the first that would need a sum of more than
+    `largest` entries or has more than `widest` neighbours."""
     around: list[set[int]] = [set() for _ in sizes]
     varies = [False] * len(sizes)
     for k, scope in enumerate(scopes):
@@ -173,22 +181,22 @@ def _sequence(
             around[n] |= set(scope) - {n}
             varies[n] |= k in changing
 
-    def rank(n: int) -> tuple[bool, bool, int, int]:
+    def priority(n: int) -> tuple[bool, bool, int, int]:
         entries = sizes[n] * math.prod(sizes[m] for m in around[n])
         refused = entries > largest or len(around[n]) > widest
         return refused, varies[n] or entries > SMALL, entries, n
 
-    ranks = {n: rank(n) for n in free}
+    priorities = {n: priority(n) for n in free}
     sequence: list[int] = []
-    while ranks:
-        n = min(ranks, key=ranks.__getitem__)
-        if ranks.pop(n)[0]:
+    while priorities:
+        n = min(priorities, key=priorities.__getitem__)
+        if priorities.pop(n)[0]:
             break
         sequence.append(n)
         for m in around[n]:
             around[m] = (around[m] | around[n]) - {m, n}
             varies[m] |= varies[n]
-        ranks |= {m: rank(m) for m in around[n] if m in ranks}
+        priorities |= {m: priority(m) for m in around[n] if m in priorities}
     return sequence
 
 
@@ -196,8 +204,8 @@ def _sequence(
 
 
 class Elimination:
-    """A problem with all nodes but `keep` eliminated. The factors `changing` are given anew to each
-    `solve`; what doesn't depend on them is eliminated here, once."""
+    """A problem with all nodes but `keep` eliminated. The costs of the scopes `changing` are given
+    anew to each `solve`; what doesn't depend on them is eliminated here, once."""
 
     def __init__(
         self,
@@ -210,33 +218,33 @@ class Elimination:
         self._names = tuple(problem.unary)
         number = {name: k for k, name in enumerate(self._names)}
         sizes = tuple(map(len, problem.unary.values()))
-        factors = problem.factors()
+        costs = problem.costs()
         # a node of one state is no axis of a pair: arrays have few dims, and its row's sum is known
         scopes = tuple(
             tuple(number[name] for name in scope if len(scope) == 1 or len(problem.unary[name]) > 1)
-            for scope in factors
+            for scope in costs
         )
         self._keep = tuple(number[name] for name in keep)
         self._shape = tuple(sizes[n] for n in self._keep)
-        self._changing = {scope: k for k, scope in enumerate(factors) if scope in changing}
+        self._changing = {scope: k for k, scope in enumerate(costs) if scope in changing}
         self._order = _order(sizes, scopes, frozenset(self._changing.values()), self._keep, largest)
-        place = self._order.place
+        position = self._order.position
         self._turned = {
             scope
-            for scope, nodes in zip(factors, scopes, strict=True)
-            if len(nodes) > 1 and place[nodes[0]] > place[nodes[1]]
+            for scope, nodes in zip(costs, scopes, strict=True)
+            if len(nodes) > 1 and position[nodes[0]] > position[nodes[1]]
         }
-        known = {k: self._lined_up(*factor) for k, factor in enumerate(factors.items())}
+        known = {k: self._lined_up(*item) for k, item in enumerate(costs.items())}
         self._best = _run(self._order.fixed, known)
-        later = {factor for step in self._order.changing for factor, _ in step.inputs}
-        later.update(factor for factor, _ in self._order.left)
-        self._known = {factor: costs for factor, costs in known.items() if factor in later}
+        later = {function for step in self._order.changing for function, _ in step.inputs}
+        later.update(function for function, _ in self._order.left)
+        self._known = {k: array for k, array in known.items() if k in later}
 
-    def solve(self, factors: Mapping[Scope, np.ndarray] | None = None) -> Minimum | None:
-        """The least cost for all states of the kept nodes; None where no assignment is legal. Of
-        the factors that change, those not given are as in the problem."""
+    def solve(self, changes: Mapping[Scope, np.ndarray] | None = None) -> Minimum | None:
+        """The least cost for all states of the kept nodes; None where no assignment is legal.
+        Changing costs that are not given are as in the problem."""
         known = dict(self._known)
-        for scope, costs in (factors or {}).items():
+        for scope, costs in (changes or {}).items():
             known[self._changing[scope]] = self._lined_up(scope, costs)
         best = {**self._best, **_run(self._order.changing, known)}
         solved: dict[Index, Mapping[int, int]] = {}
@@ -253,24 +261,26 @@ class Elimination:
         )
 
     def _lined_up(self, scope: Scope, costs: np.ndarray) -> np.ndarray:
+        """Costs with axes in the order of elimination, without nodes of one state."""
         lined = costs.T if scope in self._turned else costs
         return lined.squeeze() if len(scope) > 1 else lined
 
     def _sum(self, known: Mapping[int, np.ndarray]) -> np.ndarray:
-        """What is left, over the kept nodes."""
+        """The sum of the functions left, over the states of the kept nodes."""
         total = np.zeros(self._shape)
-        for factor, scope in self._order.left:
+        for function, scope in self._order.left:
             axes = zip(self._keep, self._shape, strict=True)
-            total += known[factor].reshape([size if n in scope else 1 for n, size in axes])
+            total += known[function].reshape([size if n in scope else 1 for n, size in axes])
         return total
 
     def _solve_core(
         self, known: Mapping[int, np.ndarray], solved: dict[Index, Mapping[int, int]]
     ) -> np.ndarray:
-        """What is left, by the solver; the states it found go to `solved`."""
+        """The minimum over the core of the functions left, for all states of the kept nodes, by the
+        solver; the core's states go to `solved`."""
         constant, rest = 0.0, PairwiseProblem()
-        for factor, scope in self._order.left:
-            costs, names = known[factor], [str(n) for n in scope]
+        for function, scope in self._order.left:
+            costs, names = known[function], [str(n) for n in scope]
             if not scope:
                 constant += float(costs)
             elif len(scope) == 1:
@@ -280,22 +290,23 @@ class Elimination:
         total = np.full(self._shape, np.inf)
         for index in np.ndindex(self._shape):
             fixed = dict(zip(map(str, self._keep), index, strict=True))
-            found = solve_pairwise(restricted(rest.unary, fixed), rest.pairs)
-            if found is not None:
-                total[index] = constant + objective_of(found.choice, rest.unary, rest.pairs)
-                solved[index] = {int(name): state for name, state in found.choice.items()}
+            certificate = solve_pairwise(restricted(rest.unary, fixed), rest.pairs)
+            if certificate is not None:
+                choice = certificate.choice
+                total[index] = constant + objective_of(choice, rest.unary, rest.pairs)
+                solved[index] = {int(name): state for name, state in choice.items()}
         return total
 
 
-def _run(steps: Sequence[_Step], known: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Eliminate a node per step, adding what comes out to the factors; the best state of each
-    node for all states of the step's other nodes."""
+def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Eliminate a node per step and add the resulting function to `known`; for each node, its best
+    state for all states of the step's other nodes."""
     best: dict[int, np.ndarray] = {}
     for step in steps:
-        (factor, shape), *more = step.inputs
-        total = known[factor].reshape(shape)
-        for factor, shape in more:
-            total = total + known[factor].reshape(shape)
+        (function, shape), *more = step.inputs
+        total = known[function].reshape(shape)
+        for function, shape in more:
+            total = total + known[function].reshape(shape)
         known[step.output] = np.minimum.reduce(total, axis=0)
         best[step.node] = total.argmin(axis=0)
     return best
@@ -303,23 +314,24 @@ def _run(steps: Sequence[_Step], known: dict[int, np.ndarray]) -> dict[int, np.n
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Minimum(Mapping[Index, Mapping[str, int]]):
-    """The least cost for all states of the kept nodes and, as a mapping from their legal states,
-    the states of all nodes behind it, found when they are asked for."""
+    """The least cost for all states of the kept nodes, `costs` (states of the first, ...), +inf
+    where illegal; and, as a mapping from their legal states, the states of all nodes that cost it.
+    """
 
     costs: np.ndarray
     names: Sequence[str]
     keep: Sequence[int]
     core: Mapping[Index, Mapping[int, int]]
     best: Mapping[int, np.ndarray]
-    steps: Sequence[_Step]
-    _found: dict[Index, Mapping[str, int]] = field(default_factory=dict)
+    steps: Sequence[_NodeElimination]
+    _cache: dict[Index, Mapping[str, int]] = field(default_factory=dict)
 
     def __getitem__(self, index: Index) -> Mapping[str, int]:
-        if index not in self._found:
+        if index not in self._cache:
             if index not in self:
                 raise KeyError(index)
-            self._found[index] = self._way_back(index)
-        return self._found[index]
+            self._cache[index] = self._way_back(index)
+        return self._cache[index]
 
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, tuple) or len(index) != self.costs.ndim:
@@ -341,8 +353,8 @@ class Minimum(Mapping[Index, Mapping[str, int]]):
 
 
 def restricted(unary: Mapping[str, np.ndarray], states: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Node costs with these nodes in these states."""
-    found = dict(unary)
+    """Node costs by which these nodes must take these states: +inf for all others."""
+    fixed = dict(unary)
     for name, state in states.items():
-        found[name] = np.where(np.arange(len(found[name])) == state, found[name], np.inf)
-    return found
+        fixed[name] = np.where(np.arange(len(fixed[name])) == state, fixed[name], np.inf)
+    return fixed

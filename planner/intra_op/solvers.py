@@ -21,7 +21,8 @@ import pulp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a solver found: the state per node, the objective and the bound it proved (seconds)."""
+    """The solution of a pairwise problem: the state of each node (`choice`), the objective and the
+    bound that was proved (seconds), and the time that it took."""
 
     choice: Mapping[str, int]
     objective: float
@@ -64,12 +65,7 @@ def solve_pairwise(
                 if x is not None:
                     x.cat = pulp.LpInteger
         problem.solve(solver)
-    choice = {
-        node: max(
-            (s for s, x in enumerate(xs) if x is not None), key=lambda s: xs[s].value() or 0.0
-        )
-        for node, xs in states.items()
-    }
+    choice = {node: _chosen(xs) for node, xs in states.items()}
     objective = objective_of(choice, unary, pairs)
     if not np.isfinite(objective):  # a feasible relaxation does not promise an integral solution
         return None
@@ -83,12 +79,18 @@ def solve_pairwise(
     )
 
 
+def _chosen(variables: Sequence[pulp.LpVariable | None]) -> int:
+    """The state whose variable is largest, the first of those."""
+    present = {s: x for s, x in enumerate(variables) if x is not None}
+    return max(present, key=lambda s: present[s].value() or 0.0)
+
+
 def objective_of(
     choice: Mapping[str, int],
     unary: Mapping[str, np.ndarray],
     pairs: Mapping[tuple[str, str], np.ndarray],
 ) -> float:
-    """The cost of an assignment, recomputed from the costs alone."""
+    """The cost in seconds of an assignment, recomputed from the costs alone."""
     nodes = sum(float(costs[choice[n]]) for n, costs in unary.items())
     return nodes + sum(float(costs[choice[a], choice[b]]) for (a, b), costs in pairs.items())
 
@@ -147,14 +149,14 @@ def _flow(
 
 
 def _solver(time_limit_s: float | None) -> tuple[pulp.LpSolver, str]:
-    """HiGHS through highspy, else CBC, else a clear error."""
+    """HiGHS through highspy, else CBC, and its name; RuntimeError where neither is there."""
     for name in ("HiGHS", "PULP_CBC_CMD", "COIN_CMD"):
         solver = getattr(pulp, name, None)
         if solver is None:
             continue
-        made = solver(msg=False, timeLimit=time_limit_s) if time_limit_s else solver(msg=False)
-        if made.available():
-            return made, name
+        instance = solver(msg=False, timeLimit=time_limit_s) if time_limit_s else solver(msg=False)
+        if instance.available():
+            return instance, name
     raise RuntimeError(
         "no LP solver found; `pip install highspy` (HiGHS), or a CBC binary on the PATH"
     )

@@ -25,8 +25,8 @@ from meshwright.planner.overrides.values import (
     check_stages,
     check_value,
 )
-from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.plan import RUNS
+from meshwright.planner.plan.ranks import divisors
 
 _DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"

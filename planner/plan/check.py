@@ -1,29 +1,21 @@
-"""A plan against its model: the fingerprint, and the one guard of solved, loaded and hand-written
-plans."""
+"""The check of a plan against its model, the same for solved, loaded and hand-written plans."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import (
-    Assignment,
-    BlockLayouts,
-    Entry,
-    default_state,
-    translate,
-)
-from meshwright.costmodel.sharding.strategies import Placement, R, can_hold, transition
-from meshwright.planner.plan.divisors import divisors
+from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.planner.plan.assignments import Known as Known
+from meshwright.planner.plan.assignments import stage_assignments
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.plan import (
     PRECISIONS,
@@ -35,15 +27,13 @@ from meshwright.planner.plan.plan import (
     compress_names,
     compress_ranks,
 )
-from meshwright.planner.plan.ranks import check_ranks
-from meshwright.planner.plan.shardings import check_matched, resolve_block
+from meshwright.planner.plan.ranks import check_ranks, divisors
 from meshwright.planner.plan.written_buffers import inseparable
-
-Known = dict[Any, Any]
 
 
 def fingerprint(graph: Graph) -> str:
-    """Hash of a model's parameters and program: the same for any batch size and precision."""
+    """Structural hash of a model, 16 hex digits, over parameters and operators: the same for any
+    batch size and precision."""
     parameters = sorted(
         f"{fqn}{graph.values[value].shape}" for value, fqn in graph.parameters.items()
     )
@@ -52,17 +42,13 @@ def fingerprint(graph: Graph) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# --- the check -----------------------------------------------------------------------------------
-
-
 def check_plan(
-    plan: Plan, graph: Graph, table: FactorTable, known: Known | None = None
+    plan: Plan, graph: Graph, factors: FactorTable, known: Known | None = None
 ) -> list[dict[str, Assignment]]:
-    """Guard a solved, loaded or hand-written plan; returns per stage the assignments by block name.
+    """Check a plan; returns for each stage the assignments of its blocks, by name.
 
-    `graph` may be traced at any batch size. `known`, a dict that belongs to this graph, remembers
-    blocks that were checked, for the next plan. Raises `PlanError` naming value, place, legal
-    values.
+    `graph` may be traced at any batch size. `known` remembers blocks of this graph for the next
+    plan. Raises `PlanError` with the value, its place and the legal ones.
     """
     _check_model(plan, graph, known)
     _check_step(plan)
@@ -70,21 +56,23 @@ def check_plan(
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
     check_ranks(plan)
-    _check_context(plan, table)
+    _check_context(plan, factors)
     _check_parameters(plan, graph)
     _check_buffers(plan, graph)
-    found = [stage_assignments(plan, k, graph, table, known) for k in range(len(plan.stages))]
+    assignments = [
+        stage_assignments(plan, k, graph, factors, known) for k in range(len(plan.stages))
+    ]
     for k, stage in enumerate(plan.stages):
-        check_experts(stage, graph, table, found[k], f"plan: stage {k}")
-    return found
+        check_experts(stage, graph, factors, assignments[k], f"plan: stage {k}")
+    return assignments
 
 
 def check_runs(plan: Plan) -> None:
-    """Refuse a legal plan that can be priced but not run yet."""
+    """Raise `PlanError` for a legal plan that the executor does not run yet."""
     _check_split(plan)
-    found: list[tuple[str, str, Any, tuple[Any, ...]]] = []
+    values: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
-        found += [
+        values += [
             (f"plan: stage {k}", "cp", stage.cp, RUNS["cp"]),
             *(
                 (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
@@ -92,13 +80,13 @@ def check_runs(plan: Plan) -> None:
             ),
         ]
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
-        for name, own, other in (
+        for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
             ("ep", stage.ep, first.ep),
         ):
-            if own != other:
+            if value != other:
                 raise PlanError(
-                    f"plan: stage {k}: {name}={own}, but another stage of ranks "
+                    f"plan: stage {k}: {name}={value}, but another stage of ranks "
                     f"{compress_ranks(stage.ranks)} has {other}: stages of one device group "
                     "share its mesh; give them one"
                 )
@@ -107,7 +95,7 @@ def check_runs(plan: Plan) -> None:
                 f"plan: stage {k}: ep={stage.ep} can be priced, but not run yet; the executor runs "
                 f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}"
             )
-    for place, name, value, legal in found:
+    for place, name, value, legal in values:
         if value not in legal:
             raise PlanError(
                 f"{place}: {name}={value!r} can be priced, but not run yet; the executor runs "
@@ -116,8 +104,8 @@ def check_runs(plan: Plan) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """A backward in two parts gives wrong gradients where `fully_shard` scatters them after the
-    first."""
+    """Raise `PlanError` for ZeRO-3 with a split backward: `fully_shard` would scatter gradients
+    after its first part."""
     if not SCHEDULES[plan.schedule].splits_backward:
         return
     whole = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
@@ -131,6 +119,7 @@ def _check_split(plan: Plan) -> None:
 
 
 def _check_buffers(plan: Plan, graph: Graph) -> None:
+    """Raise `PlanError` where a buffer's writer and readers are not in one stage."""
     owner = {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
     for first, last in inseparable(graph):
         one, other = (graph.blocks[k].name for k in (first, last))
@@ -143,6 +132,7 @@ def _check_buffers(plan: Plan, graph: Graph) -> None:
 
 
 def _check_parameters(plan: Plan, graph: Graph) -> None:
+    """Raise `PlanError` for a stage without a trained parameter."""
     blocks = {block.name: block for block in graph.blocks}
     for k, stage in enumerate(plan.stages):
         values = [v for name in stage.blocks for v in blocks[name].parameters]
@@ -156,12 +146,12 @@ def _check_parameters(plan: Plan, graph: Graph) -> None:
 
 def _check_model(plan: Plan, graph: Graph, known: Known | None) -> None:
     known = {} if known is None else known
-    found = known.setdefault("fingerprint", None) or fingerprint(graph)
-    known["fingerprint"] = found
-    if plan.model != found:
+    actual = known.setdefault("fingerprint", None) or fingerprint(graph)
+    known["fingerprint"] = actual
+    if plan.model != actual:
         raise PlanError(
-            f"plan: made for model {plan.model}, but this model is {found} (other layers, sizes or "
-            "operators); plan again, or use the model it was made for"
+            f"plan: made for model {plan.model}, but this model is {actual} (other layers, sizes "
+            "or operators); plan again, or use the model it was made for"
         )
 
 
@@ -206,7 +196,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
 
 
 def _check_recompute(stage: StagePlan, place: str) -> None:
-    """Blocks named by a policy are the stage's, each once."""
+    """Raise `PlanError` unless the blocks that policies name are the stage's, each once."""
     if isinstance(stage.recompute, str):
         return
     count = Counter(name for names in stage.recompute.values() for name in names)
@@ -235,19 +225,21 @@ def _check_shards(stage: StagePlan, place: str) -> None:
         )
 
 
-def _check_context(plan: Plan, table: FactorTable) -> None:
+def _check_context(plan: Plan, factors: FactorTable) -> None:
+    """Raise `PlanError` unless cp divides the model's one sequence dim."""
     for k, stage in enumerate(plan.stages):
         if stage.cp == 1:
             continue
-        if table.sequence is None:
+        if factors.sequence is None:
             raise PlanError(
                 f"plan: stage {k}: cp={stage.cp}: the model's inputs have no one sequence dim to "
                 "split; legal: 1"
             )
-        if table.sizes[table.sequence] % stage.cp:
+        length = factors.sizes[factors.sequence]
+        if length % stage.cp:
             raise PlanError(
-                f"plan: stage {k}: cp={stage.cp} does not divide sequences of "
-                f"{table.sizes[table.sequence]}; legal: {_divisors(table.sizes[table.sequence])}"
+                f"plan: stage {k}: cp={stage.cp} does not divide sequences of {length}; "
+                f"legal: {_divisors(length)}"
             )
 
 
@@ -260,9 +252,9 @@ def _check_blocks(plan: Plan, graph: Graph) -> None:
     names = [block.name for block in graph.blocks]
     planned = [name for stage in plan.stages for name in stage.blocks]
     legal = ", ".join(compress_names(names))
-    known = set(names)
+    legal_names = set(names)
     for name in planned:
-        if name not in known:
+        if name not in legal_names:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
             raise PlanError(
                 f"plan: block {name!r} is not in the model; nearest: {', '.join(near) or 'none'}; "
@@ -271,122 +263,12 @@ def _check_blocks(plan: Plan, graph: Graph) -> None:
     for k, stage in enumerate(plan.stages):
         if not stage.blocks:
             raise PlanError(f"plan: stage {k}: no blocks; every stage needs one; legal: {legal}")
-    for position, (found, expected) in enumerate(zip_longest(planned, names)):
-        if found != expected:
+    for position, (name, expected) in enumerate(zip_longest(planned, names)):
+        if name != expected:
             raise PlanError(
                 f"plan: stages must cover the blocks once, in order; position {position} is "
-                f"{found or 'missing'!r}, expected {expected or 'nothing'!r}; legal order: {legal}"
+                f"{name or 'missing'!r}, expected {expected or 'nothing'!r}; legal order: {legal}"
             )
-
-
-def stage_assignments(
-    plan: Plan, k: int, graph: Graph, table: FactorTable, known: Known | None = None
-) -> dict[str, Assignment]:
-    """Every choice on the tensor axis of stage `k`, by block name; `known` as for `check_plan`."""
-    stage = plan.stages[k]
-    place = f"plan: stage {k}"
-    known = {} if known is None else known
-    own = set(stage.blocks)
-    blocks = [block for block in graph.blocks if block.name in own]
-    later = {n for b in graph.blocks if b.name not in own for n in b.inputs}
-    decisions = frozenset(stage.shardings.items())
-    found: dict[str, Assignment] = {}
-    matched: set[str] = set()
-    states: dict[str, Placement] = {}
-    for block in blocks:
-        inputs = {name: states[name] for name in block.inputs if name in states}
-        leaving = frozenset(later.intersection(block.outputs))
-        key = (block.name, stage.tp, decisions, tuple(inputs.items()), leaving)
-        if key not in known:
-            entries, patterns = resolve_block(graph, block, stage.shardings, place)
-            names = (*(op.name for op in block.ops), *block.parameters)
-            alike = (
-                block.class_id,
-                stage.tp,
-                tuple((i, entries[name]) for i, name in enumerate(names) if name in entries),
-                tuple(inputs.get(name) for name in block.inputs),
-                tuple(name in leaving for name in block.outputs),
-            )
-            if alike in known:
-                known[key] = translate(*known[alike], block), patterns
-            else:
-                assignment = _completed(
-                    graph, table, block, stage.tp, entries, inputs, leaving, place
-                )
-                known[alike] = assignment, block
-                known[key] = assignment, patterns
-        found[block.name], patterns = known[key]
-        matched |= patterns
-        states |= {name: found[block.name].states[name] for name in block.outputs}
-    check_matched(graph, blocks, stage.shardings, matched, place)
-    return found
-
-
-def _completed(
-    graph: Graph,
-    table: FactorTable,
-    block: Block,
-    tp: int,
-    entries: Mapping[str, Entry],
-    inputs: Mapping[str, Placement],
-    leaving: Collection[str],
-    place: str,
-) -> Assignment:
-    layouts = BlockLayouts(graph, table, block, tp)
-    try:
-        assignment = layouts.complete(entries, inputs, leaving)
-    except ValueError as error:
-        raise PlanError(f"{place}: {error}") from None
-    _check_states(layouts, assignment, inputs, place)
-    return assignment
-
-
-def _check_states(
-    layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement], place: str
-) -> None:
-    """Every state is a layout its tensor can have, reachable from its maker and to its readers."""
-    graph, made = layouts.graph, {**inputs}
-    keys: dict[str, str] = {}
-    for op in layouts.block.ops:
-        placements = assignment.strategies[op.name].results
-        made |= dict(zip(op.results, placements, strict=True))
-        keys |= dict.fromkeys(op.results, op.key)
-    for value, state in {**inputs, **assignment.states}.items():
-        name = graph.parameters.get(value) or keys.get(value, value)
-        legal = _legal_states(layouts, value)
-        parameter = value in graph.parameters
-        if not _possible(layouts, value, state) or (parameter and state.kind not in "RS"):
-            raise PlanError(
-                f"{place}: state {state} of {name}, shape {graph.values[value].shape}: not "
-                f"possible with tp={layouts.degree}; legal: {legal}"
-            )
-        targets = layouts.targets(value, assignment.strategies)
-        crosses = value in inputs or value in layouts.block.outputs
-        inside = default_state(state, targets, False) if crosses else state
-        wanted = [(state, inside), *((inside, target) for target in targets)]
-        if value in made:
-            wanted.append((made[value], state))
-        for source, target in wanted:
-            if transition(source, target) is None:
-                raise PlanError(
-                    f"{place}: state {state} of {name}: {source} can't become {target}; "
-                    f"legal: {legal}, or leave it to follow"
-                )
-
-
-def _possible(layouts: BlockLayouts, value: str, state: Placement) -> bool:
-    """Whether it can be split; rows of the batch depend on the micro-batch and are not asked."""
-    table = layouts.table
-    dims = table.dims[value]
-    if state.sharded and state.dim < len(dims) and table.batch in dims[state.dim]:
-        return True
-    return can_hold(layouts.graph, table, value, state, layouts.degree)
-
-
-def _legal_states(layouts: BlockLayouts, value: str) -> str:
-    shape = layouts.graph.values[value].shape
-    shards = [Placement("S", d) for d in range(len(shape))]
-    return ", ".join(map(str, [R, *(s for s in shards if _possible(layouts, value, s))]))
 
 
 def _divisors(n: int) -> str:

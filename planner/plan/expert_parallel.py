@@ -1,5 +1,4 @@
-"""Expert parallelism: the ranks that a stage may share its experts out over have tokens of their
-own.
+"""Expert parallelism of a stage: the meshes that are legal, and those that the executor runs.
 
 The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
 of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism) and
@@ -27,14 +26,14 @@ def has_experts(graph: Graph) -> bool:
     return any(traits_of(op).experts == "product" for op in graph.ops)
 
 
-def fewest_experts(graph: Graph, table: FactorTable) -> int:
+def fewest_experts(graph: Graph, factors: FactorTable) -> int:
     """The fewest experts that any operator has weights of; 1 without such operators."""
     ops = [op for op in graph.ops if traits_of(op).experts == "product"]
-    return min((table.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
+    return min((factors.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
 
 
 def expert_weights(graph: Graph) -> frozenset[str]:
-    """The values that grouped products take their matrices and biases from."""
+    """The values that grouped products read as matrices or biases."""
     return frozenset(
         value
         for op in graph.ops
@@ -44,7 +43,7 @@ def expert_weights(graph: Graph) -> frozenset[str]:
 
 
 def _weights(operands: tuple[str, ...]) -> tuple[str, ...]:
-    """The matrices of a grouped product and, where it has them, its biases."""
+    """The matrices among a grouped product's operands and, where it has them, the biases."""
     return operands[1], *operands[3:]
 
 
@@ -54,9 +53,9 @@ def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
 
 
 def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, Assignment]) -> bool:
-    """Whether the executor shares the experts out over tensor ranks, too: all of them have tokens
-    of their own, read and hold whole matrices, and ep covers the tensor axis. `assignments` are
-    those of all stages on the ranks of `stage`."""
+    """Whether the expert axis covers the tensor axis too: all tensor ranks have tokens of their
+    own, read and hold whole matrices. `assignments`, by block name, are those of all stages on the
+    ranks of `stage`."""
     if stage.ep == 1 or stage.tp == 1 or stage.ep % stage.tp:
         return False
     weights = expert_weights(graph)
@@ -98,10 +97,10 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
     weights = expert_weights(graph)
     for block in graph.blocks:
         for op in block.ops if block.name in blocks else ():
-            own = _weights(op.operands) if traits_of(op).experts == "product" else ()
+            matrices = _weights(op.operands) if traits_of(op).experts == "product" else ()
             for value in op.operands:
                 parameter = value in graph.parameters
-                if value in weights and not (value in own and parameter):
+                if value in weights and not (value in matrices and parameter):
                     raise PlanError(
                         f"{place}: ep={stage.ep} can be priced, but not run: {op.key} takes the "
                         f"experts' matrices {graph.parameters.get(value, value)}, which must be a "
@@ -112,7 +111,7 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
 def check_experts(
     stage: StagePlan,
     graph: Graph,
-    table: FactorTable,
+    factors: FactorTable,
     assignments: Mapping[str, Assignment],
     place: str,
 ) -> None:
@@ -122,7 +121,7 @@ def check_experts(
     if not has_experts(graph):
         raise PlanError(f"{place}: ep={stage.ep}: the model has no experts; legal: 1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
-    _check_moves(ops, graph, table, assignments, f"{place}: ep={stage.ep}")
+    _check_moves(ops, graph, factors, assignments, f"{place}: ep={stage.ep}")
     strategies = {
         name: strategy
         for assignment in assignments.values()
@@ -130,7 +129,7 @@ def check_experts(
     }
     for op in ops:
         if traits_of(op).experts == "product":
-            count = table.ops[op.name].sizes[EXPERT_FACTOR]
+            count = factors.ops[op.name].sizes[EXPERT_FACTOR]
             if count % stage.ep:
                 raise PlanError(
                     f"{place}: ep={stage.ep} does not divide the {count} experts of {op.module}"
@@ -143,12 +142,12 @@ def check_experts(
                     "of it, or whole matrices"
                 )
         if traits_of(op).experts == "dispatch":
-            own = stage.tp if strategies[op.name].split_factor in TOKEN_FACTORS else 1
-            ranks = stage.dp * stage.cp * own
+            token_ranks = stage.tp if strategies[op.name].split_factor in TOKEN_FACTORS else 1
+            ranks = stage.dp * stage.cp * token_ranks
             if ranks % stage.ep:
                 raise PlanError(
                     f"{place}: ep={stage.ep} does not divide the {ranks} ranks that have tokens of "
-                    f"their own at {op.key} (dp={stage.dp} × cp={stage.cp} × {own} of "
+                    f"their own at {op.key} (dp={stage.dp} × cp={stage.cp} × {token_ranks} of "
                     f"tp={stage.tp}); legal: a divisor of it, or split the sequence over tp"
                 )
     if (stage.dp * stage.cp * stage.tp) % stage.ep:
@@ -161,11 +160,11 @@ def check_experts(
 def _check_moves(
     ops: Sequence[Op],
     graph: Graph,
-    table: FactorTable,
+    factors: FactorTable,
     assignments: Mapping[str, Assignment],
     place: str,
 ) -> None:
-    """Raise `PlanError` where copies of tokens are to be elsewhere than with their experts."""
+    """Raise `PlanError` for a re-shard of copies of tokens, which stay with their experts."""
     states = {v: at for each in assignments.values() for v, at in each.states.items()}
     strategies = {name: s for each in assignments.values() for name, s in each.strategies.items()}
     for op in ops:
@@ -175,7 +174,7 @@ def _check_moves(
             *((v, p, states.get(v)) for v, p in zip(op.results, chosen.results, strict=True)),
         ]
         for value, source, target in moves:
-            if source and target and stays_with_experts(table, value, source, target):
+            if source and target and stays_with_experts(factors, value, source, target):
                 raise PlanError(
                     f"{place}: {value} goes from {source} to {target} "
                     f"at {op.key}, but copies of tokens stay with their experts; legal: one state, "

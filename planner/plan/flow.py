@@ -1,4 +1,4 @@
-"""Where stages lie and what passes between them: pure functions of a plan and its graph."""
+"""Data flow between stages: the activations sent, the stages of parameters, their distances."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from meshwright.planner.plan.plan import Plan, StagePlan
 
 
 def spread_of(stage: StagePlan) -> int:
-    """How many times further apart than in a contiguous mesh the neighbours on a stage's data axis
-    are: 1 where they have no one distance."""
+    """The spread of a stage: the distance between neighbours on its data axis, in units of that in
+    a contiguous mesh; 1 where they have no one distance."""
     rows = np.array(stage.ranks).reshape(-1, stage.tp)
-    apart = np.diff(rows[:, 0])
-    regular = (np.diff(rows) == 1).all() and len(apart) and (apart == apart[0]).all()
-    return max(1, int(apart[0]) // stage.tp) if regular and apart[0] % stage.tp == 0 else 1
+    steps = np.diff(rows[:, 0])
+    regular = (np.diff(rows) == 1).all() and len(steps) and (steps == steps[0]).all()
+    return max(1, int(steps[0]) // stage.tp) if regular and steps[0] % stage.tp == 0 else 1
 
 
 def stage_of(plan: Plan) -> dict[str, int]:
+    """Block name -> index of its stage."""
     return {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
 
 
 def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]]:
-    """(source stage, target stage) -> the activations that travel between them."""
+    """(source stage, target stage) -> the activations sent from one to the other."""
     owner = stage_of(plan)
-    made = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
-    found: dict[tuple[int, int], dict[str, None]] = {}
+    maker = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
+    sent: dict[tuple[int, int], dict[str, None]] = {}
     for block in graph.blocks:
         for value in block.inputs:
-            edge = (made[value], owner[block.name])
+            edge = (maker[value], owner[block.name])
             if edge[0] != edge[1]:
-                found.setdefault(edge, {})[value] = None
-    return {edge: tuple(values) for edge, values in sorted(found.items())}
+                sent.setdefault(edge, {})[value] = None
+    return {edge: tuple(values) for edge, values in sorted(sent.items())}
 
 
 def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter."""
+    """Parameter value -> the stages that hold it, ascending."""
     owner = stage_of(plan)
-    found: dict[str, dict[int, None]] = {}
+    holders: dict[str, dict[int, None]] = {}
     for block in graph.blocks:
         for value in block.parameters:
-            found.setdefault(value, {})[owner[block.name]] = None
-    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+            holders.setdefault(value, {})[owner[block.name]] = None
+    return {value: tuple(sorted(stages)) for value, stages in holders.items()}

@@ -1,8 +1,8 @@
-"""The Plan: decisions only, keyed by names and globs, in JSON to be read, edited and diffed.
+"""The Plan: decisions keyed by names and globs, as a value and as JSON to be read and edited.
 
 A plan says for every stage which blocks it runs, on which ranks, on what (dp, tp) mesh, with which
 ZeRO stage and recompute, and the shardings that do not follow from others (`layouts.py`). Costs are
-not in it: they belong to the report.
+in the report, not in the plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class PlanError(ValueError):
-    """A plan that can't hold: says which value, where, what is legal and the way out."""
+    """An illegal plan: names the value, its place, the legal ones and the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class StagePlan:
         """The recompute policy of each block."""
         if isinstance(self.recompute, str):
             return (self.recompute,) * len(self.blocks)
-        found = {name: policy for policy, names in self.recompute.items() for name in names}
-        return tuple(found.get(name, "none") for name in self.blocks)
+        by_block = {name: policy for policy, names in self.recompute.items() for name in names}
+        return tuple(by_block.get(name, "none") for name in self.blocks)
 
 
 def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
@@ -75,7 +75,7 @@ def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
         return policies[0]
     pairs = list(zip(blocks, policies, strict=True))
     return {
-        policy: tuple(name for name, own in pairs if own == policy)
+        policy: tuple(name for name, chosen in pairs if chosen == policy)
         for policy in RECOMPUTE
         if policy != "none" and policy in policies
     }
@@ -158,7 +158,7 @@ class Plan:
         return (
             re.sub(
                 r'\{\s+"dp": \d+,[^{}\[\]]*\}',
-                lambda found: "{" + ", ".join(re.findall(r'"\w+": \d+', found[0])) + "}",
+                lambda mesh: "{" + ", ".join(re.findall(r'"\w+": \d+', mesh[0])) + "}",
                 text,
             )
             + "\n"
@@ -176,10 +176,10 @@ class Plan:
             raise PlanError(f"{name}: line {error.lineno} is not JSON ({error.msg})") from None
         if not isinstance(data, dict) or "format" not in data:
             raise PlanError(f"{name}: not a Meshwright plan (no integer 'format')")
-        found = _whole(data["format"], f"{name}: format")
-        if found > FORMAT:
+        version = _whole(data["format"], f"{name}: format")
+        if version > FORMAT:
             raise PlanError(
-                f"{name}: format {found} is newer than the {FORMAT} this version reads; "
+                f"{name}: format {version} is newer than the {FORMAT} this version reads; "
                 "upgrade meshwright, or plan again"
             )
         _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name)
@@ -233,7 +233,7 @@ def _stage(data: Any, place: str) -> StagePlan:
 
 
 def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
-    """One policy, or policy -> blocks."""
+    """One policy, or policy -> blocks. Raises `PlanError` for anything else."""
     if not isinstance(value, dict):
         return _text(value, place)
     for policy, names in value.items():
@@ -246,7 +246,7 @@ def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
 
 
 def _whole(value: Any, place: str, least: int = 1) -> int:
-    """An integer, as JSON's true is not one."""
+    """An integer from `least`; JSON's true is none. Raises `PlanError`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PlanError(f"{place}={_shown(value)}; legal: an integer from {least}")
     return value
@@ -259,7 +259,7 @@ def _text(value: Any, place: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as the file spells it, cut to one line."""
+    """A value as JSON, of at most 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

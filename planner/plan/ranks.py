@@ -1,4 +1,4 @@
-"""The ranks of a plan: what they must be, and which placement gives them.
+"""Ranks of a plan: the legal device groups, and the placement that gives them.
 
 A stage lists its ranks (dp, cp, tp), tp innermost, on a regular grid: rank (d, c, t) is
 r0 + d·s_dp + c·s_cp + t·s_tp. Placements say where the pipeline lies among these axes. With
@@ -10,6 +10,7 @@ pipeline are u away, on dp s·u.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -48,15 +49,15 @@ def check_ranks(plan: Plan) -> None:
         raise PlanError(f"plan: {error}") from None
     for device, stages in enumerate(placed):
         for k in stages:
-            first, own = plan.stages[stages[0]], plan.stages[k]
-            if own.ranks == first.ranks and _mesh(own) != _mesh(first):
+            first, stage = plan.stages[stages[0]], plan.stages[k]
+            if stage.ranks == first.ranks and _mesh(stage) != _mesh(first):
                 raise PlanError(
-                    f"plan: stage {k}: {_mesh(own)} on the ranks of stage {stages[0]}, which has "
+                    f"plan: stage {k}: {_mesh(stage)} on the ranks of stage {stages[0]}, which has "
                     f"{_mesh(first)}; stages of one device group share its mesh: give them one"
                 )
-            if own.ranks != plan.devices[device]:
+            if stage.ranks != plan.devices[device]:
                 raise PlanError(
-                    f"plan: stage {k}: ranks {compress_ranks(own.ranks)}; "
+                    f"plan: stage {k}: ranks {compress_ranks(stage.ranks)}; "
                     f"schedule={plan.schedule!r} runs stages {stages} on one group of ranks, here "
                     f"{compress_ranks(plan.devices[device])}"
                 )
@@ -67,7 +68,8 @@ def _mesh(stage: StagePlan) -> str:
 
 
 def _check_grid(stage: StagePlan, place: str) -> None:
-    """Neighbours on each axis are equally far apart: collectives are priced for such groups."""
+    """Raise `PlanError` unless neighbours on each axis are equally far apart, as in the groups that
+    collectives are priced for."""
     grid = np.array(stage.ranks).reshape(stage.dp, stage.cp, stage.tp)
     for axis, name in enumerate(("dp", "cp", "tp")):
         steps = np.unique(np.diff(grid, axis=axis))
@@ -80,7 +82,8 @@ def _check_grid(stage: StagePlan, place: str) -> None:
 
 
 def placement_of(plan: Plan) -> str:
-    """The placement that gives the device groups of the pipeline their ranks."""
+    """The placement (of `PLACEMENTS`) that gives the device groups of the pipeline their ranks.
+    Raises `PlanError` where none does."""
     groups = [next(s for s in plan.stages if s.ranks == ranks) for ranks in plan.devices]
     for placement, holds in zip(PLACEMENTS, (_consecutive, _alternating), strict=True):
         if holds(groups):
@@ -95,7 +98,8 @@ def placement_of(plan: Plan) -> str:
 
 
 def _consecutive(groups: Sequence[StagePlan]) -> bool:
-    """Groups of different sizes may come in any order: the larger are placed first."""
+    """Whether each group has consecutive ranks, and groups of one size are in the order of the
+    pipeline. Groups of different sizes may come in any order: the larger are placed first."""
     last: dict[int, int] = {}
     for stage in groups:
         first, size = stage.ranks[0], len(stage.ranks)
@@ -106,7 +110,7 @@ def _consecutive(groups: Sequence[StagePlan]) -> bool:
 
 
 def _alternating(groups: Sequence[StagePlan]) -> bool:
-    """Equal groups, so many of them together as lie between neighbours on dp."""
+    """Whether equal groups take turns, as many of them together as lie between neighbours on dp."""
     one = groups[0]
     inner, size = one.tp * one.cp, len(one.ranks)
     if one.dp == 1:
@@ -121,3 +125,9 @@ def _alternating(groups: Sequence[StagePlan]) -> bool:
         == tuple(first + d * together * inner + i for d in range(stage.dp) for i in range(inner))
         for stage, first in zip(groups, firsts, strict=True)
     )
+
+
+def divisors(n: int) -> list[int]:
+    """The legal degrees of `n` >= 1 equal ranks or rows: all its divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

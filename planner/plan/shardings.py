@@ -1,4 +1,4 @@
-"""Shardings as text: globs to decisions about operators, and back.
+"""Shardings as text: glob -> decision about operators and parameters, and back.
 
 `express_shardings` writes decisions as globs, `resolve_shardings` reads them: the second undoes the
 first.
@@ -31,7 +31,7 @@ def glob(pattern: str) -> re.Pattern[str]:
 def resolve_shardings(
     graph: Graph, blocks: Sequence[Block], shardings: Mapping[str, str], place: str = "plan"
 ) -> dict[str, Entry]:
-    """Globs to entries by operator name or parameter value name; the longest pattern wins.
+    """Entries, by operator name or parameter value, of globs; the longest pattern wins.
 
     `*` stays within one component of a name, `**` crosses dots. A pattern without `:` names a
     module (its matrix products and embeddings) or a parameter, a tied one by any of its full names.
@@ -41,8 +41,8 @@ def resolve_shardings(
     entries: dict[str, Entry] = {}
     matched: set[str] = set()
     for block in blocks:
-        found, patterns = resolve_block(graph, block, shardings, place)
-        entries |= found
+        of_block, patterns = resolve_block(graph, block, shardings, place)
+        entries |= of_block
         matched |= patterns
     check_matched(graph, blocks, shardings, matched, place)
     return entries
@@ -55,6 +55,7 @@ def check_matched(
     matched: Collection[str],
     place: str,
 ) -> None:
+    """Raise `PlanError`, with the nearest names, for a pattern that is not among those matched."""
     for pattern in shardings:
         if pattern not in matched:
             raise PlanError(f"{place}: sharding {pattern!r} {_no_match(graph, blocks, pattern)}")
@@ -63,7 +64,8 @@ def check_matched(
 def resolve_block(
     graph: Graph, block: Block, shardings: Mapping[str, str], place: str
 ) -> tuple[dict[str, Entry], frozenset[str]]:
-    """Entries of one block, and the patterns that match something in it."""
+    """Entries of one block, and the patterns that match something in it. Raises `PlanError` for a
+    decision that can't be read."""
     entries: dict[str, Entry] = {}
     matched: set[str] = set()
     order = sorted(shardings, key=lambda p: (len(p.replace("*", "")), p))
@@ -87,7 +89,7 @@ def resolve_block(
 
 
 def _no_match(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
-    """Why a pattern matches nothing: a module without matrix product, or no such name."""
+    """The reason why a pattern matches nothing: no matrix product in the module, or no name."""
     ops = [op for block in blocks for op in block.ops]
     inside = [op.key for op in ops if glob(pattern).match(op.module)]
     if inside:
@@ -117,12 +119,12 @@ def _entry(text: str, pattern: str, place: str) -> Entry:
 
 
 def _is_state(text: str) -> bool:
-    """Whether a decision is about how something is stored, not about a strategy."""
+    """Whether a decision is a placement state, not a strategy."""
     return bool(re.fullmatch(r"\s*(->)?\s*(R|P|S\(.*\))(@tp)?\s*", text))
 
 
 def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
-    """A parameter has no strategy: its text is the state it is stored in."""
+    """The entry of a parameter, whose text is the state that it is stored in."""
     is_state = text.strip() not in ("", FOLLOW) and "->" not in text
     return _entry(f"-> {text.strip()}" if is_state else text, pattern, place)
 
@@ -130,8 +132,8 @@ def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
 def express_shardings(
     graph: Graph, blocks: Sequence[Block], entries: Mapping[str, Entry]
 ) -> dict[str, str]:
-    """Entries as globs: a decision taken alike in most repeats of a block is written once with `*`,
-    what differs after it under its own name (the longest pattern wins)."""
+    """Entries as globs: a decision that most repeats of a block share is written once with `*`, the
+    exceptions after it by their full names (the longest pattern wins)."""
     texts: dict[str, str | None] = {}
     groups: dict[str, list[str]] = {}
     for block in blocks:

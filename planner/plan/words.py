@@ -1,4 +1,4 @@
-"""Plans, meshes, policies and numbers in the words of reports and errors."""
+"""Plans, meshes, policies, seconds and counts as text, for reports and errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30
-
-
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
 
 
@@ -37,14 +35,16 @@ def describe(plan: Plan) -> str:
     mesh = " | ".join(meshes[:4]) + (" ..." if len(meshes) > 4 else "")
     groups = len(plan.devices)
     stages = f"pp{groups} × " if groups > 1 else ""
-    each = len(plan.stages) // groups
+    per_group = len(plan.stages) // groups
     words = [
         f"{stages}{mesh}",
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
         f"{_many(plan.microbatch_rows, 'row')}",
     ]
     if groups > 1:
-        words.insert(1, plan.schedule + (f" with {each} stages on each" if each > 1 else ""))
+        words.insert(
+            1, plan.schedule + (f" with {per_group} stages on each" if per_group > 1 else "")
+        )
     words += [_zero_words(plan), _recompute_words(plan)]
     return ", ".join(filter(None, words))
 
@@ -57,21 +57,21 @@ def mesh_words(stage: StagePlan) -> str:
 
 def _zero_words(plan: Plan) -> str:
     """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-1 on some stages; nothing where there is none."""
-    found = dict.fromkeys((s.zero, s.dp_shard) for s in plan.stages)
-    stages = [(z, shard) for z, shard in found if z]
+    choices = dict.fromkeys((s.zero, s.dp_shard) for s in plan.stages)
+    stages = [(z, shard) for z, shard in choices if z]
     within = {shard for _, shard in stages if shard}
     text = "/".join(f"{z}" for z in sorted({z for z, _ in stages}))
     text = f"ZeRO-{text}" + (f" within {max(within)} ranks" if within else "")
-    return (text + (" on some stages" if len(found) > len(stages) else "")) if stages else ""
+    return (text + (" on some stages" if len(choices) > len(stages) else "")) if stages else ""
 
 
 def _recompute_words(plan: Plan) -> str:
     """full recompute, selective/full recompute of some blocks; nothing where there is none."""
-    found = {policy for stage in plan.stages for policy in stage.policies}
-    used = [policy for policy in RECOMPUTE if policy in found - {"none"}]
+    policies = {policy for stage in plan.stages for policy in stage.policies}
+    used = [policy for policy in RECOMPUTE if policy in policies - {"none"}]
     if not used:
         return ""
-    return "/".join(used) + " recompute" + (" of some blocks" if "none" in found else "")
+    return "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
 
 
 def _many(count: int, thing: str, ending: str = "s") -> str:
@@ -79,6 +79,6 @@ def _many(count: int, thing: str, ending: str = "s") -> str:
 
 
 def policy_counts(policies: Sequence[str]) -> str:
-    """full, or 6 full 2 none."""
+    """The policies of blocks: full, or 6 full 2 none."""
     counts = Counter(policies)
     return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())

@@ -1,4 +1,4 @@
-"""Buffers that the forward writes, and the stages of a pipeline.
+"""Buffers that the forward writes: the stages that keep them, and blocks that must share one.
 
 A micro-batch reads what the one before it left. Where a buffer's new value follows from raw inputs
 and other such buffers alone (a counter, a mean of the batch), every stage that reads the buffer
@@ -14,38 +14,38 @@ from meshwright.costmodel.graph import Block, Graph
 
 
 def updates_of(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:
-    """Buffer -> its new value, of those that the stage of these blocks keeps."""
+    """Buffer -> its new value, of the buffers that the stage of these blocks keeps."""
     if not graph.updates:
         return {}
-    made = {v for b in graph.blocks for v in b.outputs}
-    here = {v for b in blocks for v in b.outputs}
+    outputs = {v for b in graph.blocks for v in b.outputs}
+    own_outputs = {v for b in blocks for v in b.outputs}
     kept = _kept(graph, blocks)
     return {
         buffer: value
         for buffer, value in graph.updates.items()
-        if (value in here if value in made else buffer in kept)
+        if (value in own_outputs if value in outputs else buffer in kept)
     }
 
 
 def inseparable(graph: Graph) -> list[tuple[int, int]]:
     """First and last block of every run that must lie in one stage."""
     maker = {v: k for k, b in enumerate(graph.blocks) for v in b.outputs}
-    apart = {b: maker[v] for b, v in graph.updates.items() if v in maker}
-    if not apart:
+    writer = {b: maker[v] for b, v in graph.updates.items() if v in maker}
+    if not writer:
         return []
-    places = {buffer: [k] for buffer, k in apart.items()}
+    users = {buffer: [k] for buffer, k in writer.items()}
     for k, block in enumerate(graph.blocks):
-        for buffer in _kept(graph, [block]) & apart.keys():
-            places[buffer].append(k)
-    return [(min(ks), max(ks)) for ks in places.values() if min(ks) < max(ks)]
+        for buffer in _kept(graph, [block]) & writer.keys():
+            users[buffer].append(k)
+    return [(min(ks), max(ks)) for ks in users.values() if min(ks) < max(ks)]
 
 
 def _kept(graph: Graph, blocks: Sequence[Block]) -> set[str]:
-    """The buffers whose values these blocks need, directly or to renew one that they do; those that
-    nobody reads belong to the first block of their module, or to the first of all."""
-    behind = _behind(graph)
-    read = _read(blocks, behind)
-    unread = graph.updates.keys() - _read(graph.blocks, behind)
+    """The buffers that these blocks read, directly or to compute the new value of one that they do.
+    A buffer without reader belongs to the first block of its module, or to the first of all."""
+    sources = _source_buffers(graph)
+    read = _read(blocks, sources)
+    unread = graph.updates.keys() - _read(graph.blocks, sources)
     home: dict[str, str] = {}
     for block in reversed(graph.blocks):
         home |= dict.fromkeys((op.module for op in block.ops), block.name)
@@ -54,22 +54,23 @@ def _kept(graph: Graph, blocks: Sequence[Block]) -> set[str]:
         module = graph.buffers[buffer].rpartition(".")[0]
         if home.get(module, graph.blocks[0].name) in names:
             read.add(buffer)
-    found: set[str] = set()
-    while read - found:
-        found |= read
-        read = {b for x in found for b in behind.get(graph.updates.get(x, ""), ())}
-    return found
+    kept: set[str] = set()
+    while read - kept:
+        kept |= read
+        read = {b for x in kept for b in sources.get(graph.updates.get(x, ""), ())}
+    return kept
 
 
-def _behind(graph: Graph) -> dict[str, set[str]]:
-    """The buffers that each value made of raw inputs alone reads."""
-    found: dict[str, set[str]] = {name: {name} for name in graph.buffers}
+def _source_buffers(graph: Graph) -> dict[str, set[str]]:
+    """Value -> the buffers that it is computed from, of buffers and derived values."""
+    sources: dict[str, set[str]] = {name: {name} for name in graph.buffers}
     for op in graph.derived:
-        reads = {b for v in op.operands for b in found.get(v, ())}
-        found |= {result: reads for result in op.results}
-    return found
+        reads = {b for v in op.operands for b in sources.get(v, ())}
+        sources |= {result: reads for result in op.results}
+    return sources
 
 
-def _read(blocks: Iterable[Block], behind: dict[str, set[str]]) -> set[str]:
+def _read(blocks: Iterable[Block], sources: dict[str, set[str]]) -> set[str]:
+    """The buffers that blocks read, directly or through derived values."""
     values: Collection[str] = {v for b in blocks for v in (*b.buffers, *b.derived)}
-    return {buffer for v in values for buffer in behind.get(v, ())}
+    return {buffer for v in values for buffer in sources.get(v, ())}

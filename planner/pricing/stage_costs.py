@@ -30,7 +30,7 @@ from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.planner.blocks.cut import crossing
+from meshwright.planner.blocks.cut import activations_at_cuts
 from meshwright.planner.plan.check import fingerprint
 from meshwright.profiles.cluster import Cluster
 
@@ -99,7 +99,7 @@ class StageCoster:
     @cached_property
     def activations_at_cuts(self) -> list[tuple[str, ...]]:
         """Values that are sent where a stage ends before block k, for k = 0..K."""
-        return [*crossing(self.graph), ()]
+        return [*activations_at_cuts(self.graph), ()]
 
     @cached_property
     def _fusion(self) -> Fusion:

@@ -1,4 +1,4 @@
-"""What published tables leave out about a model: facts from its public configuration, by family.
+"""Model families: dims that published tables leave out, from public configurations.
 
 A table's columns say layers, widths and heads. The size of a head where it isn't hidden / heads,
 latent attention, shared experts and dense first layers are taken from the `config.json` that the

@@ -1,7 +1,7 @@
-"""Training frameworks whose published runs are priced: what each does beside the plan.
+"""Training frameworks of published runs, as targets and assumptions.
 
-A published row names its framework, hardly ever its kernels. What is taken for granted about each
-is written here, in the terms of `meshwright.costmodel.target.Target` and of the reference models,
+A published row names its framework, hardly ever its kernels. What is assumed about each is written
+here, in the terms of `meshwright.costmodel.target.Target` and of the reference models,
 and is reported with every prediction as an assumption. Numbers that were fitted or assumed have a
 name and their source first; where a source was fitted, it was on every other of its models in order
 of size.
@@ -145,12 +145,12 @@ _KNOWN = (
 
 
 def framework_of(name: str, notes: str = "") -> Framework:
-    """What is assumed about a framework by its published name; notes that say "torch.compile" or
+    """The framework of a published name, with its assumptions; notes that say "torch.compile" or
     "flash" count. Raises ValueError for one that is not known."""
-    framework = next((found for known, found in _KNOWN if known in name), None)
+    framework = next((known for part, known in _KNOWN if part in name), None)
     if framework is None:
         raise ValueError(
-            f"framework {name!r} is not known; known: {', '.join(known for known, _ in _KNOWN)}"
+            f"framework {name!r} is not known; known: {', '.join(part for part, _ in _KNOWN)}"
         )
     if framework.target.name == "FSDP" and "torch.compile" in f"{name} {notes}":
         target = replace(
@@ -165,8 +165,8 @@ def framework_of(name: str, notes: str = "") -> Framework:
 
 
 def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Framework:
-    """The framework as it trains mixtures of experts, as far as a row's `text` says; what is taken
-    for granted is added to `assumptions`."""
+    """The framework as it trains mixtures of experts, as far as a row's `text` says; what is
+    assumed is added to `assumptions`."""
     target = replace(framework.target, expert_host=EXPERT_HOST)
     if target.name == "Megatron-Core":
         target = replace(target, host_scale=EXPERT_MODEL_HOST)

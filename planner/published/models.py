@@ -1,4 +1,4 @@
-"""Decoder-only Transformers by their published dims, for pricing what others measured.
+"""Reference models: decoder-only Transformers by their published dims.
 
 Only shapes matter here: these models live on `meta`, are traced, and never hold a weight. One class
 covers the families: GPT (layer norm, biases, learned positions, two-matrix MLP) and Llama (RMS
@@ -104,7 +104,10 @@ def _norm(dims: TransformerDims) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of a group of heads lie together, so that one split serves all."""
+    """Multi-head attention with grouped queries: [b, s, hidden] -> [b, s, hidden].
+
+    Queries, keys and values of a group of heads lie together, so that one split serves all.
+    """
 
     def __init__(self, dims: TransformerDims) -> None:
         super().__init__()
@@ -132,11 +135,15 @@ class Attention(nn.Module):
             scores = q @ k.transpose(-2, -1) * dims.head_dim**-0.5
             weights = F.softmax(scores.masked_fill(mask, -10000.0), -1)
             y = F.dropout(weights, dims.dropout) @ v
-        return self.proj(y.transpose(1, 2).reshape(b, s, dims.heads * dims.head_dim))
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(b, s, dims.heads * dims.head_dim))
+        return out
 
 
 class LatentAttention(nn.Module):
-    """Only the narrow latent is common to all heads; one rotary key serves them all."""
+    """Multi-head latent attention: [b, s, hidden] -> [b, s, hidden].
+
+    Only the narrow latent is common to all heads; one rotary key serves them all.
+    """
 
     def __init__(self, dims: TransformerDims, latent: Latent) -> None:
         super().__init__()
@@ -168,7 +175,8 @@ class LatentAttention(nn.Module):
         q = torch.cat([q_plain, _rotate(q_turned, cos, sin)], -1)
         turned = _rotate(turned.unsqueeze(1), cos, sin).expand(b, self.heads, s, of.rotary)
         y = F.scaled_dot_product_attention(q, torch.cat([k, turned], -1), v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * of.value))
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(b, s, self.heads * of.value))
+        return out
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -188,9 +196,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        y = self.up(x)
-        return self.down(F.gelu(y) if self.activation == "gelu" else F.relu(y).square())
+            inner = F.silu(self.gate(x)) * self.up(x)
+        elif self.activation == "gelu":
+            inner = F.gelu(self.up(x))
+        else:
+            inner = F.relu(self.up(x)).square()
+        out: Tensor = self.down(inner)
+        return out
 
 
 class Layer(nn.Module):

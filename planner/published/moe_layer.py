@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer of reference models.
+"""The mixture-of-experts (MoE) layer of reference models.
 
 The router's weights are applied between the two products, as Megatron-Core does, so that nothing
 wide is kept for the combination.
@@ -16,7 +16,8 @@ from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 
 
 class GroupedLinear(nn.Module):
-    """As many matrices as there are experts, without biases."""
+    """A linear layer per expert, without biases: rows [b, s, k, inner] of the experts chosen
+    [b, s, k] -> [b, s, k, outer]."""
 
     def __init__(self, experts: int, inner: int, outer: int) -> None:
         super().__init__()
@@ -29,7 +30,8 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        return grouped_linear(x, self.weight, chosen)
+        y: Tensor = grouped_linear(x, self.weight, chosen)
+        return y
 
 
 class MoE(nn.Module):
@@ -66,8 +68,9 @@ class MoE(nn.Module):
         weights, chosen = F.softmax(self.router(x), -1).topk(self.topk)
         rows = dispatch(x, chosen)
         y = F.silu(self.experts["gate"](rows, chosen)) * self.experts["up"](rows, chosen)
-        out = combine(self.experts["down"](y * weights.unsqueeze(-1), chosen))
+        out: Tensor = combine(self.experts["down"](y * weights.unsqueeze(-1), chosen))
         if self.shared is None:
             return out
         always = F.silu(self.shared["gate"](x)) * self.shared["up"](x)
-        return out + self.shared["down"](always)
+        shared: Tensor = self.shared["down"](always)
+        return out + shared

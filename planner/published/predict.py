@@ -1,9 +1,9 @@
-"""Predicted against published: one row of a published table, priced by the code that prices plans.
+"""The prediction for a row of a published table, by the code that prices plans.
 
 A row names a model by its dims, a cluster by its GPUs and a plan by its degrees. From it come a
-traced model (`reference_models.py`), a catalog cluster, a target (`frameworks.py`) and a `Plan`,
-which is checked and priced like any other (`check.py`, `evaluate.py`). What a row leaves open is
-assumed and listed; what can't be priced is refused with the reason.
+traced model (`models.py`), a catalog cluster, a target (`frameworks.py`) and a `Plan`, which is
+checked and priced like any other (`plan/check.py`, `pricing/evaluate.py`). What a row leaves open
+is assumed and listed; what can't be priced is refused with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRACED_LAYERS = 4
 
 
 def predict_row(row: Mapping[str, str]) -> Prediction:
-    """Step time and peak memory of a published configuration.
+    """Step time (s) and peak memory (bytes) of a published configuration.
 
     `peak_memory_bytes` is what the framework's allocator holds at most, per stage; the driver's
     context and communication libraries, which no allocator sees, are not in it. `assumptions` lists
@@ -43,7 +43,8 @@ def predict_row(row: Mapping[str, str]) -> Prediction:
 
 
 def predict(setup: Setup) -> Prediction:
-    """Price a configuration that has been read."""
+    """The prediction for a configuration; of one without micro-batch size, the fastest power of two
+    that fits. Raises `Unpriced`."""
     if setup.micro_batch:
         return _price(setup)
     share = setup.global_batch // setup.dp
@@ -72,8 +73,8 @@ def _price(setup: Setup) -> Prediction:
 
 @lru_cache(maxsize=64)
 def traced(dims: TransformerDims, precision: str) -> tuple[Graph, FactorTable]:
-    """The reference model of these dims, traced and cut into blocks; of a deep one, some layers
-    are traced and copied."""
+    """The reference model of these dims, cut into blocks, and its factors; of a deep model, some
+    layers are traced and the others copied from them."""
     few = TRACED_LAYERS + dims.dense_layers
     if dims.layers > few:
         shallow, _ = _traced(dataclasses.replace(dims, layers=few), precision)

@@ -1,4 +1,4 @@
-"""A deep stack from a shallow trace: one layer's block, copied.
+"""Deep graphs from shallow traces, by copies of one layer's block.
 
 Tracing is the slowest part of planning a deep model, and every layer of a stack traces alike. Here
 the last but one of a graph's equal blocks is copied, with its own parameters, until there are as
@@ -38,9 +38,9 @@ def deepen(graph: Graph, stack: str, count: int) -> Graph:
     previous = source.outputs[0]
     for k in range(len(places) - 1, count - 1):
         names = {source.inputs[0]: previous}
-        own = [r for op in source.ops for r in op.results]
-        names |= {name: f"{name}_copy{k}" for name in (*own, *source.parameters)}
-        values |= {names[v]: values[v] for v in (*own, *source.parameters)}
+        renamed = [*(r for op in source.ops for r in op.results), *source.parameters]
+        names |= {name: f"{name}_copy{k}" for name in renamed}
+        values |= {names[v]: values[v] for v in renamed}
         parameters |= {
             names[v]: _renumbered(graph.parameters[v], source.name, f"{stack}.{k}")
             for v in source.parameters
@@ -89,6 +89,6 @@ def _copy(
 
 
 def _renumbered(text: str, old: str, new: str) -> str:
-    """A name inside module `old`, as it is inside module `new`."""
+    """A name inside of module `old`, moved to module `new`; any other as it is."""
     inside = text == old or text.startswith((f"{old}.", f"{old}:"))
     return new + text[len(old) :] if inside else text

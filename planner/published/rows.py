@@ -1,4 +1,4 @@
-"""One row of a published table as the planner sees it: what it says, what had to be assumed.
+"""Rows of published tables, read as configurations with the assumptions that took.
 
 Rows have the columns layers, hidden, heads, kv_heads, ffn, vocab, seq_len, moe_experts, moe_topk,
 gpu, num_gpus, gpus_per_node, precision, tp, pp, cp, ep, vp, dp, zero_stage_fsdp, recompute,
@@ -58,7 +58,7 @@ _MODERN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """A row's cells, and what was assumed while reading them."""
+    """A row's cells, and the assumptions made while reading them."""
 
     row: Mapping[str, str]
     assumptions: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Cells:
         return (self.row.get(name) or "").strip()
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number; `default` where the cell is empty, which else can't be priced."""
+        """A whole number; `default` where the cell is empty. Raises `Unpriced` without one."""
         text = self.text(name)
         if not text and default is not None:
             return default
@@ -84,7 +84,7 @@ class _Cells:
 
 
 def read_row(row: Mapping[str, str]) -> Setup:
-    """The configuration a row describes, with what had to be assumed; raises `Unpriced`."""
+    """The configuration of a row, with its assumptions. Raises `Unpriced` with the reason."""
     cells = _Cells(row)
     try:
         framework = framework_of(cells.text("framework"), cells.text("notes"))

@@ -1,7 +1,7 @@
-"""A published configuration as the planner sees it, and the plan that it stands for.
+"""Published configurations, and the plans that they stand for.
 
 Frameworks cut a model by rule: equal runs of layers on every stage, Megatron's tensor parallelism
-inside them. `validate.py` reads rows into a `Setup`; here it becomes a `Plan`.
+inside them. `rows.py` reads rows into a `Setup`; here it becomes a `Plan`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Unpriced(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A row as the planner sees it."""
+    """A published configuration: model, cluster, framework and degrees.
+
+    `chunks` are stages per device; `micro_batch` (rows) is 0 where it is unknown.
+    """
 
     dims: TransformerDims
     cluster: Cluster
@@ -43,8 +46,8 @@ class Setup:
 
 
 def make_plan(setup: Setup, graph: Graph) -> Plan:
-    """Equal runs of layers, the embedding with the first and the head with the last; tensor
-    parallelism innermost, then context, then data, the pipeline outermost."""
+    """The plan of a configuration: equal runs of layers, the embedding with the first and the head
+    with the last; tensor parallelism innermost, then context, then data, the pipeline outermost."""
     names = [block.name for block in graph.blocks]
     stages = setup.pp * setup.chunks
     size = setup.dp * setup.cp * setup.tp
@@ -100,21 +103,22 @@ def _cuts(names: list[str], layers: int, stages: int) -> list[int]:
 
 
 def _kinds(dims: TransformerDims, blocks: tuple[str, ...]) -> set[str]:
-    """What a stage has: "all" stages' layers, "dense" and "sparse" ones, embedding or head."""
+    """The kinds of a stage: "all", "dense" and "sparse" by its layers, "first" and "last" by
+    embedding and head."""
     layers = [int(name.split(".")[1]) for name in blocks if name.startswith("layers.")]
     dense = [not dims.experts or k < dims.dense_layers for k in layers]
     kinds = {
         "all": True, "dense": any(dense), "sparse": not all(dense),
         "first": "embed" in blocks, "last": "head" in blocks,
     }  # fmt: skip
-    return {kind for kind, here in kinds.items() if here}
+    return {kind for kind, present in kinds.items() if present}
 
 
 def _shardings(setup: Setup) -> dict[str, tuple[str, str]]:
     """Megatron's tensor parallelism: pattern -> (decision, the stages it is for)."""
     if setup.tp == 1:
         return {}
-    found = {
+    decisions = {
         "layers.*.attention.proj": ("rowwise", "all"),
         "layers.*.mlp.up": ("colwise", "dense"),
         "layers.*.mlp.down": ("rowwise", "dense"),
@@ -122,13 +126,15 @@ def _shardings(setup: Setup) -> dict[str, tuple[str, str]]:
         "head": ("colwise", "last"),
     }
     if setup.dims.activation == "swiglu":
-        found["layers.*.mlp.gate"] = ("colwise", "dense")
+        decisions["layers.*.mlp.gate"] = ("colwise", "dense")
     wide = ("q_up", "kv_up") if setup.dims.latent else ("qkv",)
-    found |= {f"layers.*.attention.{name}": ("colwise", "all") for name in wide}
+    decisions |= {f"layers.*.attention.{name}": ("colwise", "all") for name in wide}
     if setup.dims.shared_ffn:
-        found |= {f"layers.*.mlp.shared.{name}": ("colwise", "sparse") for name in ("gate", "up")}
-        found["layers.*.mlp.shared.down"] = ("rowwise", "sparse")
+        decisions |= {
+            f"layers.*.mlp.shared.{name}": ("colwise", "sparse") for name in ("gate", "up")
+        }
+        decisions["layers.*.mlp.shared.down"] = ("rowwise", "sparse")
     if setup.framework.sequence_parallel:
-        found["layers.*:add"] = ("-> S(1)", "all")
-        found["layers.*:add#1"] = ("-> S(1)", "all")
-    return found
+        decisions["layers.*:add"] = ("-> S(1)", "all")
+        decisions["layers.*:add#1"] = ("-> S(1)", "all")
+    return decisions

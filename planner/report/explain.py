@@ -12,8 +12,8 @@ from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import transition
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
+from meshwright.planner.plan.ranks import divisors
 from meshwright.planner.plan.words import describe, mesh_words, policy_counts
 from meshwright.planner.pricing.evaluate import Evaluation
 from meshwright.planner.report.components import breakdown

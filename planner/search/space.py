@@ -29,8 +29,8 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight, stages
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.planner.overrides.restrictions import Restrictions
 from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan.divisors import divisors
 from meshwright.planner.plan.expert_parallel import fewest_experts
+from meshwright.planner.plan.ranks import divisors
 from meshwright.planner.plan.written_buffers import inseparable
 from meshwright.profiles.cluster import Cluster
 

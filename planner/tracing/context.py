@@ -1,5 +1,5 @@
-"""Around a trace: what hides operators from it is opened or refused, and its failures are
-explained."""
+"""Context managers of a trace: hidden operators are opened or refused, torch is quiet; and the
+explanation of an export that failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def recorded_gradients() -> Iterator[None]:
-    """Inside, whatever hides operators from autograd is opened, kept as a leaf or refused.
+    """Context in which constructs that hide operators from autograd are opened, kept as leaves or
+    refused.
 
     Reentrant checkpointing runs its function under no_grad: it is called directly (recompute is the
     planner's own choice). A custom autograd.Function would be traced by its forward alone and get
@@ -55,16 +56,16 @@ def recorded_gradients() -> Iterator[None]:
 
 @contextmanager
 def unvalidated() -> Iterator[None]:
-    """Inside, `torch.distributions` don't look at their arguments' values, which a trace has none
-    of, unless they are asked to."""
+    """Context in which `torch.distributions` validate arguments only where asked to: a trace has no
+    values."""
     with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
         yield
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch's own reports of a failed export silenced, printed ones too: the error raised says
-    it."""
+    """Context that silences torch's logs, warnings and stderr about a failed export: the error
+    raised says it."""
     names = [
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export",
         "torch._subclasses.fake_tensor",
@@ -84,7 +85,7 @@ def quiet() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str:
-    """Where in the user's source tracing stopped, why, and the ways out."""
+    """The message for a failed export: the user's source line, the reason, the ways out."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     asked = condition(frames) if depends_on_values(error) else ""
@@ -101,7 +102,7 @@ def explain(error: Exception) -> str:
 
 
 def depends_on_values(error: Exception) -> bool:
-    """Whether a trace stopped because it was asked for a number that only real tensors have."""
+    """Whether a trace failed because code asked for a number that only real tensors have."""
     return isinstance(
         error,
         (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),

@@ -1,4 +1,4 @@
-"""Ways to trace a model in a compute dtype that it was not written for.
+"""Cast strategies: tracing a model in a compute dtype that it was not written for.
 
 Parameters and inputs are in the compute dtype, buffers keep theirs. A float32 buffer that meets a
 bf16 activation makes a float32 one, which no product takes beside bf16 weights. What helps is to
@@ -26,9 +26,12 @@ CAST = ONE_DTYPE | {"__matmul__", "__rmatmul__", "layer_norm", "group_norm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """`buffers` in the compute dtype, operands of `products` cast to it, `symbolic` by fx; and what
-    the user is told about it."""
+class CastStrategy:
+    """How to make dtypes meet, or how else to trace.
+
+    `buffers`: floating buffers are cast to the compute dtype; `products`: the dtype that operands
+    of products are cast to; `symbolic`: by `torch.fx.symbolic_trace`; `note` tells the user.
+    """
 
     buffers: bool = False
     products: torch.dtype | None = None
@@ -39,23 +42,24 @@ class Way:
         return _ProductCasts(self.products) if self.products else nullcontext()
 
 
-def ways(dtype: torch.dtype, *, short: bool) -> list[Way]:
-    """The ways to try, best first; `short` where a full trace will be tried besides."""
-    found = [Way()]
+def cast_strategies(dtype: torch.dtype, *, full: bool) -> list[CastStrategy]:
+    """The strategies to try, best first; a `full` trace is the last attempt and may be symbolic."""
+    strategies = [CastStrategy()]
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
-        found += [
-            Way(buffers=True, note="floating buffers are in the compute dtype too"),
-            Way(products=dtype, note=f"operands of products are cast to {name} where they differ"),
+        note = f"operands of products are cast to {name} where they differ"
+        strategies += [
+            CastStrategy(buffers=True, note="floating buffers are in the compute dtype too"),
+            CastStrategy(products=dtype, note=note),
         ]
-    if not short:
+    if full:
         note = "traced by torch.fx.symbolic_trace, not torch.export alone"
-        found.append(Way(symbolic=True, note=note))
-    return found
+        strategies.append(CastStrategy(symbolic=True, note=note))
+    return strategies
 
 
 class _ProductCasts(TorchFunctionMode):
-    """Inside, products and norms whose floating operands differ in dtype take them all in
+    """Mode under which products and norms whose floating operands differ in dtype take them all in
     `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -65,12 +69,12 @@ class _ProductCasts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = args, kwargs or {}
+        call = args, kwargs or {}
         if getattr(func, "__name__", "") in CAST:
-            floating = [x for x in pytree.tree_leaves(given) if _floating(x)]
+            floating = [x for x in pytree.tree_leaves(call) if _floating(x)]
             if len({x.dtype for x in floating}) > 1:
-                given = pytree.tree_map_only(torch.Tensor, self._cast, given)
-        return func(*given[0], **given[1])
+                call = pytree.tree_map_only(torch.Tensor, self._cast, call)
+        return func(*call[0], **call[1])
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.dtype) if _floating(x) else x
@@ -81,7 +85,7 @@ def _floating(x: Any) -> bool:
 
 
 def writes_floats(program: torch.export.ExportedProgram) -> bool:
-    """Whether the forward writes to a floating buffer."""
+    """Whether the exported forward writes to a floating buffer or to an alias of one."""
     names = program.graph_signature.inputs_to_buffers
     buffers = [n.meta["val"] for n in program.graph.nodes if n.name in names]
     written = [

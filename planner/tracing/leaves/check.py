@@ -1,8 +1,8 @@
-"""A leaf's rule tried out: whether it fits the tensors, and whether the forward works on parts.
+"""The check of a leaf's rule: it fits the tensors, and the forward works on parts of them.
 
 For every letter that may be split, the forward runs on fake tensors of which that letter's dims are
 a part; it must make parts of its results. That their numbers are those of the whole is tried on
-small random tensors, forward and backward (`leaf_trial.py`).
+small random tensors, forward and backward (`trial.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from meshwright.costmodel.graph import Op, TensorMeta
 from meshwright.costmodel.rules.language import Misfit, OpFactors
 from meshwright.costmodel.rules.leaf import LEAF, Leaf, factors_of_spec
 from meshwright.planner.operators.leaf import Program
-from meshwright.planner.tracing.leaves.probe import LeafError, TensorLike, apart, on_fakes
+from meshwright.planner.tracing.leaves.probe import (
+    LeafError,
+    TensorLike,
+    in_plain_thread,
+    probe_on_fakes,
+)
 from meshwright.planner.tracing.leaves.trial import try_rule
 
 
@@ -27,9 +32,9 @@ def check_rule(
 ) -> str:
     """Why the rule's numbers are taken on trust; empty where they were tried and hold.
 
-    Raises LeafError for a rule that does not fit its tensors; where the forward `runs` on fake
-    tensors, for one by which it does not work on parts; and for one by which the parts are not
-    those of the whole. What draws `random` numbers can't be compared.
+    Raises `LeafError` where the rule does not fit its tensors, where a forward that `runs` on fake
+    tensors does not work on parts, and where the parts do not make up the whole. A forward that
+    draws `random` numbers can't be compared.
     """
     op = Op(name=leaf.name, target=f"meshwright.{LEAF}.default", args=(), kwargs={}, results=())
     sides = [[TensorMeta(shape=x.shape, dtype=x.dtype) for x in xs] for xs in (operands, results)]
@@ -42,46 +47,53 @@ def check_rule(
                 f"which are {len(tensors)} tensors ({takes})"
             )
     try:
-        made = factors_of_spec(leaf.rule, leaf.sums, op, *sides)
+        factors = factors_of_spec(leaf.rule, leaf.sums, op, *sides)
     except Misfit as error:
         raise LeafError(
             f"leaf {leaf.name}: rule {leaf.rule!r} does not fit: {error}; {takes}"
         ) from None
     assert isinstance(leaf.program, Program)
     if runs:
-        for letter, size in made.sizes.items():
-            if made.kinds[letter] != "whole":
-                _check_part(leaf, leaf.program, made, letter, _divisor(size), operands, results)
+        for letter, size in factors.sizes.items():
+            if factors.kinds[letter] != "whole":
+                _check_part(leaf, leaf.program, factors, letter, _divisor(size), operands, results)
     if random:
         return "it draws random numbers"
-    return try_rule(leaf, made, operands, results, runs=runs)
+    return try_rule(leaf, factors, operands, results, runs=runs)
 
 
 def _check_part(
     leaf: Leaf,
     program: Program,
-    made: OpFactors,
+    factors: OpFactors,
     letter: str,
     parts: int,
     operands: Sequence[TensorLike],
     results: Sequence[TensorLike],
 ) -> None:
-    sizes = {**made.sizes, letter: made.sizes[letter] // parts}
-    given = [x.resized(dims, sizes) for x, dims in zip(operands, made.operands, strict=True)]
-    wanted = [x.resized(dims, sizes) for x, dims in zip(results, made.results, strict=True)]
-    expected = _shapes(wanted[: len(results) - len(program.written)])
+    """Raise `LeafError` unless the forward makes part of its results of the first of `parts`."""
+    sizes = {**factors.sizes, letter: factors.sizes[letter] // parts}
+    operand_parts = [
+        x.resized(dims, sizes) for x, dims in zip(operands, factors.operands, strict=True)
+    ]
+    result_parts = [
+        x.resized(dims, sizes) for x, dims in zip(results, factors.results, strict=True)
+    ]
+    expected = _shapes(result_parts[: len(results) - len(program.written)])
     try:
-        found = _shapes(apart(lambda: on_fakes(program, given), grad=True).made)
+        shapes = _shapes(
+            in_plain_thread(lambda: probe_on_fakes(program, operand_parts), grad=True).outputs
+        )
     except Exception as error:  # noqa: BLE001 - whatever it raises, it does not work on a part
         line = (str(error).strip().splitlines() or [""])[0][:200]
         problem = f"raises {type(error).__name__}: {line}"
     else:
-        if found == expected:
+        if shapes == expected:
             return
-        problem = f"gives {found} where {expected} is a part of what it gives"
+        problem = f"gives {shapes} where {expected} is a part of what it gives"
     raise LeafError(
         f"leaf {leaf.name}: rule {leaf.rule!r} splits {letter!r}, but on one of {parts} parts "
-        f"({_shapes(given)}) the forward {problem}; take sizes from the tensors "
+        f"({_shapes(operand_parts)}) the forward {problem}; take sizes from the tensors "
         "(x.shape), not from attributes or arguments, or write _ for a dim that stays whole"
     )
 
@@ -91,4 +103,5 @@ def _shapes(tensors: Sequence[TensorLike]) -> list[list[int]]:
 
 
 def _divisor(size: int) -> int:
+    """The least divisor of `size` from 2."""
     return next(p for p in range(2, size + 1) if size % p == 0)

@@ -1,10 +1,10 @@
-"""What a leaf's call makes and costs, found by running it once apart from the trace.
+"""Probes of leaves: shapes and cost of a call, from one run of it outside of the trace.
 
 On fake tensors first: shapes, which results carry gradients, which buffers are written to, kernels,
-FLOPs and bytes, and what autograd keeps. A forward that asks for values can't run on those; it runs
-for real then, on random numbers of the traced shapes and the model's own weights, twice: what
-differs between the runs depends on data and is refused. Where neither is possible, the shapes come
-from the declaration's `result`, and the work is estimated from them.
+FLOPs and bytes, and the saved tensors of autograd. A forward that asks for values can't run on
+those; it runs twice on random numbers of the traced shapes and the model's own weights, and is
+refused where the runs differ. Where neither is possible, the shapes come from the declaration's
+`result`, and the work is estimated from them.
 
 A probe runs in a thread of its own, because the modes by which torch traces are thread-local.
 """
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__
 REAL_BYTES = 2**28  # tensors that a forward is run on for real take no more than this
 
-# What launches nothing though it makes a tensor that is not called a view
+# operators that launch no kernel, though their schema does not call the result a view
 ALLOCATIONS = frozenset({
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
 })  # fmt: skip
@@ -47,7 +47,7 @@ class LeafError(TraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLike:
-    """What a probe knows of a tensor."""
+    """Shape, stride, dtype and `requires_grad` of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,38 +65,41 @@ class TensorLike:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def resized(self, dims: Dims, sizes: Mapping[str, int]) -> TensorLike:
-        """As wide in each dim as the product of the sizes of its factors."""
+        """Contiguous, each dim as wide as the product of the `sizes` of its factors."""
         shape = tuple(math.prod(sizes[name] for name in names) for names in dims)
         strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         return replace(self, shape=shape, stride=strides)
 
     def empty(self) -> torch.Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        return made.requires_grad_(self.requires_grad)
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return x.requires_grad_(self.requires_grad)
 
     def random(self) -> torch.Tensor:
         """Normal numbers; zeros where they are integers, which may count something."""
-        made = torch.zeros(self.shape, dtype=self.dtype)
-        made = made.normal_() if self.dtype.is_floating_point else made
-        return made.requires_grad_(self.requires_grad)
+        x = torch.zeros(self.shape, dtype=self.dtype)
+        x = x.normal_() if self.dtype.is_floating_point else x
+        return x.requires_grad_(self.requires_grad)
 
     def copy_of(self, x: torch.Tensor) -> torch.Tensor:
-        made = x.detach().to("cpu", self.dtype, copy=True)
-        return made.requires_grad_(self.requires_grad)
+        copy = x.detach().to("cpu", self.dtype, copy=True)
+        return copy.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """A result that is one of the operands."""
+class OperandResult:
+    """A result that is one of the operands: which one."""
 
     operand: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """`leaves` and `spec` are the output: tensors made, operands given back, plain values.
-    `written` are the names of buffers that were written to; `random`: it draws numbers, None where
-    nobody looked; `runs`: on fake tensors."""
+    """The output and the cost of one call.
+
+    `leaves` and `spec` are the output's pytree: `TensorLike` for a new tensor, `OperandResult`,
+    plain values. `written` are the names of buffers that were written to; `random`: whether random
+    numbers were drawn, None where that is not known; `runs`: the forward runs on fake tensors.
+    """
 
     leaves: tuple[Any, ...]
     spec: Any
@@ -106,12 +109,13 @@ class Probe:
     runs: bool = False
 
     @property
-    def made(self) -> list[TensorLike]:
+    def outputs(self) -> list[TensorLike]:
+        """The new tensors among the results."""
         return [x for x in self.leaves if isinstance(x, TensorLike)]
 
 
-def apart(work: Callable[[], T], *, grad: bool) -> T:
-    """The result of `work` in a thread of its own, where no tracing mode is on."""
+def in_plain_thread(work: Callable[[], T], *, grad: bool) -> T:
+    """Run `work` in a thread of its own, where no tracing mode is on; its result."""
 
     def run() -> T:
         # a tracer may have put itself in the place of these
@@ -126,37 +130,41 @@ def apart(work: Callable[[], T], *, grad: bool) -> T:
         return pool.submit(run).result()
 
 
-def on_fakes(program: Program, operands: Sequence[TensorLike]) -> Probe:
-    """The probe by fake tensors; raises whatever the forward does there."""
+def probe_on_fakes(program: Program, operands: Sequence[TensorLike]) -> Probe:
+    """The probe on fake tensors; raises whatever the forward does there."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        found = _counted(program, [x.empty() for x in operands], "counted on its operators")
-    return replace(found, runs=True)
+        probe = _counted(program, [x.empty() for x in operands], "counted on its operators")
+    return replace(probe, runs=True)
 
 
-def _counted(program: Program, given: list[torch.Tensor], source: str) -> Probe:
-    """One run, and what its operators do."""
-    count = len(given) - len(program.state)
+def _counted(program: Program, tensors: list[torch.Tensor], source: str) -> Probe:
+    """The probe by one run on `tensors`, in which operators are counted."""
+    count = len(tensors) - len(program.state)
     if torch.is_grad_enabled():  # activations are results of something
-        given = [x.clone() if x.requires_grad else x for x in given[:count]] + given[count:]
-    counter, kept = _Counter(given), _Kept()
-    hooks = torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x)
+        tensors = [x.clone() if x.requires_grad else x for x in tensors[:count]] + tensors[count:]
+    counter, saved = _KernelCounter(tensors), _SavedTensors()
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x)
     with hooks, FlopCounterMode(display=False) as flops, counter:
-        leaves, made, spec, written = _outcome(program, given)
+        leaves, outputs, spec, written = _outcome(program, tensors)
     work = Work(
         kernels=max(1, counter.kernels),
         flops=int(flops.get_total_flops()),
         nbytes=counter.nbytes,
         taken=tuple(counter.taken),
         source=source,
-        **kept.described(given, made),
+        **saved.described(tensors, outputs),
     )
     return Probe(leaves=leaves, spec=spec, written=written, work=work, random=counter.random)
 
 
-def for_real(
+def probe_on_random(
     program: Program, operands: Sequence[TensorLike], state: Mapping[str, torch.Tensor]
 ) -> Probe:
-    """The probe by running the forward on random numbers and `state`, the weights themselves."""
+    """The probe by two runs on random numbers and `state`, the user's weights.
+
+    Raises `LeafError` for more than `REAL_BYTES` of tensors, weights on the meta device, or results
+    that depend on values.
+    """
     total = sum(x.nbytes for x in operands)
     if total > REAL_BYTES:
         raise LeafError(
@@ -169,15 +177,15 @@ def for_real(
             "meta device"
         )
     count = len(operands) - len(program.state)
-    found = []
+    probes = []
     with torch.random.fork_rng(devices=[]):
         for seed in (0, 1):
             torch.manual_seed(seed)
-            given = [x.random() for x in operands[:count]]
+            tensors = [x.random() for x in operands[:count]]
             weights = zip(program.state, operands[count:], strict=True)
-            given += [like.copy_of(state[name]) for name, like in weights]
-            found.append(_counted(program, given, "counted on a run with random numbers"))
-    first, second = found
+            tensors += [like.copy_of(state[name]) for name, like in weights]
+            probes.append(_counted(program, tensors, "counted on a run with random numbers"))
+    first, second = probes
     if (first.leaves, first.spec) != (second.leaves, second.spec):
         raise LeafError(
             f"{program.name} makes tensors whose shapes, or numbers, depend on values; make them "
@@ -187,16 +195,18 @@ def for_real(
     return replace(first, written=written)
 
 
-def by_result(
+def probe_by_result(
     program: Program, operands: Sequence[TensorLike], result: Callable[..., Any]
 ) -> Probe:
-    """The probe by a declaration's `result`; the work is estimated: 2 FLOPs for each parameter
-    and row of the first result, operands and results passed once and kept. Nobody sees whether it
-    draws numbers or writes to a buffer."""
+    """The probe by a declaration's `result`, without running the forward.
+
+    The work is estimated: 2 FLOPs for each parameter and row of the first result, operands and
+    results moved once and saved. Random numbers and writes to buffers are not seen.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        given = [x.empty() for x in operands]
-        count = len(given) - len(program.state)
-        args, kwargs = program.arguments(given[:count])
+        tensors = [x.empty() for x in operands]
+        count = len(tensors) - len(program.state)
+        args, kwargs = program.arguments(tensors[:count])
         output = result(*args, **kwargs)
     flows = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     leaves, spec = pytree.tree_flatten(output)
@@ -206,15 +216,15 @@ def by_result(
         else x
         for x in leaves
     ]
-    made = [x for x in described if isinstance(x, TensorLike)]
+    outputs = [x for x in described if isinstance(x, TensorLike)]
     weights = sum(math.prod(x.shape) for x in operands[count:])
-    first = made[0].shape if made else ()
+    first = outputs[0].shape if outputs else ()
     work = Work(
         kernels=1,
         flops=2 * weights * math.prod(first[:-1]),
-        nbytes=sum(x.nbytes for x in made),
+        nbytes=sum(x.nbytes for x in outputs),
         taken=tuple(x.nbytes for x in operands),
-        saves=(*range(len(operands)), *(-1 - k for k in range(len(made)))),
+        saves=(*range(len(operands)), *(-1 - k for k in range(len(outputs)))),
         saved_bytes=0,
         numel=max(1, math.prod(first)),
         source="estimated from its shapes",
@@ -225,13 +235,16 @@ def by_result(
 Outcome = tuple[tuple[Any, ...], list[torch.Tensor], Any, tuple[str, ...]]
 
 
-def _outcome(program: Program, given: Sequence[torch.Tensor]) -> Outcome:
-    """One run: its output's leaves described, the tensors made, the spec, buffers written."""
-    count = len(given) - len(program.state)
-    state = dict(zip(program.state, given[count:], strict=True))
-    versions = [x._version for x in given]
-    output, after = program.run(given[:count], state)
-    changed = [x._version != version for x, version in zip(given, versions, strict=True)]
+def _outcome(program: Program, tensors: Sequence[torch.Tensor]) -> Outcome:
+    """One run: (leaves of the output as in `Probe`, the new tensors, the spec, buffers written).
+
+    Raises `LeafError` for a write to an argument, results of other types, or none.
+    """
+    count = len(tensors) - len(program.state)
+    state = dict(zip(program.state, tensors[count:], strict=True))
+    versions = [x._version for x in tensors]
+    output, after = program.run(tensors[:count], state)
+    changed = [x._version != version for x, version in zip(tensors, versions, strict=True)]
     for k in range(count):
         if changed[k]:
             raise LeafError(
@@ -243,15 +256,15 @@ def _outcome(program: Program, given: Sequence[torch.Tensor]) -> Outcome:
         for name, touched in zip(program.state, changed[count:], strict=True)
         if touched or after[name] is not state[name]
     )
-    numbers = {id(x): k for k, x in enumerate(given)}
+    numbers = {id(x): k for k, x in enumerate(tensors)}
     leaves, spec = pytree.tree_flatten(output)
     described: list[Any] = []
-    made: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     for leaf in leaves:
         if id(leaf) in numbers:
-            described.append(Given(operand=numbers[id(leaf)]))
+            described.append(OperandResult(operand=numbers[id(leaf)]))
         elif isinstance(leaf, torch.Tensor):
-            made.append(leaf)
+            outputs.append(leaf)
             described.append(TensorLike.of(leaf))
         elif isinstance(leaf, PLAIN):
             described.append(leaf)
@@ -261,21 +274,21 @@ def _outcome(program: Program, given: Sequence[torch.Tensor]) -> Outcome:
                 "tensors, numbers, strings and None, in tuples, lists, dicts and dataclasses that "
                 "torch.utils._pytree knows"
             )
-    if not made and not written:
+    if not outputs and not written:
         raise LeafError(f"{program.name} makes no tensor; a leaf is there for those it makes")
-    made += [after[name] for name in written]
-    return tuple(described), made, spec, written
+    outputs += [after[name] for name in written]
+    return tuple(described), outputs, spec, written
 
 
-class _Counter(TorchDispatchMode):
-    """Kernels, the bytes they read and write, of the tensors `given` (`taken`) and of others, and
-    whether one draws random numbers."""
+class _KernelCounter(TorchDispatchMode):
+    """Counts kernels and the bytes that they read and write: `taken` of each of `tensors`,
+    `nbytes` of all others; `random`: whether one draws random numbers."""
 
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.kernels = self.nbytes = 0
-        self.taken = [0] * len(given)
-        self.places = {_storage(x): k for k, x in enumerate(given)}
+        self.taken = [0] * len(tensors)
+        self.numbers = {_storage(x): k for k, x in enumerate(tensors)}
         self.random = False
 
     def __torch_dispatch__(
@@ -287,48 +300,49 @@ class _Counter(TorchDispatchMode):
             for x in pytree.tree_leaves((args, kwargs, result)):
                 if not isinstance(x, torch.Tensor):
                     continue
-                place = self.places.get(_storage(x))
-                if place is None:
+                number = self.numbers.get(_storage(x))
+                if number is None:
                     self.nbytes += x.nbytes
                 else:
-                    self.taken[place] += x.nbytes
+                    self.taken[number] += x.nbytes
         self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
         return result
 
 
 def _launches(func: Any, result: Any) -> bool:
-    """Whether an operator works on elements: views, allocations and questions about tensors, such
-    as on which device they are, don't."""
+    """Whether an operator launches a kernel: views, allocations and queries of metadata (a tensor's
+    device) don't."""
     if func.namespace == "prim" or func._schema.name.split("::")[1] in ALLOCATIONS:
         return False
     returns = func._schema.returns
     info = returns[0].alias_info if returns else None
-    made = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
-    return made and (info is None or info.is_write)
+    outputs = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
+    return outputs and (info is None or info.is_write)
 
 
-class _Kept:
-    """The allocations that autograd keeps."""
+class _SavedTensors:
+    """The tensors that autograd saves for the backward, for `saved_tensors_hooks`."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.saved: list[torch.Tensor] = []
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        self.tensors.append(x)
+        self.saved.append(x)
         return x
 
     def described(
-        self, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
-        places = {_storage(x): k for k, x in enumerate(given)}
-        places |= {_storage(x): -1 - k for k, x in enumerate(made) if _storage(x) not in places}
-        kept = {_storage(x): x.untyped_storage().nbytes() for x in self.tensors}
+        """The fields of `Work` about them: each storage counts once."""
+        places = {_storage(x): k for k, x in enumerate(tensors)}
+        places |= {_storage(x): -1 - k for k, x in enumerate(outputs) if _storage(x) not in places}
+        kept = {_storage(x): x.untyped_storage().nbytes() for x in self.saved}
         return {
             "saves": tuple(sorted(places[s] for s in kept if s in places)),
             "saved_bytes": sum(size for s, size in kept.items() if s not in places),
-            "numel": max(1, made[0].numel()) if made else 1,
+            "numel": max(1, outputs[0].numel()) if outputs else 1,
         }
 
 
 def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)

@@ -1,16 +1,14 @@
-"""Leaves while a model is traced: each call becomes one operator of the exported program,
+"""Recording of leaves while a model is traced: each call becomes one operator of the program.
 
-    leaf(operands, number, ranks, sizes, strides, dtypes) -> results
-
-whose results have the shapes that a probe found (`leaf_probe.py`). Calls that can't be told apart
-(equal modules but for their weights, equal arguments but for the values of tensors) share one
-`Leaf`, so that equal layers stay equal.
+The operator's results (`operators.py`) have the shapes that a probe of the call found (`probe.py`).
+Calls that can't be told apart (equal modules but for their weights, equal arguments but for the
+values of tensors) share one `Leaf`, so that equal layers stay equal.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,65 +18,36 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.rules.leaf import LEAF, RANDOM_LEAF, Leaf, Work
-from meshwright.planner.errors import Untraceable, around
-from meshwright.planner.operators.leaf import Applied, Operand, Program, state_of, to_meta
+from meshwright.costmodel.rules.leaf import Leaf, Work
+from meshwright.planner.errors import Untraceable, enclosing_modules
+from meshwright.planner.operators.leaf import Operand, Program, to_meta
 from meshwright.planner.tracing.leaves.check import check_rule
+from meshwright.planner.tracing.leaves.operators import LEAF_OPERATORS
 from meshwright.planner.tracing.leaves.probe import (
-    Given,
     LeafError,
+    OperandResult,
     Probe,
     TensorLike,
-    apart,
-    by_result,
-    for_real,
-    on_fakes,
+    in_plain_thread,
+    probe_by_result,
+    probe_on_fakes,
+    probe_on_random,
 )
-from meshwright.planner.tracing.similar.stand_ins import Irregular, positions_of
-from meshwright.planner.tracing.user_module.hooks import hooked, hooks_in, taken_hooks
+from meshwright.planner.tracing.leaves.subject import Subject
+from meshwright.planner.tracing.similar.stand_ins import Irregular
+from meshwright.planner.tracing.user_module.hooks import hooked, taken_hooks
 from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declaration, declared
-from meshwright.planner.tracing.user_module.similar_layers import PLAIN, describe
+from meshwright.planner.tracing.user_module.similar_layers import PLAIN
 
-_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_SCHEMA = (
-    "(Tensor[] operands, int leaf, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes) "
-    "-> Tensor[]"
-)
-_LIBRARY.define(LEAF + _SCHEMA)
-_LIBRARY.define(RANDOM_LEAF + _SCHEMA, tags=(torch.Tag.nondeterministic_seeded,))
-# By class or function: the kinds of calls whose rule was checked in this process (as hashes, which
-# keep nothing alive), and why it is taken on trust there
-_TRIED: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
-OPERATORS = (torch.ops.meshwright.leaf.default, torch.ops.meshwright.random_leaf.default)
-
-
-def _shapes(
-    operands: list[torch.Tensor],
-    leaf: int,
-    ranks: list[int],
-    sizes: list[int],
-    strides: list[int],
-    dtypes: list[torch.dtype],
-) -> list[torch.Tensor]:
-    made = []
-    at = 0
-    for rank, dtype in zip(ranks, dtypes, strict=True):
-        part = slice(at, at + rank)
-        made.append(
-            torch.empty_strided(sizes[part], strides[part], dtype=dtype, device=operands[0].device)
-        )
-        at += rank
-    return made
-
-
-for _operator in OPERATORS:
-    torch.library.register_fake(_operator, _shapes, lib=_LIBRARY)
+# class or function -> hash of a call's key (which keeps nothing alive) -> why the rule is taken on
+# trust there, "" where it was tried: what was checked in this process
+_CHECKED: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One kind of call: what makes two of them the same, and what was found out about it. `trust`
-    is why its rule is taken on trust, if it is."""
+class _Recorded:
+    """Calls that can't be told apart: their common `key`, the `number` of their `Leaf`, and the
+    reason why its rule is taken on trust, "" where it was tried."""
 
     key: tuple[Any, ...]
     number: int
@@ -87,18 +56,21 @@ class _Call:
     trust: str
 
 
-class Leaves:
-    """The leaves of one model while it is exported once.
+class LeafRecorder:
+    """Records the leaves of one model while it is exported once.
 
-    `kept` are modules, by FQN, that are leaves because they can't be traced otherwise, and why;
-    `scale` is the traced batch over the sample batch.
+    `reasons` are the modules, by FQN, that are leaves because they can't be traced, each with the
+    reason; `scale` is the traced batch over the sample batch. `leaves`, `fqns` (of the first call's
+    module, "" for a function) and `calls` run in parallel.
     """
 
-    def __init__(self, model: nn.Module, kept: Mapping[str, str], scale: float) -> None:
-        self.model, self.kept, self.scale = model, kept, scale
-        self.found: list[Leaf] = []
-        self.places: list[str] = []
-        self.calls: list[_Call] = []
+    def __init__(self, model: nn.Module, reasons: Mapping[str, str], scale: float) -> None:
+        self.model = model
+        self.reasons = reasons
+        self.scale = scale
+        self.leaves: list[Leaf] = []
+        self.fqns: list[str] = []
+        self.calls: list[_Recorded] = []
         self.classes: dict[str, tuple[nn.Module, type]] = {}
         self.hooks: dict[str, dict[str, Any]] = {}  # of the leaves' own modules
         if declared(model) is not None:
@@ -109,17 +81,20 @@ class Leaves:
 
     # --- the copy ---
 
-    def dress(self, copied: nn.Module, spared: Sequence[str]) -> None:
-        """Make the leaves of a copy record their calls; `spared` modules stand in for others."""
+    def instrument(self, copied: nn.Module, spared: Sequence[str]) -> None:
+        """Replace the forwards of the leaves in a copy by recording ones, but for modules inside of
+        `spared`, which are stand-ins. Raises `LeafError` for a forward that can't be replaced."""
         for fqn, original in self.model.named_modules():
-            said = declared(original)
+            declaration = declared(original)
             inside = any(fqn == name or fqn.startswith(f"{name}.") for name in spared)
-            if inside or (said is None and fqn not in self.kept):
+            if inside or (declaration is None and fqn not in self.reasons):
                 continue
             module = copied.get_submodule(fqn)
-            self._dress(fqn, module, original, said or Declaration())
+            self._instrument(fqn, module, original, declaration or Declaration())
 
-    def _dress(self, fqn: str, module: nn.Module, original: nn.Module, said: Declaration) -> None:
+    def _instrument(
+        self, fqn: str, module: nn.Module, original: nn.Module, declaration: Declaration
+    ) -> None:
         cls = type(module)
         if "forward" in vars(module):
             raise LeafError(
@@ -134,7 +109,7 @@ class Leaves:
             if TRACE.get() is not self:
                 return cls.forward(proxy, *args, **kwargs)
             with hooked(module, self.hooks[fqn]):
-                return self._module(fqn, module, original, said, args, kwargs)
+                return self._call_module(fqn, module, original, declaration, args, kwargs)
 
         # a class, because an attribute would bypass the proxies by which export follows modules
         body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -142,14 +117,16 @@ class Leaves:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Context in which calls of leaves are recorded here."""
         token = TRACE.set(self)
         try:
             yield
         finally:
             TRACE.reset(token)
 
-    def undress(self) -> None:
-        """After the export: the copy's leaves are what is run, by their own forward."""
+    def restore(self) -> None:
+        """After the export: give the copy's leaves, which the executor runs, their own forwards
+        back, and their tensors to the meta device."""
         for fqn, (module, cls) in self.classes.items():
             module.__class__ = cls
             vars(module).update(self.hooks[fqn])
@@ -158,54 +135,30 @@ class Leaves:
 
     # --- calls ---
 
-    def _module(
+    def _call_module(
         self,
         fqn: str,
         module: nn.Module,
         original: nn.Module,
-        said: Declaration,
+        declaration: Declaration,
         args: Any,
         kwargs: Any,
     ) -> Any:
-        parts, integers = describe(original)
-        watched = positions_of(module)
-        known = {place: n for place, n in integers.items() if place not in watched}
-        subject = Subject(
-            name=type(original).__name__,
-            place=fqn,
-            function=module,
-            module=module,
-            kind=type(original),
-            identity=(tuple(parts), frozenset(known.items()), hooks_in(original)),
-            state=state_of(module),
-            weights=state_of(original),
-            said=said,
-            positions=bool(watched),
-        )
+        subject = Subject.of_module(fqn, module, original, declaration)
         try:
             return self._call(subject, args, kwargs)
         except LeafError as error:
-            if fqn not in self.kept:
+            if fqn not in self.reasons:
                 raise
-            outer = around(fqn)[1:]
-            raise Untraceable(str(error), places=outer, why=self.kept[fqn]) from error
+            outer = enclosing_modules(fqn)[1:]
+            raise Untraceable(str(error), modules=outer, reason=self.reasons[fqn]) from error
 
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
-        found = Subject(
-            name=subject.__qualname__,
-            place="",
-            module=None,
-            kind=subject,
-            identity=("function", subject),
-            function=Applied(subject) if isinstance(subject, type) else subject,
-            state={},
-            weights={},
-            said=declared(subject) or Declaration(),
-            positions=False,
-        )
-        return self._call(found, args, kwargs)
+        """Record a call of a declared function or of an autograd.Function; its results."""
+        return self._call(Subject.of_function(subject), args, kwargs)
 
     def _call(self, subject: Subject, args: Any, kwargs: Any) -> Any:
+        """Record one call; its results, of the shapes that a probe of its like found."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         template: list[Any] = []
@@ -237,7 +190,7 @@ class Leaves:
         )
         key = (
             subject.identity,
-            subject.said,
+            subject.declaration,
             tuple(map(_comparable, template)),
             spec,
             likes,
@@ -249,14 +202,14 @@ class Leaves:
             call = self._new(key, program, likes, subject)
         return self._apply(call, operands, subject)
 
-    def _apply(self, call: _Call, operands: list[torch.Tensor], subject: Subject) -> Any:
-        """The call's operator, and its results in the place of the forward's own."""
+    def _apply(self, call: _Recorded, operands: list[torch.Tensor], subject: Subject) -> Any:
+        """Call the operator; the forward's output, made of the operator's results."""
         names = {name: k for k, name in enumerate(subject.state)}
         first = len(operands) - len(subject.state)
-        likes = [*call.probe.made]
+        likes = [*call.probe.outputs]
         likes += [TensorLike.of(operands[first + names[name]]) for name in call.probe.written]
-        made = iter(
-            OPERATORS[call.probe.random is not False](  # seeded where nobody knows
+        results = iter(
+            LEAF_OPERATORS[call.probe.random is not False](  # seeded where nobody knows
                 operands,
                 call.number,
                 [len(x.shape) for x in likes],
@@ -268,17 +221,17 @@ class Leaves:
         leaves: list[Any] = []
         for leaf in call.probe.leaves:
             if isinstance(leaf, TensorLike):
-                tensor = next(made)
+                tensor = next(results)
                 flows = leaf.requires_grad or not tensor.requires_grad
                 leaves.append(tensor if flows else tensor.detach())
             else:
-                leaves.append(operands[leaf.operand] if isinstance(leaf, Given) else leaf)
+                leaves.append(operands[leaf.operand] if isinstance(leaf, OperandResult) else leaf)
         with torch.no_grad():
             for name in call.probe.written:
-                subject.state[name].copy_(next(made))
+                subject.state[name].copy_(next(results))
         return pytree.tree_unflatten(leaves, call.probe.spec)
 
-    # --- what is found out once ---
+    # --- once for calls that can't be told apart ---
 
     def _new(
         self,
@@ -286,27 +239,31 @@ class Leaves:
         program: Program,
         likes: tuple[TensorLike, ...],
         subject: Subject,
-    ) -> _Call:
+    ) -> _Recorded:
         probe = self._probe(program, likes, subject)
-        flows = tuple(x.requires_grad for x in probe.made)
+        flows = tuple(x.requires_grad for x in probe.outputs)
         program = replace(
-            program, written=probe.written, gradients=flows, unseen=subject.said.result is not None
+            program,
+            written=probe.written,
+            gradients=flows,
+            unseen=subject.declaration.result is not None,
         )
-        same = sum(leaf.name == subject.name for leaf in self.found)
-        said = subject.said
+        declaration = subject.declaration
         leaf = Leaf(
             name=subject.name,
-            number=same,
-            rule=said.rule,
-            sums=said.sums,
+            number=sum(leaf.name == subject.name for leaf in self.leaves),
+            rule=declaration.rule,
+            sums=declaration.sums,
             gradients=flows,
-            work=self._declared_work(probe.work, said, likes),
+            work=self._declared_work(probe.work, declaration, likes),
             program=program,
         )
-        trust = self._trust(leaf, key, probe, likes, subject) if said.rule else ""
-        call = _Call(key=key, number=len(self.found), program=program, probe=probe, trust=trust)
-        self.found.append(leaf)
-        self.places.append(subject.place)
+        trust = self._trust(leaf, key, probe, likes, subject) if declaration.rule else ""
+        call = _Recorded(
+            key=key, number=len(self.leaves), program=program, probe=probe, trust=trust
+        )
+        self.leaves.append(leaf)
+        self.fqns.append(subject.fqn)
         self.calls.append(call)
         return call
 
@@ -318,38 +275,42 @@ class Leaves:
         likes: tuple[TensorLike, ...],
         subject: Subject,
     ) -> str:
-        """Why the rule is taken on trust, if it is; checked once in a process."""
-        tried = _TRIED.setdefault(subject.kind, {})
+        """Check the rule, once in a process; why it is taken on trust, "" where it was tried."""
+        checked = _CHECKED.setdefault(subject.kind, {})
         call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))
-        if call not in tried:
+        if call not in checked:
             first = len(likes) - len(subject.state)
-            places = {name: first + k for k, name in enumerate(subject.state)}
-            written = [likes[places[name]] for name in probe.written]
-            tried[call] = check_rule(
-                leaf, likes, [*probe.made, *written], runs=probe.runs, random=bool(probe.random)
+            position = {name: first + k for k, name in enumerate(subject.state)}
+            written = [likes[position[name]] for name in probe.written]
+            checked[call] = check_rule(
+                leaf, likes, [*probe.outputs, *written], runs=probe.runs, random=bool(probe.random)
             )
-        return tried[call]
+        return checked[call]
 
     def _probe(self, program: Program, likes: tuple[TensorLike, ...], subject: Subject) -> Probe:
-        grad, result = torch.is_grad_enabled(), subject.said.result
+        """The first probe that works: by the declared result, on fake tensors, on random numbers.
+        Raises `LeafError` where none does, and `Irregular` for what a stand-in can't tell."""
+        grad, result = torch.is_grad_enabled(), subject.declaration.result
         if result is not None:
             if subject.positions:  # nobody looks whether its forward uses its position
-                raise Irregular(f"{subject.place} is not run while it is traced")
-            return apart(lambda: by_result(program, likes, result), grad=grad)
+                raise Irregular(f"{subject.fqn} is not run while it is traced")
+            return in_plain_thread(lambda: probe_by_result(program, likes, result), grad=grad)
         try:
-            return apart(lambda: on_fakes(program, likes), grad=grad)
+            return in_plain_thread(lambda: probe_on_fakes(program, likes), grad=grad)
         except (LeafError, Irregular):
             raise
         except Exception as error:  # noqa: BLE001 - whatever fakes can't do, real numbers may
             first = error
         try:
             if subject.positions:
-                raise Irregular(f"{subject.place} is not run on fake tensors")
-            return apart(lambda: for_real(program, likes, subject.weights), grad=grad)
+                raise Irregular(f"{subject.fqn} is not run on fake tensors")
+            return in_plain_thread(
+                lambda: probe_on_random(program, likes, subject.weights), grad=grad
+            )
         except Irregular:
             raise
         except Exception as error:  # noqa: BLE001 - nor on real ones, whatever it is
-            where = f"{subject.place} ({subject.name})" if subject.place else subject.name
+            where = f"{subject.fqn} ({subject.name})" if subject.fqn else subject.name
             lines = (str(e).strip().splitlines() or [type(e).__name__] for e in (first, error))
             on_fake, on_real = (line[0][:200] for line in lines)
             message = (
@@ -360,32 +321,34 @@ class Leaves:
             )
             raise LeafError(message) from first
 
-    def _declared_work(self, work: Work, said: Declaration, likes: Sequence[TensorLike]) -> Work:
-        """Numbers of the declaration in place of those found."""
+    def _declared_work(
+        self, work: Work, declaration: Declaration, likes: Sequence[TensorLike]
+    ) -> Work:
+        """The work of a probe, with the FLOPs and saved bytes that were declared."""
 
-        def amount(given: Amount) -> int:
+        def amount(value: Amount) -> int:
             shapes = (x.shape for x in likes)
-            return int(given(*shapes) if callable(given) else given * self.scale)
+            return int(value(*shapes) if callable(value) else value * self.scale)
 
-        if said.flops is not None:
-            work = replace(work, flops=amount(said.flops), source="declared")
-        if said.saved_bytes is not None:
-            work = replace(work, saved_bytes=amount(said.saved_bytes), source="declared")
+        if declaration.flops is not None:
+            work = replace(work, flops=amount(declaration.flops), source="declared")
+        if declaration.saved_bytes is not None:
+            work = replace(work, saved_bytes=amount(declaration.saved_bytes), source="declared")
         return work
 
-    # --- what is reported ---
+    # --- the report ---
 
     def notes(self) -> tuple[str, ...]:
-        """Which leaves there are, why, and how they run; those of one class in one line."""
-        alike: dict[tuple[str, str, str, str], list[int]] = {}
-        for k, (leaf, place) in enumerate(zip(self.found, self.places, strict=True)):
-            why = self.kept.get(place, "")
-            alike.setdefault((leaf.name, leaf.rule, why, self.calls[k].trust), []).append(k)
+        """A line for each class of leaves: why they are leaves, how they run, what they cost."""
+        classes: dict[tuple[str, str, str, str], list[int]] = {}
+        for k, (leaf, fqn) in enumerate(zip(self.leaves, self.fqns, strict=True)):
+            reason = self.reasons.get(fqn, "")
+            classes.setdefault((leaf.name, leaf.rule, reason, self.calls[k].trust), []).append(k)
         lines = []
-        for (name, rule, why, trust), numbers in alike.items():
-            place, work = self.places[numbers[0]], self.found[numbers[0]].work
-            where = f"{place} ({name}) and its like are" if place else f"calls of {name} are"
-            because = f", because {why}" if why else ""
+        for (name, rule, reason, trust), numbers in classes.items():
+            fqn, work = self.fqns[numbers[0]], self.leaves[numbers[0]].work
+            where = f"{fqn} ({name}) and its like are" if fqn else f"calls of {name} are"
+            because = f", because {reason}" if reason else ""
             how = f'split by "{rule}"' if rule else "run in full on every rank"
             how += f", a rule taken on trust, because {trust}" if trust else ""
             lines.append(
@@ -395,23 +358,6 @@ class Leaves:
         return tuple(lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is called, a function or a module of a class (`kind`): its own tensors as traced
-    (`state`) and as the user has them (`weights`); `positions`: an attribute holds its place in a
-    stack, and tells when it is used."""
-
-    name: str
-    place: str
-    function: Callable[..., Any]
-    module: nn.Module | None
-    kind: Any
-    identity: Any
-    state: Mapping[str, torch.Tensor]
-    weights: Mapping[str, torch.Tensor]
-    said: Declaration
-    positions: bool
-
-
 def _comparable(leaf: Any) -> Any:
+    """An argument with its type, such that nan equals nan, and 1 neither True nor 1.0."""
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf

@@ -1,10 +1,10 @@
-"""A leaf's rule tried on numbers: are the results and gradients of parts those of the whole?
+"""The numerical trial of a leaf's rule: results and gradients of parts against the whole.
 
 The forward and its backward run once on random numbers and once on each of two parts per letter,
-and are compared (`verify_rule.py`). Letters that may be split are made small, as the forward takes
-their sizes from its tensors; dims that stay whole are as traced where a run costs little, else
-small where the forward works on that. Weights are random too, so that models on the meta device
-are tried like others.
+and are compared (`user_rules/verify.py`). Letters that may be split are made small, as the forward
+takes their sizes from its tensors; dims that stay whole are as traced where a run costs little,
+else small where the forward works on that. Weights are random too, so that models on the meta
+device are tried like others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from meshwright.costmodel.user_rules.verify import (
     random_operands,
 )
 from meshwright.planner.operators.leaf import Program, UnseenWrite
-from meshwright.planner.tracing.leaves.probe import LeafError, TensorLike, apart, on_fakes
+from meshwright.planner.tracing.leaves.probe import (
+    LeafError,
+    TensorLike,
+    in_plain_thread,
+    probe_on_fakes,
+)
 
 SMALL = 4  # elements of a letter: two parts of two, which do not broadcast
 MAX_KERNELS = 2**11  # of one forward, and so for what follows
@@ -43,35 +48,39 @@ DTYPES = (torch.float64, torch.float32, None)  # None: as traced
 Likes = Sequence[TensorLike]
 
 
-def try_rule(leaf: Leaf, made: OpFactors, operands: Likes, results: Likes, *, runs: bool) -> str:
-    """Why the rule can't be tried on numbers, empty where it was and holds; LeafError where it does
-    not. `made` is the rule on the traced tensors; `runs`: the forward does on fake tensors."""
+def try_rule(leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *, runs: bool) -> str:
+    """The reason why the rule can't be tried on numbers; "" where it was and holds.
+
+    `factors` is the rule on the traced tensors; `runs`: the forward runs on fake tensors. Raises
+    `LeafError` where the rule does not hold.
+    """
     traced = {
-        name: max(SMALL, made.sizes[name] // 2 * 2)
-        for name, kind in made.kinds.items() if kind != "whole"
+        name: max(SMALL, factors.sizes[name] // 2 * 2)
+        for name, kind in factors.kinds.items() if kind != "whole"
     }  # fmt: skip
     if not traced:
         return ""
 
-    def tried(sizes: Mapping[str, int]) -> list[Fault] | str:
-        like = [x.resized(dims, sizes) for x, dims in zip(operands, made.operands, strict=True)]
-        wanted = [x.resized(dims, sizes) for x, dims in zip(results, made.results, strict=True)]
-        return _tried(leaf, like, wanted, runs=runs)
+    def faults_at(sizes: Mapping[str, int]) -> list[Fault] | str:
+        like = [x.resized(dims, sizes) for x, dims in zip(operands, factors.operands, strict=True)]
+        wanted = [x.resized(dims, sizes) for x, dims in zip(results, factors.results, strict=True)]
+        return _first_trial(leaf, like, wanted, runs=runs)
 
     def stands(fault: Fault, sizes: Mapping[str, int]) -> bool:
-        """Also where its letter is as wide as traced: it may be made of heads of a fixed size."""
+        """Whether it is a fault also where its letter is as wide as traced: the letter may be made
+        of heads of a fixed size."""
         wide = {**sizes, fault.factor: traced[fault.factor]}
-        again = tried(wide) if wide != sizes else ""
+        again = faults_at(wide) if wide != sizes else ""
         return isinstance(again, str) or fault.factor in {other.factor for other in again}
 
     reasons = []
     loops = leaf.work.kernels > LONG_KERNELS
-    for sizes in _trial_sizes(made.sizes, traced, shrinks=runs, loops=loops):
-        found = tried(sizes)
-        if isinstance(found, str):
-            reasons.append(found)
+    for sizes in _trial_sizes(factors.sizes, traced, shrinks=runs, loops=loops):
+        outcome = faults_at(sizes)
+        if isinstance(outcome, str):
+            reasons.append(outcome)
             continue
-        if wrong := [fault for fault in found if stands(fault, sizes)]:
+        if wrong := [fault for fault in outcome if stands(fault, sizes)]:
             raise LeafError(_wrong(leaf, wrong))
         return ""
     return reasons[-1]
@@ -80,57 +89,58 @@ def try_rule(leaf: Leaf, made: OpFactors, operands: Likes, results: Likes, *, ru
 def _trial_sizes(
     sizes: Mapping[str, int], traced: Mapping[str, int], *, shrinks: bool, loops: bool
 ) -> Iterator[dict[str, int]]:
-    """Sizes to try: all letters small; also the dims that stay whole, if the forward may be asked
-    whether it `shrinks`, and first where it `loops` long, as over those; each letter as traced;
-    all."""
+    """Distinct sizes to try: all letters small; where the forward `shrinks`, also the dims that
+    stay whole (first where it `loops` over them); each letter as traced; all letters as traced."""
     small = {**sizes, **dict.fromkeys(traced, SMALL)}
     tiny = {name: min(size, SMALL) for name, size in small.items()}
-    found = [small, tiny] if shrinks else [small]
+    trials = [small, tiny] if shrinks else [small]
     if loops:
-        found.reverse()
-    found += [{**small, name: size} for name, size in traced.items()]
-    found.append({**small, **traced})
-    yield from (given for k, given in enumerate(found) if given not in found[:k])
+        trials.reverse()
+    trials += [{**small, name: size} for name, size in traced.items()]
+    trials.append({**small, **traced})
+    yield from (trial for k, trial in enumerate(trials) if trial not in trials[:k])
 
 
-def _tried(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> list[Fault] | str:
-    """What does not hold on tensors like `operands`, or why that can't be told."""
+def _first_trial(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> list[Fault] | str:
+    """The faults on tensors like `operands`, in the first dtype that works, or the reason why that
+    can't be told."""
     try:
         if above := _above(_work(leaf, operands, wanted, runs=runs)):
             return above
     except Exception as error:  # noqa: BLE001 - the forward's own, whatever it is
-        return _first(error)
+        return _first_line(error)
     reasons = []
     for dtype in DTYPES:
         run = functools.partial(_faults, leaf, operands, wanted, dtype)
         try:
-            found = apart(run, grad=torch.is_grad_enabled())
+            outcome = in_plain_thread(run, grad=torch.is_grad_enabled())
         except UnseenWrite as error:
             raise LeafError(str(error)) from None
         except Exception as error:  # noqa: BLE001 - the forward's own; other dtypes may do
-            found = _first(error)
-        if not isinstance(found, str):
-            return found
-        reasons.append(found)
+            outcome = _first_line(error)
+        if not isinstance(outcome, str):
+            return outcome
+        reasons.append(outcome)
     return reasons[-1]
 
 
 def _work(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> Work:
-    """What a forward of these sizes does: counted on fake tensors, or in proportion to the traced.
-    ValueError where it makes other shapes than the rule says."""
+    """The work of a forward of these sizes: counted on fake tensors, or scaled from the traced.
+    Raises ValueError where it makes other shapes than the rule says."""
     assert isinstance(leaf.program, Program)
     if not runs:
         share = math.prod(wanted[0].shape) / leaf.work.numel if wanted else 1.0
         nbytes = max(int(leaf.work.passed * share), sum(x.nbytes for x in (*operands, *wanted)))
         return replace(leaf.work, flops=int(leaf.work.flops * share), nbytes=nbytes, taken=())
     program = leaf.program
-    probe = apart(lambda: on_fakes(program, operands), grad=torch.is_grad_enabled())
-    if [x.shape for x in probe.made] != [x.shape for x in wanted[: len(probe.made)]]:
+    probe = in_plain_thread(lambda: probe_on_fakes(program, operands), grad=torch.is_grad_enabled())
+    if [x.shape for x in probe.outputs] != [x.shape for x in wanted[: len(probe.outputs)]]:
         raise ValueError("its results don't follow the sizes of its tensors")
     return probe.work
 
 
 def _above(work: Work) -> str:
+    """The limits of a trial that this work exceeds; "" if none."""
     limits = {
         "kernels": ("kernels", MAX_KERNELS), "flops": ("FLOPs", MAX_FLOPS),
         "passed": ("bytes", MAX_BYTES),
@@ -145,7 +155,7 @@ def _above(work: Work) -> str:
 def _faults(
     leaf: Leaf, operands: Likes, wanted: Likes, dtype: torch.dtype | None
 ) -> list[Fault] | str:
-    """What does not hold on random numbers of a dtype, or why that can't be told."""
+    """The faults on random numbers of a dtype, or the reason why that can't be told."""
     assert isinstance(leaf.program, Program)
     if dtype is not None:
         leaf = replace(leaf, program=replace(leaf.program, autocast=None))
@@ -155,26 +165,30 @@ def _faults(
     metas = [TensorMeta(shape=x.shape, dtype=x.dtype) for x in operands]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        coarsest = _Coarsest()
+        coarsest = _CoarsestDtype()
         with coarsest:
             trial = Trial.of(op, random_operands(metas, dtype), [x.requires_grad for x in operands])
-        made = trial.whole.results
-        if [tuple(y.shape) for y in made] != [x.shape for x in wanted]:
+        outputs = trial.whole.results
+        if [tuple(y.shape) for y in outputs] != [x.shape for x in wanted]:
             return "its results don't follow the sizes of its tensors"
         if not trial.repeats():
             return "two equal calls differ: it draws random numbers"
-        floating = [x for x in (*made, *trial.whole.gradients) if x is not None]
+        floating = [x for x in (*outputs, *trial.whole.gradients) if x is not None]
         if not all(x.isfinite().any() for x in floating if x.numel()):
             return "it makes nothing finite of random numbers"
         local = factors_of_spec(
-            leaf.rule, leaf.sums, op, list(map(meta_of, trial.operands)), list(map(meta_of, made))
+            leaf.rule,
+            leaf.sums,
+            op,
+            list(map(meta_of, trial.operands)),
+            list(map(meta_of, outputs)),
         )
         trial = replace(trial, tolerance=max(trial.tolerance, coarsest.tolerance))
         return faults(trial, local)
 
 
-class _Coarsest(TorchDispatchMode):
-    """The tolerance of the least precise dtype that is computed in: a forward may cast."""
+class _CoarsestDtype(TorchDispatchMode):
+    """Notes the `tolerance` of the least precise dtype computed in: a forward may cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +204,8 @@ class _Coarsest(TorchDispatchMode):
         return result
 
 
-def _wrong(leaf: Leaf, found: Sequence[Fault]) -> str:
+def _wrong(leaf: Leaf, wrong: Sequence[Fault]) -> str:
+    """The message of the `LeafError` about these faults."""
     program = leaf.program
     assert isinstance(program, Program)
     count = len(program.dense) - len(program.state)
@@ -200,16 +215,16 @@ def _wrong(leaf: Leaf, found: Sequence[Fault]) -> str:
         for k, name in enumerate(program.written)
     ]
     legend = f" (operand {', '.join(names)})" if names else ""
-    wrong = "; ".join(f"{f.factor!r}: {f.what}" for f in found)
+    listed = "; ".join(f"{f.factor!r}: {f.what}" for f in wrong)
     return (
         f"leaf {leaf.name}: rule {leaf.rule!r} does not hold: run in two parts, forward and "
-        f"backward, and put together, {wrong}{legend}. Ways out: write _ for the dims of a letter "
+        f"backward, and put together, {listed}{legend}. Ways out: write _ for the dims of a letter "
         "along which the forward mixes; leave out of the results, and list in sums=, a letter "
         "whose parts are to be added up; what every part would add in full (a bias) belongs "
         "outside of the leaf"
     )
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     line = (str(error).strip().splitlines() or ["-"])[0]
     return f"{type(error).__name__}: {line[:200]}"

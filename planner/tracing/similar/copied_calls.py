@@ -1,4 +1,4 @@
-"""The operators of layers that were not traced, copied from one that was.
+"""Copies of a traced layer's operators, for the similar layers that were not traced.
 
 In the exported program, marks enclose the calls of the first, the second and the last layer of a
 group (`stand_ins.py`), and `repeated` nodes stand for those between. Between two marks the
@@ -27,17 +27,17 @@ from torch import nn
 
 from meshwright.costmodel.graph import Op, Ref, map_refs
 from meshwright.planner.tracing.similar.stand_ins import ENTER, LEAVE, REPEATED, Irregular
-from meshwright.planner.tracing.user_module.similar_layers import Alike
-from meshwright.planner.tracing.values.functional import Builder, Slots
+from meshwright.planner.tracing.user_module.similar_layers import SimilarLayers
+from meshwright.planner.tracing.values.functional import GraphBuilder, Slots
 from meshwright.planner.tracing.values.traced_state import TracedState
 
 MARKS = (ENTER, LEAVE, REPEATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """A traced call: the operators `start` to `stop` of the graph, and the values it takes and
-    makes."""
+class _TracedCall:
+    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, and the
+    values that it takes and makes."""
 
     start: int
     stop: int
@@ -46,8 +46,8 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
-    """A call between its marks; `outer` are the slots from before it."""
+class _OpenCall:
+    """A call whose `leave` mark was not met yet; `outer` are the slots from before it."""
 
     member: str
     start: int
@@ -56,9 +56,9 @@ class _Open:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Program:
-    """A call with names that do not depend on the layer: one line for each operator, what it calls
-    its own (value -> path below the layer), and the values from elsewhere in order of use."""
+class _CanonicalCall:
+    """A call with names that do not depend on the layer: a line for each operator, the layer's own
+    tensors (value -> path below the layer), and the values from outside in order of use."""
 
     lines: list[str] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
@@ -67,41 +67,45 @@ class _Program:
 
 
 class CopiedCalls:
-    """The layers of `groups` in a graph that is being made by a `Builder`."""
+    """The calls of similar layers in a graph that is being built, and their copies."""
 
     def __init__(
         self,
-        builder: Builder,
+        builder: GraphBuilder,
         slots: Slots,
         state: TracedState,
         model: nn.Module,
-        groups: Sequence[Alike],
+        groups: Sequence[SimilarLayers],
     ) -> None:
-        self.builder, self.slots, self.state, self.model = builder, slots, state, model
+        self.builder = builder
+        self.slots = slots
+        self.state = state
+        self.model = model
         self.groups = {name: group for group in groups for name in group.members}
-        self.calls: dict[str, _Call] = {}
-        self.open: _Open | None = None
+        self.calls: dict[str, _TracedCall] = {}
+        self.open: _OpenCall | None = None
         self.copies: dict[str, list[str]] = {}  # spared member -> the slots it makes
-        self.programs: dict[str, _Program] = {}
-        self.given: set[str] = set()
+        self.programs: dict[str, _CanonicalCall] = {}
+        self.copied_results: set[str] = set()
 
     # --- while the graph is made ---
 
     def mark(
         self, target: Any, operands: Sequence[Any], member: str, position: int = 0
     ) -> str | None:
-        """Handle a mark on slots; the slot that a `repeated` node stands for."""
+        """Handle a mark on slots; for a `repeated` one, the slot of the result that it stands for.
+        Raises `Irregular` for calls that are not closed."""
         if not all(isinstance(x, str) for x in operands):
             raise Irregular(f"{member} meets a value that is no tensor of the graph")
         if target is REPEATED:
             if member not in self.copies:
                 self.copies[member] = self._copy(member, self._read(operands))
-                self.given.update(self.copies[member])
+                self.copied_results.update(self.copies[member])
             return self.copies[member][position]
         if target is ENTER:
             if self.open is not None:
                 raise Irregular(f"{member} is called inside of {self.open.member}")
-            self.open = _Open(
+            self.open = _OpenCall(
                 member=member,
                 inputs=self._read(operands),
                 start=len(self.builder.ops),
@@ -117,7 +121,7 @@ class CopiedCalls:
             raise Irregular(f"the call of {member} does not end where it began")
         if any(self.slots.root(slot) in call.outer for slot in outputs):
             raise Irregular(f"{member} gives a view of its input")
-        self.calls[member] = _Call(
+        self.calls[member] = _TracedCall(
             start=call.start,
             inputs=call.inputs,
             outputs=self._read(outputs),
@@ -132,9 +136,9 @@ class CopiedCalls:
         return values
 
     def check_write(self, slot: str) -> None:
-        """Raise where a write passes the border of a call."""
+        """Raise `Irregular` where a write passes the border of a call."""
         root = self.slots.root(slot)
-        if root in self.given or (self.open is not None and root in self.open.outer):
+        if root in self.copied_results or (self.open is not None and root in self.open.outer):
             raise Irregular("a write passes the border of a layer")
 
     def _copy(self, member: str, inputs: Sequence[str]) -> list[str]:
@@ -165,7 +169,7 @@ class CopiedCalls:
         return value
 
     def _constants(self, first: str, second: str, suffix: int) -> dict[str, str]:
-        """New constants for those that the first and the second layer have each for itself."""
+        """Value -> copy of the constants that the first and second layer do not share."""
         pairs = zip(self._program(first).outside, self._program(second).outside, strict=False)
         return {
             b: self.state.constant(
@@ -175,26 +179,26 @@ class CopiedCalls:
             if a != b and b in self.state.constants
         }
 
-    # --- what a call is ---
+    # --- canonical calls ---
 
-    def _program(self, member: str) -> _Program:
+    def _program(self, member: str) -> _CanonicalCall:
         if member not in self.programs:
             self.programs[member] = self._described(member, self.calls[member])
         return self.programs[member]
 
-    def _described(self, member: str, call: _Call) -> _Program:
-        program = _Program()
+    def _described(self, member: str, call: _TracedCall) -> _CanonicalCall:
+        program = _CanonicalCall()
         tokens: dict[str, str] = {}
         for k, value in enumerate(call.inputs):
             tokens.setdefault(value, f"input {k}")
-        own = self._own_parameters(member)
+        parameters = self._own_parameters(member)
 
         def token(value: str) -> str:
             if value not in tokens:
                 fqn = self.state.buffers.get(value, "")
-                if value in own:
-                    program.parameters[value] = own[value]
-                    tokens[value] = f"parameter {own[value]}"
+                if value in parameters:
+                    program.parameters[value] = parameters[value]
+                    tokens[value] = f"parameter {parameters[value]}"
                 elif fqn.startswith(f"{member}."):
                     path = fqn.removeprefix(f"{member}.")
                     program.buffers[value] = path
@@ -211,14 +215,14 @@ class CopiedCalls:
         return program
 
     def _own_parameters(self, member: str) -> dict[str, str]:
-        """The values of a layer's parameters, and their paths below it."""
+        """Value -> path below the layer, of its parameters."""
         module = self.model.get_submodule(member)
-        own: dict[str, str] = {}
+        paths: dict[str, str] = {}
         for path, _ in module.named_parameters(remove_duplicate=False):
             slot = self.state.known_parameter(f"{member}.{path}")
             if slot is not None:
-                own.setdefault(self.slots.held[slot], path)
-        return own
+                paths.setdefault(self.slots.held[slot], path)
+        return paths
 
     def _line(self, op: Op, member: str, token: Any) -> str:
         call = map_refs((op.args, op.kwargs), lambda value: Ref(token(value)))
@@ -230,8 +234,8 @@ class CopiedCalls:
     # --- at the end ---
 
     def check(self) -> None:
-        """Raise unless the traced layers of each group are one program, closed but for inputs and
-        outputs."""
+        """Raise `Irregular` unless the traced layers of each group are one program, closed but for
+        inputs and outputs."""
         if self.open is not None:
             raise Irregular(f"the call of {self.open.member} does not end")
         groups = {group.members: group for group in self.groups.values()}
@@ -253,15 +257,18 @@ class CopiedCalls:
         call = self.calls[member]
         return self.builder.ops[call.start : call.stop]
 
-    def _shared(self, a: _Program, b: _Program) -> list[bool]:
-        """For each value from elsewhere, whether two calls of one program have the same."""
+    def _shared(self, a: _CanonicalCall, b: _CanonicalCall) -> list[bool]:
+        """For each value from outside, whether two calls read the same one.
+
+        Raises `Irregular` where they are not one program up to equal constants.
+        """
         if a.lines != b.lines or len(a.outside) != len(b.outside):
             raise Irregular("two layers that are built alike compute differently")
         same = [x == y for x, y in zip(a.outside, b.outside, strict=True)]
         constants = self.state.constants
         for x, y, equal in zip(a.outside, b.outside, same, strict=True):
-            alike = x in constants and y in constants and _equal(constants[x], constants[y])
-            if not equal and not alike:
+            known = x in constants and y in constants
+            if not equal and not (known and _equal(constants[x], constants[y])):
                 raise Irregular(f"two layers that are built alike read {x} and {y}")
         return same
 
@@ -273,8 +280,8 @@ class CopiedCalls:
             results = {r for op in self._ops(member) for r in op.results}
             inside |= dict.fromkeys(results.difference(call.outputs), member)
         for k, op in enumerate(self.builder.ops):
-            here = at.get(k)
-            if any(inside.get(name, here) != here for name in op.operands):
+            member_at = at.get(k)
+            if any(inside.get(name, member_at) != member_at for name in op.operands):
                 raise Irregular(f"{op.key} reads what a layer keeps to itself")
 
 

@@ -1,7 +1,7 @@
-"""Stand-ins for layers that are built alike, while the model around them is exported.
+"""Stand-ins for similar layers, while the model around them is exported.
 
 The user's own forward runs, its loops included; only inside of the spared members of a group
-(`alike.py`) nothing is traced. A call of a member that is traced in full is put between the marks
+(`similar_layers.py`) nothing is traced. A call of a member that is traced is put between the marks
 
     enter(inputs, member)  ...  leave(outputs, member)
 
@@ -34,28 +34,27 @@ from torch.utils import _pytree as pytree
 from meshwright.planner.tracing.user_module.similar_layers import (
     PLAIN,
     STATE,
-    Alike,
-    Place,
+    AttributePath,
+    SimilarLayers,
     held_state,
     snapshot,
 )
 
-_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_LIBRARY.define("enter(Tensor[] inputs, str member) -> ()")
-_LIBRARY.define("leave(Tensor[] outputs, str member) -> ()")
-_LIBRARY.define(
-    "repeated(Tensor[] inputs, str member, int position, int[] size, int[] stride, "
-    "ScalarType dtype) -> Tensor"
+torch.library.define("meshwright::enter", "(Tensor[] inputs, str member) -> ()")
+torch.library.define("meshwright::leave", "(Tensor[] outputs, str member) -> ()")
+torch.library.define(
+    "meshwright::repeated",
+    "(Tensor[] inputs, str member, int position, int[] size, int[] stride, ScalarType dtype) "
+    "-> Tensor",
 )
 ENTER = torch.ops.meshwright.enter.default
 LEAVE = torch.ops.meshwright.leave.default
 REPEATED = torch.ops.meshwright.repeated.default
 for _mark in (ENTER, LEAVE):
     fx.has_side_effect(_mark)
-    torch.library.register_fake(_mark, lambda tensors, member: None, lib=_LIBRARY)
+    torch.library.register_fake(_mark, lambda tensors, member: None)
 
 
-@torch.library.register_fake(REPEATED, lib=_LIBRARY)
 def _repeated(
     inputs: list[torch.Tensor],
     member: str,
@@ -67,14 +66,17 @@ def _repeated(
     return torch.empty_strided(size, stride, dtype=dtype, device=inputs[0].device)
 
 
+torch.library.register_fake(REPEATED, _repeated)
+
+
 class Irregular(Exception):
-    """A short trace can't be shown to be the full one."""
+    """A short trace can't be shown to equal the full one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One call of a member. `results` describes its output's leaves: a tensor made, an input's
-    number, or a plain value."""
+class _MemberCall:
+    """One call of a member: `arguments` compares equal for equal calls. `results` are its output's
+    leaves: `_NewTensor`, ("input", number) or ("value", plain value); `spec` its pytree."""
 
     arguments: Any
     inputs: tuple[torch.Tensor, ...]
@@ -83,8 +85,8 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that a member makes."""
+class _NewTensor:
+    """A tensor that a member makes: size and stride in elements."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -93,14 +95,14 @@ class _Made:
 
 
 class StandIns:
-    """The groups of one model while it is copied and exported once."""
+    """The stand-ins of one model's groups while it is copied and exported once."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Alike]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[SimilarLayers]) -> None:
         self.groups = groups
         self.watching = False
         self.reason = ""
-        self.calls: dict[str, _Call] = {}
-        self.modules: dict[str, list[nn.Module]] = {}  # a member's, whose state must not change
+        self.calls: dict[str, _MemberCall] = {}
+        self.modules: dict[str, list[nn.Module]] = {}  # of a member: their state must not change
         self.before: dict[str, Any] = {}
         spared = [name for group in groups for name in group.spared]
         self.originals = {name: model.get_submodule(name) for name in spared}
@@ -113,7 +115,7 @@ class StandIns:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The model's own forward runs inside."""
+        """Context of the model's own forward, in which a look into a spared member raises."""
         self.before = {name: snapshot(modules) for name, modules in self.modules.items()}
         self.watching = True
         try:
@@ -124,7 +126,7 @@ class StandIns:
     # --- the copy ---
 
     def memo(self) -> dict[int, Any]:
-        """For `copy.deepcopy`: spared members become blank, and nothing they own is copied."""
+        """The memo for `copy.deepcopy` by which spared members become blank, without a tensor."""
         memo: dict[int, Any] = {}
         for name, original in self.originals.items():
             for tensor in (*original.parameters(), *original.buffers()):
@@ -132,20 +134,22 @@ class StandIns:
             memo[id(original)] = self.blank[name]
         return memo
 
-    def dress(self, model: nn.Module) -> None:
-        """Make a copy's members record their calls, and its blank ones stand in."""
+    def instrument(self, model: nn.Module) -> None:
+        """Replace the forwards of a copy's members: they record calls, or stand in if spared."""
         for group in self.groups:
             for name, position in zip(group.members, group.positions, strict=True):
                 if name in group.traced:
-                    self._dress_traced(model.get_submodule(name), name, group, position)
+                    self._instrument_traced(model.get_submodule(name), name, group, position)
             source = model.get_submodule(group.traced[1])
             at = dict(zip(group.members, group.positions, strict=True))
             for name in group.spared:
-                self._dress_spared(self.blank[name], source, name, group, at[name])
+                self._instrument_spared(self.blank[name], source, name, group, at[name])
 
-    def _dress_traced(self, module: nn.Module, name: str, group: Alike, position: int) -> None:
+    def _instrument_traced(
+        self, module: nn.Module, name: str, group: SimilarLayers, position: int
+    ) -> None:
         for path, attribute in group.numbers:
-            vars(module.get_submodule(path))[attribute] = _Number(position, self)
+            vars(module.get_submodule(path))[attribute] = _PositionInt(position, self)
         modules = self.modules[name] = list(module.modules())
         forward = type(module).forward
 
@@ -158,24 +162,24 @@ class StandIns:
                 self.refuse(f"{name} keeps state")
             if _flat(args, kwargs)[2] != call.arguments:
                 self.refuse(f"{name} changes its arguments")
-            made, results, spec = self._results(name, output, call.inputs)
-            LEAVE(made, name)
-            self.calls[name] = _Call(
+            new_tensors, results, spec = self._results(name, output, call.inputs)
+            LEAVE(new_tensors, name)
+            self.calls[name] = _MemberCall(
                 arguments=call.arguments, inputs=call.inputs, results=results, spec=spec
             )
             return output
 
         _override(module, type(module), traced)
 
-    def _dress_spared(
-        self, blank: nn.Module, source: nn.Module, name: str, group: Alike, position: int
+    def _instrument_spared(
+        self, blank: nn.Module, source: nn.Module, name: str, group: SimilarLayers, position: int
     ) -> None:
         held = vars(blank)
         held.update(vars(source))
         held.update({table: _Closed(self, name) for table in STATE})
         for path, attribute in group.numbers:
             if not path:
-                held[attribute] = _Number(position, self)
+                held[attribute] = _PositionInt(position, self)
         self.modules[name] = [blank]
         copied = group.traced[1]
 
@@ -191,27 +195,27 @@ class StandIns:
         # the class of the copied member before it was overridden
         _override(blank, type(source).__mro__[1], stand_in)
 
-    def _stand_in(self, name: str, call: _Call, pattern: _Call) -> Any:
+    def _stand_in(self, name: str, call: _MemberCall, pattern: _MemberCall) -> Any:
         leaves: list[Any] = []
-        made = 0
+        count = 0
         inputs = list(call.inputs)
         for result in pattern.results:
-            if isinstance(result, _Made):
-                leaf = REPEATED(inputs, name, made, result.size, result.stride, result.dtype)
+            if isinstance(result, _NewTensor):
+                leaf = REPEATED(inputs, name, count, result.size, result.stride, result.dtype)
                 if leaf.requires_grad != result.requires_grad:
                     self.refuse(f"{name} would give another requires_grad")
-                made += 1
+                count += 1
             else:
                 kind, value = result
                 leaf = call.inputs[value] if kind == "input" else value
             leaves.append(leaf)
-        if not made or not inputs:
+        if not count or not inputs:
             self.refuse(f"{name} takes or makes no tensor")
         return pytree.tree_unflatten(leaves, pattern.spec)
 
     # --- calls ---
 
-    def _called(self, name: str, args: Any, kwargs: Any) -> _Call:
+    def _called(self, name: str, args: Any, kwargs: Any) -> _MemberCall:
         if name in self.calls:
             self.refuse(f"{name} is called twice")
         if snapshot(self.modules[name]) != self.before[name]:
@@ -220,32 +224,32 @@ class StandIns:
         odd = [x for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN))]
         if odd:
             self.refuse(f"{name} is given a {type(odd[0]).__name__}")
-        return _Call(arguments=arguments, inputs=inputs)
+        return _MemberCall(arguments=arguments, inputs=inputs)
 
     def _results(
         self, name: str, output: Any, inputs: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], tuple[Any, ...], Any]:
         leaves, spec = pytree.tree_flatten(output)
         places = {id(t): k for k, t in enumerate(inputs)}
-        made: list[torch.Tensor] = []
+        new_tensors: list[torch.Tensor] = []
         results: list[Any] = []
         for leaf in leaves:
             if id(leaf) in places:
                 results.append(("input", places[id(leaf)]))
             elif isinstance(leaf, torch.Tensor):
-                if any(leaf is other for other in made):
+                if any(leaf is other for other in new_tensors):
                     self.refuse(f"{name} gives a tensor twice")
-                made.append(leaf)
+                new_tensors.append(leaf)
                 size, stride = tuple(leaf.shape), tuple(leaf.stride())
-                results.append(_Made(size, stride, leaf.dtype, leaf.requires_grad))
+                results.append(_NewTensor(size, stride, leaf.dtype, leaf.requires_grad))
             elif isinstance(leaf, PLAIN):
                 results.append(("value", leaf))
             else:
                 self.refuse(f"{name} gives a {type(leaf).__name__}")
-        return made, tuple(results), spec
+        return new_tensors, tuple(results), spec
 
     def check(self) -> None:
-        """After the export: the calls of every group's members are the same."""
+        """After the export: raise `Irregular` unless calls of each group's members are equal."""
         if self.reason:
             raise Irregular(self.reason)
         for group in self.groups:
@@ -267,7 +271,7 @@ class StandIns:
 
 
 def _flat(args: Any, kwargs: Any) -> tuple[list[Any], tuple[torch.Tensor, ...], Any]:
-    """Leaves, tensors, and all that must be equal between two calls."""
+    """(leaves, tensors, a description that is equal for calls that can't be told apart)."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
     first: dict[int, int] = {}
@@ -285,18 +289,18 @@ def _flat(args: Any, kwargs: Any) -> tuple[list[Any], tuple[torch.Tensor, ...], 
 
 
 def _override(module: nn.Module, base: type, forward: Callable[..., Any]) -> None:
-    """Give one module a forward of its own, by a class that looks like its own (an attribute would
+    """Give one module another forward, by a class that looks like its own (an attribute would
     bypass the proxies through which export follows module paths)."""
     body = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     module.__class__ = type(base.__name__, (base,), body)
 
 
 class _Missing:
-    """In place of a tensor of a spared member, where something else reaches for it."""
+    """Stands for a tensor of a spared member that something else holds."""
 
 
 class _Closed(dict[str, Any]):
-    """The empty state of a spared member; the model's code may not look at it."""
+    """The empty state of a spared member; raises where the model's code reads it."""
 
     def __init__(self, stand_ins: StandIns, member: str) -> None:
         super().__init__()
@@ -304,6 +308,7 @@ class _Closed(dict[str, Any]):
 
 
 def _looked(name: str) -> Callable[..., Any]:
+    """The method of `dict`, refused while the model's forward runs."""
     plain = getattr(dict, name)
 
     def look(self: _Closed, *args: Any) -> Any:
@@ -314,28 +319,16 @@ def _looked(name: str) -> Callable[..., Any]:
     return look
 
 
-for _name in (
-    "__getitem__",
-    "__setitem__",
-    "__delitem__",
-    "__contains__",
-    "__iter__",
-    "__len__",
-    "__reversed__",
-    "get",
-    "keys",
-    "values",
-    "items",
-    "pop",
-    "setdefault",
-    "update",
-    "copy",
-):
+_DICT_METHODS = (
+    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__",
+    "__reversed__", "get", "keys", "values", "items", "pop", "setdefault", "update", "copy",
+)  # fmt: skip
+for _name in _DICT_METHODS:
     setattr(_Closed, _name, _looked(_name))
 
 
-class _Number:
-    """An integer that holds a member's own position, and tells when something depends on it."""
+class _PositionInt:
+    """An integer attribute with a member's own position; raises where something depends on it."""
 
     def __init__(self, value: int, stand_ins: StandIns) -> None:
         self.value, self.stand_ins = value, stand_ins
@@ -345,20 +338,21 @@ class _Number:
         return int
 
 
-def positions_of(module: nn.Module) -> set[Place]:
-    """Attributes of a traced member, or below, that tell when their number is used."""
+def positions_of(module: nn.Module) -> set[AttributePath]:
+    """The attributes of a traced member, and of modules below, that are a `_PositionInt`."""
     return {
         (path, name)
         for path, below in module.named_modules()
         for name, value in vars(below).items()
-        if type(value) is _Number
+        if type(value) is _PositionInt
     }
 
 
 def _used(name: str) -> Callable[..., Any]:
+    """The method of `int`, refused while the model's forward runs."""
     plain = getattr(int, name)
 
-    def use(self: _Number, *args: Any) -> Any:
+    def use(self: _PositionInt, *args: Any) -> Any:
         if self.stand_ins.watching:
             self.stand_ins.refuse("a layer depends on its own position")
         return plain(self.value, *args)
@@ -366,31 +360,13 @@ def _used(name: str) -> Callable[..., Any]:
     return use
 
 
-for _name in (
-    *(f"__{op}__" for op in ("index", "int", "float", "bool", "hash", "repr", "str", "format")),
-    *(f"__{op}__" for op in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")),
-    *(
-        f"__{side}{op}__"
-        for side in ("", "r")
-        for op in (
-            "add",
-            "sub",
-            "mul",
-            "truediv",
-            "floordiv",
-            "mod",
-            "divmod",
-            "pow",
-            "and",
-            "or",
-            "xor",
-            "lshift",
-            "rshift",
-        )
-    ),
-    "__round__",
-    "__trunc__",
-    "__floor__",
-    "__ceil__",
-):
-    setattr(_Number, _name, _used(_name))
+_BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+_INT_METHODS = (
+    "index", "int", "float", "bool", "hash", "repr", "str", "format", "eq", "ne", "lt", "le", "gt",
+    "ge", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil",
+)  # fmt: skip
+for _name in (*_INT_METHODS, *_BINARY, *(f"r{operation}" for operation in _BINARY)):
+    setattr(_PositionInt, f"__{_name}__", _used(f"__{_name}__"))

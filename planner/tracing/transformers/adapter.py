@@ -1,10 +1,10 @@
-"""What transformers models need while they are traced, switched on by what the model is.
+"""Patches of transformers while one of its models is traced.
 
 Four things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
 part of training. transformers, when it sees an exporter, always builds an explicit [batch, 1, s, s]
 mask, which rules out the flash kernels; while tracing, it is told that no exporter is at work and
 that sequences are not packed, so that it keeps `is_causal=True` as it does in ordinary training.
-Mixtures of experts are written with our operators (`hf_experts.py`), whichever of its own
+Mixtures of experts are written with our operators (`experts.py`), whichever of its own
 implementations the config names. And hand-written backwards that only repeat what autograd does are
 left out.
 """
@@ -34,8 +34,7 @@ PLAIN_FORMS: tuple[tuple[str, str, str], ...] = (
 
 @contextmanager
 def adapted(model: nn.Module) -> Iterator[None]:
-    """Trace `model` (a private copy) inside; what is touched in transformers is restored at the
-    end."""
+    """Context in which transformers is patched to trace `model`, a private copy."""
     with ExitStack() as stack:
         if any(hasattr(m, "config") for m in model.modules()):
             for module in model.modules():
@@ -48,11 +47,11 @@ def adapted(model: nn.Module) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(masking, name, value))
             experts = getattr(sys.modules.get(hf_experts.PLACE), hf_experts.INTERFACE, None)
             if experts is not None:
-                found = hf_experts.lookup(experts)
-                stack.enter_context(mock.patch.object(experts, hf_experts.LOOKUP, found))
+                lookup = hf_experts.lookup(experts)
+                stack.enter_context(mock.patch.object(experts, hf_experts.LOOKUP, lookup))
             for place, name, plain in PLAIN_FORMS:
-                found = sys.modules.get(place)
-                if hasattr(found, name) and hasattr(found, plain):
-                    direct = type(name, (), {"apply": staticmethod(getattr(found, plain))})
-                    stack.enter_context(mock.patch.object(found, name, direct))
+                source = sys.modules.get(place)
+                if hasattr(source, name) and hasattr(source, plain):
+                    direct = type(name, (), {"apply": staticmethod(getattr(source, plain))})
+                    stack.enter_context(mock.patch.object(source, name, direct))
         yield

@@ -35,13 +35,14 @@ def lookup(interface: Mapping[str, Forward]) -> Callable[[str | None, Forward], 
     plain: Callable[[str | None, Forward], Forward] = getattr(interface, LOOKUP)
 
     def get_interface(name: str | None, default: Forward) -> Forward:
-        found = plain(name, default)
-        own = found is default or getattr(found, "__module__", "").startswith("transformers.")
+        chosen = plain(name, default)
+        source = getattr(chosen, "__module__", "")
+        replaced = chosen is default or source.startswith("transformers.")
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             # transformers' expert parallelism hands a rank other experts than the module says
-            if not own or getattr(module, "_is_expert_parallel", False):
-                return found(module, *args, **kwargs)
+            if not replaced or getattr(module, "_is_expert_parallel", False):
+                return chosen(module, *args, **kwargs)
             return experts_forward(module, *args, **kwargs)
 
         return forward
@@ -50,14 +51,14 @@ def lookup(interface: Mapping[str, Forward]) -> Callable[[str | None, Forward], 
 
 
 def experts_forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """[n, h], [n, k], [n, k] -> [n, h]: what transformers' experts do, copy by copy."""
+    """Tokens [n, h], their experts [n, k] and weights [n, k] -> [n, h], the sum above."""
 
     def product(rows: Tensor, name: str) -> Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         matrices = getattr(module, name)
-        return grouped_linear(
-            rows.to(matrices.dtype), matrices, experts, bias, not module.is_transposed
-        )
+        by_linear = not module.is_transposed
+        y: Tensor = grouped_linear(rows.to(matrices.dtype), matrices, experts, bias, by_linear)
+        return y
 
     experts = chosen.unsqueeze(1)  # [n, 1, k]: n tokens of sequences of one
     rows = dispatch(x.unsqueeze(1), experts)
@@ -70,5 +71,5 @@ def experts_forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> 
         rows = module.post_expert_norm(rows)
         # a copy of no expert is zero before the norm, and need not be behind it
         weights = weights.masked_fill(chosen >= module.down_proj.shape[0], 0.0)
-    rows = rows * weights.unsqueeze(1).unsqueeze(-1)
-    return combine(rows).squeeze(1).to(x.dtype)
+    combined: Tensor = combine(rows * weights.unsqueeze(1).unsqueeze(-1))
+    return combined.squeeze(1).to(x.dtype)

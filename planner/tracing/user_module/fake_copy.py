@@ -1,4 +1,4 @@
-"""Copies of models that share no weights with them: the tracer's, and what leaves run on."""
+"""Copies of modules in fake tensors, which share no weight with the user's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.planner.errors import TraceError
 Like = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
-def weightless(
+def fake_copy(
     model: nn.Module,
     dtype: torch.dtype,
     like: Like,
@@ -23,11 +23,15 @@ def weightless(
     cast_buffers: bool = False,
     replaced: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
-    """A copy with tensors made by `like`; `replaced` holds what stands for modules and their
-    tensors, by id."""
+    """A deep copy whose parameters and buffers are made by `like`.
+
+    Floating parameters are made in `dtype`, but for those of modules with running statistics;
+    buffers keep their dtype unless `cast_buffers`. `replaced` maps ids of modules and tensors to
+    what takes their place. Raises `TraceError` for a module that can't be copied.
+    """
     memo: dict[int, Any] = dict(replaced)
     modules = list(_modules(model, replaced))
-    kept = {
+    keep_dtype = {
         id(p)
         for module in modules
         if getattr(module, "running_mean", None) is not None
@@ -37,7 +41,7 @@ def weightless(
         plain = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
         memo |= {id(t): t.detach() for t in plain}
     for p in (p for module in modules for p in module.parameters(recurse=False)):
-        cast = p.is_floating_point() and id(p) not in kept
+        cast = p.is_floating_point() and id(p) not in keep_dtype
         new = like(p, dtype if cast else p.dtype)
         memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
     for b in (b for module in modules for b in module.buffers(recurse=False)):
@@ -52,7 +56,7 @@ def weightless(
 
 
 def _modules(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
-    """Its modules, less those replaced and what is below them."""
+    """The modules of `model`, without those replaced and the ones below them."""
     seen = set(replaced)
     stack = [model]
     while stack:

@@ -1,6 +1,6 @@
-"""Hooks in a model that is traced.
+"""Hooks of modules and tensors while a model is traced.
 
-Hooks on a module's forward run while it is traced, and what they do becomes a part of the graph.
+Hooks on a module's forward run while it is traced, and their operators are a part of the graph.
 Those that autograd would call (a module's backward hooks, hooks on tensors and parameters) would be
 lost: they are refused. A leaf is called with all hooks on its modules, which the trace around it
 does not run.
@@ -55,7 +55,7 @@ def hooks_in(module: nn.Module) -> tuple[Any, ...]:
 
 
 def taken_hooks(module: nn.Module) -> dict[str, Any]:
-    """Take the hooks off that a module's own call runs; `vars(module).update` puts them back."""
+    """Remove and return the hooks that a module's own call runs; `vars(module).update` restores."""
     taken = {name: vars(module)[name] for name in CALL_HOOKS}
     vars(module).update({name: type(table)() for name, table in taken.items()})
     return taken
@@ -63,7 +63,7 @@ def taken_hooks(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def hooked(module: nn.Module, taken: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a module has its hooks again."""
+    """Context in which a module has its hooks again."""
     bare = {name: vars(module)[name] for name in taken}
     vars(module).update(taken)
     try:
@@ -74,7 +74,7 @@ def hooked(module: nn.Module, taken: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def refused_hooks() -> Iterator[None]:
-    """Inside, code that is being traced can't put hooks on tensors."""
+    """Context in which code that is traced can't put hooks on tensors: they raise `TraceError`."""
     with ExitStack() as stack:
         for name in CALLS:
             register = _refusing(name, getattr(torch.Tensor, name))

@@ -1,6 +1,6 @@
-"""Declaring what is to be kept as one node of the graph.
+"""Leaves, declared by the user: modules and functions that are one node of the graph.
 
-A declaration lies on what it is about: as an attribute of the module, of the class of modules or of
+A declaration lies on its subject: as an attribute of the module, of the class of modules or of
 the `torch.autograd.Function`; a function is wrapped. Outside of a trace it changes nothing.
 """
 
@@ -23,7 +23,7 @@ Amount = float | Callable[..., float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What the user says about a leaf; see `leaf`."""
+    """The arguments of `leaf`, which has their meaning."""
 
     rule: str = ""
     sums: str = ""
@@ -33,13 +33,13 @@ class Declaration:
 
 
 class Recorder(Protocol):
-    """The trace at work."""
+    """The trace at work, as declared functions see it."""
 
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a wrapped function or of an autograd.Function."""
+        """The results of a call of a wrapped function or of an autograd.Function."""
 
 
-# A thread that a leaf is tried out in does not see the trace that started it
+# thread-local: a thread in which a leaf is probed does not see the trace that started it
 TRACE: ContextVar[Recorder | None] = ContextVar("TRACE", default=None)
 
 
@@ -95,10 +95,12 @@ def leaf(
             f"leaf: sums={sums!r}: {', '.join(map(repr, wrong))} can't be summed; legal: letters "
             f"of the rule that no result has, here {', '.join(sorted(legal)) or 'none'}"
         )
-    said = Declaration(rule=rule, sums=sums, flops=flops, saved_bytes=saved_bytes, result=result)
+    declaration = Declaration(
+        rule=rule, sums=sums, flops=flops, saved_bytes=saved_bytes, result=result
+    )
     if target is None:
-        return functools.partial(_declare, declaration=said)
-    return _declare(target, said)
+        return functools.partial(_declare, declaration=declaration)
+    return _declare(target, declaration)
 
 
 def _declare(target: Any, declaration: Declaration) -> Any:
@@ -129,6 +131,6 @@ def _declare(target: Any, declaration: Declaration) -> Any:
 
 
 def declared(target: Any) -> Declaration | None:
-    """What was said about a module, an autograd.Function or a function, or about its class."""
-    found = getattr(target, ATTRIBUTE, None)
-    return found if isinstance(found, Declaration) else None
+    """The declaration on a module, its class, an autograd.Function or a function; None without."""
+    declaration = getattr(target, ATTRIBUTE, None)
+    return declaration if isinstance(declaration, Declaration) else None

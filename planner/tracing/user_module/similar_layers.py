@@ -1,7 +1,7 @@
-"""Layers that are built alike, so that one of them need be traced for all.
+"""Similar layers: equal but for their weights, so that one can be traced for all.
 
-Two members of a `ModuleList` or `Sequential` are alike where nothing that their forward could look
-at tells them apart: the same tree of classes, equal plain attributes, the very same objects for
+Two members of a `ModuleList` or `Sequential` are similar where nothing that their forward could
+read tells them apart: the same tree of classes, equal plain attributes, the very same objects for
 everything else (configs, functions, shared tensors), parameters and buffers of equal shape, dtype
 and `requires_grad`, the same ties, and no hooks. One difference is allowed: an integer attribute
 that holds every member's own position (`layer_idx`); `stand_ins.py` notes whether it is used.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-MIN_ALIKE = 5  # members that a stack needs for the shortcut: three are traced all the same
+MIN_SIMILAR = 5  # members that a group needs for a short trace, in which three are traced
 STATE = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 UNSEEN = frozenset({  # attributes of every module that forward does not look at
@@ -44,33 +44,33 @@ PLAIN = (
     torch.memory_format,
 )
 
-Place = tuple[str, str]  # (path below the member, attribute)
+AttributePath = tuple[str, str]  # (path below the member, attribute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alike:
-    """Members of one container that are built alike: their FQNs in order.
+class SimilarLayers:
+    """A group of similar members of one container: their FQNs in order, and `positions` in it.
 
-    `numbers` are the attributes that hold each member's position in the container, `positions`.
+    `numbers` are the attributes that hold each member's own position.
     """
 
     members: tuple[str, ...]
     positions: tuple[int, ...]
-    numbers: tuple[Place, ...]
+    numbers: tuple[AttributePath, ...]
 
     @property
     def traced(self) -> tuple[str, str, str]:
-        """The members to be traced in full: the first, the second (the one that is copied) and the
-        last."""
+        """The members that are traced: the first, the second (which is copied) and the last."""
         return self.members[0], self.members[1], self.members[-1]
 
     @property
     def spared(self) -> tuple[str, ...]:
+        """The members that are not traced, but copied from the second."""
         return self.members[2:-1]
 
 
-def find_alike(model: nn.Module) -> tuple[Alike, ...]:
-    """The outermost groups of `MIN_ALIKE` or more members that are built alike."""
+def find_similar_layers(model: nn.Module) -> tuple[SimilarLayers, ...]:
+    """The outermost groups of `MIN_SIMILAR` or more similar members."""
     owners = Counter(
         id(held)
         for module in model.modules()
@@ -81,11 +81,11 @@ def find_alike(model: nn.Module) -> tuple[Alike, ...]:
     return tuple(_groups(model, "", owners))
 
 
-def _groups(module: nn.Module, path: str, owners: Counter[int]) -> Iterator[Alike]:
+def _groups(module: nn.Module, path: str, owners: Counter[int]) -> Iterator[SimilarLayers]:
     children = {name: m for name, m in module._modules.items() if m is not None}
     grouped: set[str] = set()
-    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) >= MIN_ALIKE:
-        for group in _alike(children, path, owners):
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) >= MIN_SIMILAR:
+        for group in _similar(children, path, owners):
             grouped.update(group.members)
             yield group
     for name, child in children.items():
@@ -93,12 +93,14 @@ def _groups(module: nn.Module, path: str, owners: Counter[int]) -> Iterator[Alik
             yield from _groups(child, f"{path}{name}.", owners)
 
 
-def _alike(children: dict[str, nn.Module], path: str, owners: Counter[int]) -> Iterator[Alike]:
-    classes: dict[Hashable, list[tuple[int, str, dict[Place, int]]]] = defaultdict(list)
+def _similar(
+    children: dict[str, nn.Module], path: str, owners: Counter[int]
+) -> Iterator[SimilarLayers]:
+    classes: dict[Hashable, list[tuple[int, str, dict[AttributePath, int]]]] = defaultdict(list)
     for position, (name, member) in enumerate(children.items()):
-        found = _Description(member, owners)
-        if found.regular and owners[id(member)] == 1 and "forward" not in vars(member):
-            classes[tuple(found.parts)].append((position, name, found.integers))
+        description = _Description(member, owners)
+        if description.regular and owners[id(member)] == 1 and "forward" not in vars(member):
+            classes[tuple(description.parts)].append((position, name, description.integers))
     for members in classes.values():
         places = members[0][2]
         numbers = {p for p in places if all(held[p] == at for at, _, held in members)}
@@ -107,8 +109,8 @@ def _alike(children: dict[str, nn.Module], path: str, owners: Counter[int]) -> I
         for position, name, held in members:
             kinds[tuple(held[p] for p in fixed)].append((position, name))
         for same in kinds.values():
-            if len(same) >= MIN_ALIKE:
-                yield Alike(
+            if len(same) >= MIN_SIMILAR:
+                yield SimilarLayers(
                     members=tuple(path + name for _, name in same),
                     positions=tuple(position for position, _ in same),
                     numbers=tuple(sorted(numbers)),
@@ -116,15 +118,16 @@ def _alike(children: dict[str, nn.Module], path: str, owners: Counter[int]) -> I
 
 
 class _Description:
-    """All that tells a module from another: hashable `parts`, and apart from them its `integers`.
+    """A module's structure: hashable `parts`, and its integer attributes apart, in `integers`.
 
-    What several modules own is described by its identity, so that ties must be the same ones.
+    Tensors and modules with several owners are described by their identity, so that ties must be
+    the same ones. `regular` is False for modules with state between calls, or hooks.
     """
 
     def __init__(self, member: nn.Module, owners: Counter[int]) -> None:
         self.owners = owners
         self.parts: list[Any] = []
-        self.integers: dict[Place, int] = {}
+        self.integers: dict[AttributePath, int] = {}
         self.regular = True
         self.paths = {id(m): path for path, m in member.named_modules()}
         for path, module in member.named_modules():
@@ -159,7 +162,8 @@ class _Description:
         return type(t), *layout, t.stride(), self._shared(t)
 
     def _frozen(self, value: Any) -> Hashable:
-        """Equal where two members' forward sees the same in it; identity where in doubt."""
+        """A key of an attribute's value, equal for values that a forward can't tell apart; where in
+        doubt, its identity."""
         kind = type(value)
         if kind is float:
             return kind, repr(value)
@@ -185,16 +189,17 @@ class _Description:
         return "same", id(value)
 
 
-def describe(member: nn.Module) -> tuple[list[Any], dict[Place, int]]:
-    """What tells a module from another, but for its weights: parts, and apart from them integer
-    attributes; a module whose hooks or statistics may tell more equals itself alone."""
-    found = _Description(member, Counter())
-    return found.parts if found.regular else [*found.parts, id(member)], found.integers
+def describe(member: nn.Module) -> tuple[list[Any], dict[AttributePath, int]]:
+    """A module's structure without its weights: (hashable parts, integer attributes). A module with
+    hooks or running statistics equals itself alone."""
+    description = _Description(member, Counter())
+    parts = description.parts if description.regular else [*description.parts, id(member)]
+    return parts, description.integers
 
 
 def snapshot(modules: Sequence[nn.Module]) -> list[Any]:
-    """What assignments to attributes would change, also to items of lists, sets and dicts, and to
-    attributes of other objects that they hold."""
+    """Identities of the attributes of modules, of items of lists, sets and dicts in them, and of
+    the attributes of other objects: an assignment changes them."""
     return [
         (name, _identity(value))
         for module in modules
@@ -204,7 +209,7 @@ def snapshot(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def held_state(modules: Sequence[nn.Module]) -> list[Any]:
-    """What assignments to parameters, buffers and submodules would change."""
+    """Identities of the parameters, buffers and submodules of modules."""
     return [_identity(vars(module)[table]) for module in modules for table in STATE]
 
 

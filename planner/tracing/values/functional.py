@@ -1,12 +1,13 @@
-"""Operators as plain values: every result has a name of its own, and no operator changes memory.
+"""Functionalization: every result is a value of its own name, and no operator changes memory.
 
 A traced program may write into tensors (`relu_`, `x[:, 0] = 0`, `running.mul_(0.9)`). Here each
-piece of memory is a slot whose value is replaced: a write makes a new value for the slot, and a
-write into a view also makes one for what it is a view of,
+tensor is a *slot* whose value is replaced: a write makes a new value for the slot, and a write into
+a view also one for the slot that it is a view of,
 
     slot(view) := new,    slot(base) := scatter(slot(base), new)
 
-while other views of the same memory are taken again from their base when they are next read.
+while its other aliases, views of the same memory, are taken from their base again when they are
+next read.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ALIGNED = RESHAPES | {"slice", "contiguous", "to", "alias", "expand", "expand_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where in the model an operator comes from: module FQN, and file:line of the user's source."""
+class Origin:
+    """The module FQN that an operator comes from, and file:line of the user's source."""
 
     module: str = ""
     source: str = ""
@@ -48,8 +49,8 @@ class Place:
 
 
 @dataclass(slots=True, kw_only=True)
-class Builder:
-    """Operators in order, and the shapes of the values they make."""
+class GraphBuilder:
+    """The operators of a graph in topological order, and the shapes of their values."""
 
     values: dict[str, TensorMeta] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
@@ -76,16 +77,19 @@ class Builder:
         target: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        place: Place,
+        origin: Origin,
         *,
         name: str = "",
         metas: Sequence[TensorMeta] = (),
         several: bool = False,
         grad: bool = True,
     ) -> tuple[str, ...]:
-        """Append one call; names of its results. Without `metas` their shapes are found on meta."""
+        """Append one call; the names of its results, `several` if it returns a list or tuple.
+
+        Without `metas` their shapes are inferred. `grad`: gradients are recorded.
+        """
         short = target.split(".")[1]
-        metas = metas or evaluate(self.values, target, args, kwargs)
+        metas = metas or infer_metas(self.values, target, args, kwargs)
         flows = grad and short_name(target) not in CONSTANT_LIKE
         needs = flows and any(self.values[n].requires_grad for n in refs((args, kwargs)))
         name = self.unique(name or short)
@@ -95,14 +99,14 @@ class Builder:
         for result, meta in zip(results, metas, strict=True):
             differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
             self.values[result] = dataclasses.replace(meta, requires_grad=needs and differentiable)
-        self._append(target, tuple(args), dict(kwargs), results, name, place)
+        self._append(target, tuple(args), dict(kwargs), results, name, origin)
         return results
 
-    def detached(self, value: str, place: Place) -> Ref:
-        """The value without its history; itself where it has none."""
+    def detached(self, value: str, origin: Origin) -> Ref:
+        """The value, or its detached copy where it requires a gradient."""
         if not self.values[value].requires_grad:
             return Ref(value)
-        return Ref(self.add("aten.detach.default", (Ref(value),), {}, place)[0])
+        return Ref(self.add("aten.detach.default", (Ref(value),), {}, origin)[0])
 
     def _append(
         self,
@@ -111,9 +115,9 @@ class Builder:
         kwargs: Mapping[str, Any],
         results: tuple[str, ...],
         name: str,
-        place: Place,
+        origin: Origin,
     ) -> None:
-        base = f"{place.module}:{target.split('.')[1]}"
+        base = f"{origin.module}:{target.split('.')[1]}"
         count = self._keys[base]
         self._keys[base] += 1
         self.ops.append(
@@ -124,20 +128,20 @@ class Builder:
                 kwargs=kwargs,
                 results=results,
                 key=f"{base}#{count}" if count else base,
-                module=place.module,
-                source=place.source,
+                module=origin.module,
+                source=origin.source,
             )
         )
 
     def repeat(self, op: Op, names: dict[str, str], name: str, module: str) -> None:
-        """Append `op` again in another module; `names` are the operands' values there, and get
-        those of the results."""
+        """Append `op` again in another module. `names` maps operands to the values there, and is
+        extended by the results."""
         name = self.unique(name)
         several = op.results != (op.name,)
         for i, result in enumerate(op.results):
-            made = self.unique(f"{name}_{i}") if several else name
-            self.values[made] = self.values[result]
-            names[result] = made
+            copied = self.unique(f"{name}_{i}") if several else name
+            self.values[copied] = self.values[result]
+            names[result] = copied
 
         def moved(value: str) -> Ref:
             return Ref(names.get(value, value))
@@ -148,26 +152,27 @@ class Builder:
             map_refs(op.kwargs, moved),
             tuple(names[r] for r in op.results),
             name,
-            Place(module=module, source=op.source),
+            Origin(module=module, source=op.source),
         )
 
-    def cast(self, value: str, dtype: torch.dtype, place: Place, *, grad: bool = True) -> str:
-        """The value in another dtype; itself where it has it."""
+    def cast(self, value: str, dtype: torch.dtype, origin: Origin, *, grad: bool = True) -> str:
+        """The value in `dtype`: itself, or the result of an `aten.to`."""
         if self.values[value].dtype == dtype:
             return value
-        return self.add("aten.to.dtype", (Ref(value), dtype), {}, place, grad=grad)[0]
+        return self.add("aten.to.dtype", (Ref(value), dtype), {}, origin, grad=grad)[0]
 
 
 def overload(target: str) -> torch._ops.OpOverload:
-    """`aten.add.Tensor` -> the operator."""
+    """The operator of a target: `aten.add.Tensor` -> torch.ops.aten.add.Tensor."""
     namespace, name, which = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), which)
+    operator: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), which)
+    return operator
 
 
-def evaluate(
+def infer_metas(
     values: Mapping[str, TensorMeta], target: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[TensorMeta]:
-    """Shapes and dtypes of a call's results, by making it on meta tensors."""
+    """Shapes and dtypes of a call's results, inferred by running it on meta tensors."""
 
     def blank(name: str) -> torch.Tensor:
         return torch.empty(values[name].shape, dtype=values[name].dtype, device="meta")
@@ -176,14 +181,14 @@ def evaluate(
     if "device" in local_kwargs:
         local_kwargs["device"] = torch.device("meta")
     with torch.no_grad():
-        made = overload(target)(*local_args, **local_kwargs)
-    made = list(made) if isinstance(made, (tuple, list)) else [made]
-    return [TensorMeta(shape=tuple(t.shape), dtype=t.dtype) for t in made]
+        output = overload(target)(*local_args, **local_kwargs)
+    results = list(output) if isinstance(output, (tuple, list)) else [output]
+    return [TensorMeta(shape=tuple(t.shape), dtype=t.dtype) for t in results]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """How a slot is seen in another: one result of `op`, whose first operand is the slot `base`."""
+    """A slot as a view of another: result `index` of `op`, whose first operand is slot `base`."""
 
     base: str
     op: Op
@@ -192,16 +197,16 @@ class _View:
 
 @dataclass(slots=True, kw_only=True)
 class Slots:
-    """What every slot holds now. A slot is named by the first value it held."""
+    """The current value of every slot. A slot is named after the first value that it held."""
 
-    builder: Builder
+    builder: GraphBuilder
     held: dict[str, str] = field(default_factory=dict)
     _views: dict[str, _View] = field(default_factory=dict)
-    _seen: dict[str, int] = field(default_factory=dict)  # writes into its memory a slot has seen
+    _seen: dict[str, int] = field(default_factory=dict)  # writes that a slot's value includes
     _writes: Counter[str] = field(default_factory=Counter)  # by root slot
 
     def new(self, value: str, base: str | None = None) -> str:
-        """A slot holding `value`; with `base`, the last operator added viewed that slot."""
+        """A slot holding `value`; with `base`, a view of that slot by the last operator added."""
         slot = value
         while slot in self.held:
             slot += "'"
@@ -213,32 +218,36 @@ class Slots:
         return slot
 
     def root(self, slot: str) -> str:
+        """The slot that owns the memory which `slot` is, or views."""
         while slot in self._views:
             slot = self._views[slot].base
         return slot
 
     def read(self, slot: str) -> str:
-        """The value a slot holds, taken from its base again if the base was written to since."""
+        """The current value of a slot; a view is taken again if its memory was written to since."""
         writes = self._writes[self.root(slot)]
         if self._seen[slot] < writes:
             view = self._views[slot]
             args = (Ref(self.read(view.base)), *view.op.args[1:])
             metas = [self.builder.values[r] for r in view.op.results]
-            made = self.builder.add(
+            results = self.builder.add(
                 view.op.target,
                 args,
                 view.op.kwargs,
-                _place(view.op),
+                _origin(view.op),
                 name=view.op.name,
                 metas=metas,
                 several=view.op.results != (view.op.name,),
             )
-            self.held[slot] = made[view.index]
+            self.held[slot] = results[view.index]
             self._seen[slot] = writes
         return self.held[slot]
 
-    def write(self, slot: str, value: str, place: Place) -> None:
-        """The slot holds `value` from now on, and so does the memory it is a view of."""
+    def write(self, slot: str, value: str, origin: Origin) -> None:
+        """Replace a slot's value and, where it is a view, that part of the slots below it.
+
+        Raises `TraceError` for a view without an inverse.
+        """
         root = self.root(slot)
         chain = [slot]
         while chain[-1] in self._views:
@@ -246,14 +255,14 @@ class Slots:
         updates = {slot: value}
         for inner in chain[:-1]:
             view = self._views[inner]
-            updates[view.base] = self._scatter(view, self.read(view.base), updates[inner], place)
+            updates[view.base] = self._scatter(view, self.read(view.base), updates[inner], origin)
         self._writes[root] += 1
         for updated, new in updates.items():
             self.held[updated] = new
             self._seen[updated] = self._writes[root]
 
-    def _scatter(self, view: _View, base: str, value: str, place: Place) -> str:
-        """The base with the view's part replaced by `value`."""
+    def _scatter(self, view: _View, base: str, value: str, origin: Origin) -> str:
+        """A new value of the base, with the view's part replaced by `value`."""
         short, args = view.op.short, view.op.args[1:]
         shape = self.builder.values[base].shape
         if short in ALIGNED and self.builder.values[value].shape == shape:
@@ -267,14 +276,14 @@ class Slots:
         elif short in ("select", "slice"):
             target = f"aten.{short}_scatter.default"
             inputs = (Ref(base), Ref(value), *args)
-            return self.builder.add(target, inputs, view.op.kwargs, place)[0]
+            return self.builder.add(target, inputs, view.op.kwargs, origin)[0]
         if call is None:
             raise TraceError(
-                f"at {place} a view made by {view.op.target} is "
+                f"at {origin} a view made by {view.op.target} is "
                 "written to in place; write it out of place (torch.where, torch.cat, x = x + y)"
             )
         target, more = call
-        return self.builder.add(target, (Ref(value), *(more or args)), {}, place)[0]
+        return self.builder.add(target, (Ref(value), *(more or args)), {}, origin)[0]
 
 
 # views that are their own inverse, called with the same arguments
@@ -285,8 +294,8 @@ _INVERSES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def _place(op: Op) -> Place:
-    return Place(module=op.module, source=op.source)
+def _origin(op: Op) -> Origin:
+    return Origin(module=op.module, source=op.source)
 
 
 # in-place operators whose functional form is not the name without its last character
@@ -297,50 +306,50 @@ _NAMED_OTHERWISE: Mapping[str, str] = {
 
 
 def functional_call(
-    builder: Builder,
+    builder: GraphBuilder,
     target: str,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    place: Place,
+    origin: Origin,
     *,
     name: str,
     grad: bool,
 ) -> str:
-    """The value that an in-place call `target` would leave in its first operand, or one with `out`
-    in that."""
+    """Append the functional form of an in-place call; the value that it leaves in its first
+    operand, or in `out`. Raises `TraceError` where there is none."""
     namespace, base, which = target.split(".")
     held: Ref = kwargs.get("out", args[0])
     meta = builder.values[held.name]
     add: Callable[..., tuple[str, ...]] = builder.add
     if "out" in kwargs:
         rest = {k: v for k, v in kwargs.items() if k != "out"}
-        made = add(_returning(target, place), args, rest, place, name=name, grad=grad)[0]
-        return builder.cast(made, meta.dtype, place, grad=grad)
+        value = add(_returning(target, origin), args, rest, origin, name=name, grad=grad)[0]
+        return builder.cast(value, meta.dtype, origin, grad=grad)
     if base == "copy_" or (base == "fill_" and isinstance(args[1], Ref)):
-        source = args[1] if grad else builder.detached(args[1].name, place)
-        value = builder.cast(source.name, meta.dtype, place, grad=grad)
+        source = args[1] if grad else builder.detached(args[1].name, origin)
+        value = builder.cast(source.name, meta.dtype, origin, grad=grad)
         if builder.values[value].shape == meta.shape:
             return value
-        return add("aten.expand.default", (Ref(value), list(meta.shape)), {}, place, grad=grad)[0]
+        return add("aten.expand.default", (Ref(value), list(meta.shape)), {}, origin, grad=grad)[0]
     if base in ("fill_", "zero_"):
         fill = args[1] if base == "fill_" else 0
-        return add("aten.full_like.default", (held, fill), {}, place, name=name)[0]
+        return add("aten.full_like.default", (held, fill), {}, origin, name=name)[0]
     if target in _NAMED_OTHERWISE:  # defaults, which export leaves out, are those of `target`
-        rest = overload(target)._schema.arguments[len(args) :]
-        defaults = {a.name: a.default_value for a in rest if a.default_value is not None}
+        left = overload(target)._schema.arguments[len(args) :]
+        defaults = {a.name: a.default_value for a in left if a.default_value is not None}
         kwargs = {**defaults, **kwargs}
-        return add(_NAMED_OTHERWISE[target], args, kwargs, place, name=name, grad=grad)[0]
+        return add(_NAMED_OTHERWISE[target], args, kwargs, origin, name=name, grad=grad)[0]
     packet = getattr(getattr(torch.ops, namespace), base[:-1], None)
     if packet is None or not base.endswith("_") or which not in packet.overloads():
         raise TraceError(
-            f"in-place operator {target} at {place} has no functional form; write it out of place"
+            f"in-place operator {target} at {origin} has no functional form; write it out of place"
         )
-    made = add(f"{namespace}.{base[:-1]}.{which}", args, kwargs, place, name=name, grad=grad)[0]
-    return builder.cast(made, meta.dtype, place, grad=grad)
+    value = add(f"{namespace}.{base[:-1]}.{which}", args, kwargs, origin, name=name, grad=grad)[0]
+    return builder.cast(value, meta.dtype, origin, grad=grad)
 
 
-def _returning(target: str, place: Place) -> str:
-    """The overload that returns what `target` writes to its `out`."""
+def _returning(target: str, origin: Origin) -> str:
+    """The target of the overload that returns the result of `target` instead of writing `out`."""
     namespace, name, _ = target.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     inputs = [(a.name, str(a.type)) for a in overload(target)._schema.arguments if not a.is_out]
@@ -348,12 +357,14 @@ def _returning(target: str, place: Place) -> str:
         schema = getattr(packet, which)._schema
         if [(a.name, str(a.type)) for a in schema.arguments] == inputs:
             return f"{namespace}.{name}.{which}"
-    raise TraceError(f"{target} at {place} has no form that returns its result; drop out=")
+    raise TraceError(f"{target} at {origin} has no form that returns its result; drop out=")
 
 
-def partition(calls: Sequence[Op], wanted: set[str], raw: set[str]) -> tuple[list[Op], list[Op]]:
-    """Operators that `wanted` values need: (those that follow from `raw` values alone, the
-    rest)."""
+def split_derived(
+    calls: Sequence[Op], wanted: set[str], raw: set[str]
+) -> tuple[list[Op], list[Op]]:
+    """The operators that `wanted` values need, in order: (the derived ones, which follow from `raw`
+    values alone, the others)."""
     live, kept = set(wanted), []
     for op in reversed(calls):
         if live & set(op.results):
@@ -372,6 +383,7 @@ def partition(calls: Sequence[Op], wanted: set[str], raw: set[str]) -> tuple[lis
 
 
 def _effectful(op: Op) -> bool:
-    """Whether two calls may differ or leave a trace, so that stages can't each make their own."""
+    """Whether an operator has side effects or draws random numbers, so that each stage can't run a
+    copy of it."""
     random = torch.Tag.nondeterministic_seeded in overload(op.target).tags
     return traits_of(op).statistics is not None or random

@@ -1,23 +1,25 @@
-"""Reading the nodes of an exported fx graph: results, aliasing, and where they come from."""
+"""Node metadata of an exported fx graph: results, aliasing, module and source line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from meshwright.costmodel.graph import TensorMeta
-from meshwright.planner.errors import TraceError, Untraceable, around
+from meshwright.planner.errors import TraceError, Untraceable, enclosing_modules
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A result that no value of the graph can stand for: it has no fixed shape, or is made by a
-    `call` that is no operator."""
+    """A result that no value of the graph can stand for: its shape is `dynamic`, or the `call` that
+    makes it is no operator. It is an error only where the loss depends on it."""
 
     source: str
     call: str
@@ -25,23 +27,25 @@ class Unknown:
     dynamic: bool
 
     def error(self) -> Untraceable:
-        places, why = around(self.module), f"{self.source} {self.call} can't be traced"
+        """The error to raise where the loss depends on it."""
+        modules = enclosing_modules(self.module)
+        reason = f"{self.source} {self.call} can't be traced"
         if not self.dynamic:
             return Untraceable(
                 f"the model can't be traced: at {self.source} it calls {self.call}, which is no "
                 "tensor operator; write it with plain tensor operations (e.g. a batch dim in place "
                 "of torch.vmap), take it out of forward, or keep the module around it as one node "
                 "(meshwright.leaf)",
-                places=places,
-                why=why,
+                modules=modules,
+                reason=reason,
             )
         return Untraceable(
             f"the model can't be traced: at {self.source} {self.call} makes a number or a shape "
             "that depends on tensor values. Ways out: masks and torch.where in place of selecting "
             "(x[mask], nonzero), tensor operations in place of .item(), or the module around it "
             "kept as one node (meshwright.leaf)",
-            places=places,
-            why=why,
+            modules=modules,
+            reason=reason,
         )
 
 
@@ -53,10 +57,8 @@ ONE_DTYPE = frozenset({
 
 
 def mixed_operands(program: torch.export.ExportedProgram) -> str | None:
-    """Where a matrix product meets operands of two dtypes, which no device computes; None if
-    nowhere.
-
-    Under autocast they are cast."""
+    """The first matrix product or convolution outside of autocast whose floating operands differ in
+    dtype, which no device computes: its source line and dtypes; None without one."""
     modules = dict(program.graph_module.named_modules())
     cast = {
         str(n.args[4].target)
@@ -78,7 +80,7 @@ def mixed_operands(program: torch.export.ExportedProgram) -> str | None:
 
 
 def check_dense(node: fx.Node) -> None:
-    """Refuse a table whose gradient would be a sparse tensor."""
+    """Raise `TraceError` for an embedding whose gradient would be a sparse tensor."""
     if str(node.target) == "aten.embedding.default" and node.args[4:5] == (True,):
         raise TraceError(
             f"at {where(node)} an embedding has sparse=True: gradients are reduced and handed over "
@@ -92,12 +94,13 @@ def _short(node: fx.Node) -> str:
 
 
 def results_of(node: fx.Node) -> list[Any]:
+    """The fake tensors, or other values, that the export recorded for a node's results."""
     val = node.meta.get("val")
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
 
 def is_dynamic(results: Sequence[Any]) -> bool:
-    """Whether sizes or results are symbols, known only when the values are."""
+    """Whether a result, or a size of one, is a symbol: it depends on the values of tensors."""
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     sizes = [s for r in results if isinstance(r, torch.Tensor) for s in r.shape]
     return any(isinstance(x, symbols) for x in (*results, *sizes))
@@ -117,15 +120,16 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    """Whether two tensors are aliases: views of one storage."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-def plain(tree: Any) -> Any:
-    """fx's immutable lists and dicts as plain ones."""
+def thawed(tree: Any) -> Any:
+    """fx's immutable lists as plain ones, in lists and tuples."""
     if isinstance(tree, list):
-        return [plain(x) for x in tree]
+        return [thawed(x) for x in tree]
     if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
-        return tuple(plain(x) for x in tree)
+        return tuple(thawed(x) for x in tree)
     return tree
 
 
@@ -138,20 +142,42 @@ def module_of(node: fx.Node) -> str:
 
 
 def where(node: fx.Node) -> str:
-    """`source_of` for messages."""
+    """`source_of` for messages: never empty."""
     return source_of(node) or "an unknown place"
 
 
 def source_of(node: fx.Node) -> str:
-    """file:line of the innermost call outside torch."""
+    """file:line of the innermost call outside of torch and this package; "" without one."""
     skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]))
     lines = [
         line.split('"')
         for line in (node.meta.get("stack_trace") or "").splitlines()
         if line.strip().startswith("File")
     ]
-    found = [parts for parts in lines if not parts[1].startswith(skipped)]
-    if not found:
+    outside = [parts for parts in lines if not parts[1].startswith(skipped)]
+    if not outside:
         return ""
-    number = found[-1][2].split()[2].rstrip(",")
-    return f"{found[-1][1]}:{number}"
+    _, file, line, *_ = outside[-1]
+    return f"{file}:{line.split()[2].rstrip(',')}"
+
+
+# torch's second names of one operator
+SYNONYMS: Mapping[str, str] = MappingProxyType({
+    "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "negative": "neg",
+    "absolute": "abs", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "not_equal": "ne", "clip": "clamp", "concat": "cat", "concatenate": "cat", "arctan": "atan",
+    "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1",
+    "special_softmax": "softmax", "special_log_softmax": "log_softmax",
+})  # fmt: skip
+
+
+@functools.cache
+def canonical_target(target: str) -> str:
+    """`aten.multiply.Tensor` -> `aten.mul.Tensor`, where their schemas have equal arguments."""
+    namespace, name, overload = target.split(".")
+    if namespace != "aten" or name not in SYNONYMS:
+        return target
+    packets = (getattr(torch.ops.aten, n) for n in (name, SYNONYMS[name]))
+    forms = [getattr(packet, overload, None) for packet in packets]
+    takes = [[(a.name, str(a.type)) for a in f._schema.arguments] if f else None for f in forms]
+    return f"aten.{SYNONYMS[name]}.{overload}" if takes[0] == takes[1] else target

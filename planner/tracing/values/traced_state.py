@@ -1,4 +1,4 @@
-"""What a traced program reads and no operator of it makes: parameters, buffers, constants."""
+"""State of a traced program: parameters, buffers and constants, which no operator makes."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import TensorMeta
-from meshwright.planner.tracing.values.functional import Builder, Slots
+from meshwright.planner.tracing.values.functional import GraphBuilder, Slots
 
 
 class TracedState:
-    """The values of a model's tensors, defined when they are first met; tied ones once."""
+    """Value -> FQN of the parameters and buffers met so far, and value -> tensor of constants.
 
-    def __init__(self, model: nn.Module, builder: Builder, slots: Slots) -> None:
-        self.builder, self.slots = builder, slots
+    `aliases` maps every parameter FQN of the model to the first of those tied to it.
+    """
+
+    def __init__(self, model: nn.Module, builder: GraphBuilder, slots: Slots) -> None:
+        self.builder = builder
+        self.slots = slots
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._slots: dict[str, str] = {}
-        kept: dict[int, str] = {}
+        first: dict[int, str] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            self.aliases[name] = kept.setdefault(id(p), name)
+            self.aliases[name] = first.setdefault(id(p), name)
         names = (*self.aliases, *(name for name, _ in model.named_buffers(remove_duplicate=False)))
         self._order = {name: k for k, name in enumerate(names)}
 
     def parameter(self, fqn: str, meta: TensorMeta) -> str:
-        """The slot of a parameter, by any of its FQNs."""
-        kept = self.aliases.get(fqn, fqn)
-        if kept not in self._slots:
-            value = self.builder.define("p_" + kept.replace(".", "_"), meta)
-            self.parameters[value] = kept
-            self._slots[kept] = self.slots.new(value)
-        return self._slots[kept]
+        """The slot of a parameter, by any of its FQNs; defined when it is first met."""
+        fqn = self.aliases.get(fqn, fqn)
+        if fqn not in self._slots:
+            value = self.builder.define("p_" + fqn.replace(".", "_"), meta)
+            self.parameters[value] = fqn
+            self._slots[fqn] = self.slots.new(value)
+        return self._slots[fqn]
 
     def known_parameter(self, fqn: str) -> str | None:
-        """The slot of a parameter already met."""
+        """The slot of a parameter; None if it was not met."""
         return self._slots.get(self.aliases.get(fqn, fqn))
 
     def buffer(self, fqn: str, name: str, meta: TensorMeta) -> str:

@@ -61,7 +61,7 @@ def enumerated(problem: PairwiseProblem, keep: list[str]) -> np.ndarray:
     """The least cost by the states of the kept nodes, from the cost of every assignment."""
     names = [*keep, *(n for n in problem.unary if n not in keep)]
     total = np.zeros([len(problem.states[n]) for n in names])
-    for scope, costs in problem.factors().items():
+    for scope, costs in problem.costs().items():
         axes = [names.index(n) for n in scope]
         turned = costs if axes == sorted(axes) else costs.T
         shape = [len(problem.states[n]) if n in scope else 1 for n in names]
@@ -104,7 +104,7 @@ def test_factors_that_change_are_solved_anew(
     problem: PairwiseProblem, count: int, data: st.DataObject
 ) -> None:
     """Whatever is given to one solve has no part in the next."""
-    keep, factors = kept_of(problem, count, turn=False), problem.factors()
+    keep, factors = kept_of(problem, count, turn=False), problem.costs()
     changing = data.draw(st.sets(st.sampled_from(sorted(factors))))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     program = Elimination(problem, keep, changing)

@@ -1,4 +1,4 @@
-"""Published mixtures of experts: their sizes, rows and hosts."""
+"""Published mixtures of experts: their models' sizes, and rows that are read and priced."""
 
 from __future__ import annotations
 
@@ -10,14 +10,28 @@ import pytest
 
 from meshwright import profiles
 from meshwright.planner.published.families import facts_of
-from meshwright.planner.published.models import Latent, build
+from meshwright.planner.published.models import Latent, TransformerDims, build
 from meshwright.planner.published.predict import predict_row, traced
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import Unpriced
 from meshwright.profiles.cluster import Cluster
-from tests.planner.published.test_moe_pricing import DENSE, SPARSE
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
+DENSE = TransformerDims(
+    layers=3,
+    hidden=64,
+    heads=4,
+    kv_heads=4,
+    ffn=96,
+    vocab=128,
+    seq_len=32,
+    activation="swiglu",
+    norm="rms",
+    positions="rotary",
+    bias=False,
+    tied=False,
+)
+SPARSE = dataclasses.replace(DENSE, experts=16, topk=3, expert_ffn=32)
 
 
 def test_dense_first_layers_and_latent_attention_are_deepened() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright import profiles
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
@@ -38,6 +40,7 @@ from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import Curve
 
+CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(
     layers=3,
     hidden=64,

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from meshwright.planner.tracing.user_module.similar_layers import find_alike
+from meshwright.planner.tracing.user_module.similar_layers import find_similar_layers
 from tests.helpers.traced import WIDTH, rows
 from tests.models.stacks import DEPTH, Stack, nested, refusals, with_layer
 
@@ -230,7 +230,7 @@ FULL: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", FULL)
 def test_layers_that_differ_are_traced_in_full(name: str) -> None:
     model = FULL[name]()
-    assert find_alike(model)
+    assert find_similar_layers(model)
     assert len(refusals(model, (rows(WIDTH),))) == 1
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from meshwright.planner.tracing.user_module.similar_layers import MIN_ALIKE, find_alike
+from meshwright.planner.tracing.user_module.similar_layers import MIN_SIMILAR, find_similar_layers
 from tests.helpers.traced import ROWS, SEQUENCE, WIDTH, rows
 from tests.models.stacks import DEPTH, Layer, Stack, refusals
 
@@ -46,7 +46,7 @@ def test_a_changed_layer_in_the_middle() -> None:
 @pytest.mark.parametrize("name", UNLIKE)
 def test_one_changed_layer_is_left_out(name: str) -> None:
     model = alter(UNLIKE[name])
-    groups = find_alike(model)
+    groups = find_similar_layers(model)
     if name == "integer":  # no longer every member's own position: they all differ by it
         assert not groups
     else:
@@ -55,8 +55,8 @@ def test_one_changed_layer_is_left_out(name: str) -> None:
 
 
 def test_a_short_stack_is_traced_in_full() -> None:
-    assert not find_alike(Stack(depth=MIN_ALIKE - 1))
-    (group,) = find_alike(Stack(depth=MIN_ALIKE))
+    assert not find_similar_layers(Stack(depth=MIN_SIMILAR - 1))
+    (group,) = find_similar_layers(Stack(depth=MIN_SIMILAR))
     assert (group.traced, group.spared) == (
         ("layers.0", "layers.1", "layers.4"),
         ("layers.2", "layers.3"),
@@ -66,12 +66,12 @@ def test_a_short_stack_is_traced_in_full() -> None:
 
 def test_groups_are_outermost() -> None:
     inner = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))) for _ in range(6)]
-    assert [g.members[0] for g in find_alike(nn.Sequential(*inner))] == ["0"]
-    assert [g.members[0] for g in find_alike(nn.Sequential(*inner[:2]))] == ["0.0", "1.0"]
+    assert [g.members[0] for g in find_similar_layers(nn.Sequential(*inner))] == ["0"]
+    assert [g.members[0] for g in find_similar_layers(nn.Sequential(*inner[:2]))] == ["0.0", "1.0"]
 
 
 def test_one_layer_registered_many_times_is_no_group() -> None:
     layer = Layer()
     model = Stack(lambda k: layer)
-    assert not find_alike(model)
+    assert not find_similar_layers(model)
     refusals(model, (torch.rand(ROWS, SEQUENCE, WIDTH),))

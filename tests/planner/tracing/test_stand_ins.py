@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from meshwright.planner.tracing.trace import trace
-from meshwright.planner.tracing.user_module.similar_layers import find_alike
+from meshwright.planner.tracing.user_module.similar_layers import find_similar_layers
 from tests.helpers.traced import VOCAB, WIDTH, agree, ids, rows
 from tests.models.stacks import DEPTH, Layer, Stack, nested, refusals, with_layer
 
@@ -54,13 +54,13 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 )
 def test_transformers_models(name: str, precision: str) -> None:
     model, batch = hugging_face(name)
-    assert find_alike(model)
+    assert find_similar_layers(model)
     assert not refusals(model, batch, precision=precision)
 
 
 def test_a_short_trace_computes_what_the_model_does() -> None:
     model, batch = hugging_face("gpt2")
-    assert find_alike(model)
+    assert find_similar_layers(model)
     agree(model.eval(), batch)
 
 
@@ -164,7 +164,7 @@ SHORT: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", SHORT)
 def test_stacks_with_a_short_trace(name: str) -> None:
     model = SHORT[name]()
-    assert find_alike(model)
+    assert find_similar_layers(model)
     loss_fn = None if isinstance(model, Stack) else lambda y: y.square().mean()
     assert not refusals(model, (rows(WIDTH),), loss_fn=loss_fn)
 

@@ -1,0 +1,137 @@
+"""Assignments of a plan: the strategies and states of each block, completed from its shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.layouts import (
+    Assignment,
+    BlockLayouts,
+    Entry,
+    default_state,
+    translate,
+)
+from meshwright.costmodel.sharding.strategies import Placement, R, can_hold, transition
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.shardings import check_matched, resolve_block
+
+Known = dict[Any, Any]  # what `check_plan` remembers of one graph, between plans
+
+
+def stage_assignments(
+    plan: Plan, k: int, graph: Graph, factors: FactorTable, known: Known | None = None
+) -> dict[str, Assignment]:
+    """The assignment of each block of stage `k`, by name; `known` as for `check_plan`.
+
+    Raises `PlanError` for a sharding that matches nothing, or that no assignment has.
+    """
+    stage = plan.stages[k]
+    place = f"plan: stage {k}"
+    known = {} if known is None else known
+    names = set(stage.blocks)
+    blocks = [block for block in graph.blocks if block.name in names]
+    read_elsewhere = {n for b in graph.blocks if b.name not in names for n in b.inputs}
+    decisions = frozenset(stage.shardings.items())
+    assignments: dict[str, Assignment] = {}
+    matched: set[str] = set()
+    states: dict[str, Placement] = {}
+    for block in blocks:
+        inputs = {name: states[name] for name in block.inputs if name in states}
+        leaving = frozenset(read_elsewhere.intersection(block.outputs))
+        key = (block.name, stage.tp, decisions, tuple(inputs.items()), leaving)
+        if key not in known:
+            entries, patterns = resolve_block(graph, block, stage.shardings, place)
+            keyed = (*(op.name for op in block.ops), *block.parameters)
+            by_class = (  # equal for blocks of one class
+                block.class_id,
+                stage.tp,
+                tuple((i, entries[name]) for i, name in enumerate(keyed) if name in entries),
+                tuple(inputs.get(name) for name in block.inputs),
+                tuple(name in leaving for name in block.outputs),
+            )
+            if by_class in known:
+                assignment, example = known[by_class]
+                known[key] = translate(assignment, example, block), patterns
+            else:
+                assignment = _completed(
+                    graph, factors, block, stage.tp, entries, inputs, leaving, place
+                )
+                known[by_class] = assignment, block
+                known[key] = assignment, patterns
+        assignments[block.name], patterns = known[key]
+        matched |= patterns
+        states |= {name: assignments[block.name].states[name] for name in block.outputs}
+    check_matched(graph, blocks, stage.shardings, matched, place)
+    return assignments
+
+
+def _completed(
+    graph: Graph,
+    factors: FactorTable,
+    block: Block,
+    tp: int,
+    entries: Mapping[str, Entry],
+    inputs: Mapping[str, Placement],
+    leaving: Collection[str],
+    place: str,
+) -> Assignment:
+    layouts = BlockLayouts(graph, factors, block, tp)
+    try:
+        assignment = layouts.complete(entries, inputs, leaving)
+    except ValueError as error:
+        raise PlanError(f"{place}: {error}") from None
+    _check_states(layouts, assignment, inputs, place)
+    return assignment
+
+
+def _check_states(
+    layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement], place: str
+) -> None:
+    """Raise `PlanError` unless each state is a layout that its tensor can have, with a transition
+    from the operator that makes it and to those that read it."""
+    graph, arriving = layouts.graph, {**inputs}
+    keys: dict[str, str] = {}
+    for op in layouts.block.ops:
+        placements = assignment.strategies[op.name].results
+        arriving |= dict(zip(op.results, placements, strict=True))
+        keys |= dict.fromkeys(op.results, op.key)
+    for value, state in {**inputs, **assignment.states}.items():
+        name = graph.parameters.get(value) or keys.get(value, value)
+        legal = _legal_states(layouts, value)
+        parameter = value in graph.parameters
+        if not _possible(layouts, value, state) or (parameter and state.kind not in "RS"):
+            raise PlanError(
+                f"{place}: state {state} of {name}, shape {graph.values[value].shape}: not "
+                f"possible with tp={layouts.degree}; legal: {legal}"
+            )
+        targets = layouts.targets(value, assignment.strategies)
+        crosses = value in inputs or value in layouts.block.outputs
+        inside = default_state(state, targets, False) if crosses else state
+        transitions = [(state, inside), *((inside, target) for target in targets)]
+        if value in arriving:
+            transitions.append((arriving[value], state))
+        for source, target in transitions:
+            if transition(source, target) is None:
+                raise PlanError(
+                    f"{place}: state {state} of {name}: {source} can't become {target}; "
+                    f"legal: {legal}, or leave it to follow"
+                )
+
+
+def _possible(layouts: BlockLayouts, value: str, state: Placement) -> bool:
+    """Whether the value can have the state. Any split of the batch dim may be possible: its rows
+    depend on the micro-batch."""
+    factors = layouts.table
+    dims = factors.dims[value]
+    if state.sharded and state.dim < len(dims) and factors.batch in dims[state.dim]:
+        return True
+    return can_hold(layouts.graph, factors, value, state, layouts.degree)
+
+
+def _legal_states(layouts: BlockLayouts, value: str) -> str:
+    shape = layouts.graph.values[value].shape
+    shards = [Placement("S", d) for d in range(len(shape))]
+    return ", ".join(map(str, [R, *(s for s in shards if _possible(layouts, value, s))]))
