@@ -69,7 +69,7 @@ class ParallelModel:
             time_limit_s=time_limit_s,
             executable=self._request.executable if executable is None else executable,
         )
-        decision = search_plan(self._problem, request, self._traced.phases_s, self._decision.coster)
+        decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         return ParallelModel(decision, self._problem, request, self._traced).started()
 
     def started(self) -> ParallelModel:

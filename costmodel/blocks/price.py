@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.blocks.memory import LOSSES, BlockMemory, block_memory
-from meshwright.costmodel.blocks.selective import POLICIES, repeated_ops
+from meshwright.costmodel.blocks.policies import PARTIAL
+from meshwright.costmodel.blocks.selective import repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators.cost import Cost, Setting, total
 from meshwright.costmodel.operators.pricing import Pricer
@@ -161,7 +162,7 @@ def repeated_by_policy(pricer: Pricer, block: Block) -> dict[str, frozenset[str]
             policy, block, pricer.graph, pricer.table, device=pricer.setting.cluster.device.kind,
             counter_dropout=pricer.setting.target.counter_dropout,
         )
-        for policy in POLICIES
+        for policy in PARTIAL
     }  # fmt: skip
 
 

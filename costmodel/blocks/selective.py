@@ -28,8 +28,6 @@ from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.operators.pricing import ATTENTION
 from meshwright.costmodel.sharding.factors import FactorTable
 
-POLICIES = ("selective", "alternate")
-
 
 def repeated_ops(
     policy: str,

@@ -1,4 +1,4 @@
-"""Components of a stage on one rank, and the sums over its blocks that they come from.
+"""Costs of a stage on one rank, from the sums over its blocks (`sums.py`).
 
 A pass takes the longer of what the device does and what the host needs to issue it; where the
 device is the host (a CPU), it does one after the other. Communication
@@ -16,183 +16,98 @@ reduction among replicas joins what is scattered in a step's last backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.blocks.price import BlockPrice
-from meshwright.costmodel.blocks.selective import POLICIES
-from meshwright.costmodel.graph import Block, Op, Ref
+from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.memory.states import model_state_bytes, working_bytes
-from meshwright.costmodel.operators.cost import COST_FIELDS, DTYPE_BYTES, Setting
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.draws import COUNTED, draws
-from meshwright.costmodel.rules.leaf import LEAVES
-from meshwright.costmodel.rules.registry import SIDE_EFFECTS
-from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
 from meshwright.costmodel.target import Target
+
+A = TypeVar("A", float, Floats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """Components of a stage on one rank; floats, or arrays over (first block, last block + 1).
+class StageCosts(Generic[A]):
+    """Costs of a stage on one rank: floats, or of several stages arrays of one shape.
 
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
-    what is not hidden of it; `optimizer_s`); bytes in all (`static_bytes`, of which
+    the part that is not hidden; `optimizer_s`); bytes in all (`static_bytes`, of which
     `passing_bytes` only during a backward) and per micro-batch in flight (`activation_bytes`).
     """
 
-    forward_s: Any
-    backward_s: Any
-    weight_s: Any
-    forward_comm_s: Any
-    backward_comm_s: Any
-    measured_s: Any
-    interpolated_s: Any
-    reduce_s: Any
-    optimizer_s: Any
-    static_bytes: Any
-    passing_bytes: Any
-    activation_bytes: Any
-    parameters: Any
+    forward_s: A
+    backward_s: A
+    weight_s: A
+    forward_comm_s: A
+    backward_comm_s: A
+    measured_s: A
+    interpolated_s: A
+    reduce_s: A
+    optimizer_s: A
+    static_bytes: A
+    passing_bytes: A
+    activation_bytes: A
+    parameters: A
 
-    def amortised_s(self, num_microbatches: int) -> Any:
+    def amortised_s(self, num_microbatches: int) -> A:
         """Seconds per micro-batch with the once-per-step work spread over them."""
         once = (self.reduce_s + self.optimizer_s) / num_microbatches
         return self.forward_s + self.backward_s + once
 
 
-# carried along a chain, in this order: sums, then maxima
-SUMS = (
-    *COST_FIELDS,
-    "parameters",
-    "shard_parameters",
-    "frozen_bytes",
-    "saved_bytes",
-    "input_bytes",
-    "full_s",
-    "full_comm_s",
-    "full_host_s",
-    "full_bytes",
-    *(f"{policy}_{what}" for policy in POLICIES for what in ("s", "host_s", "bytes")),
-)
-WAYS = ("forward", "backward")
-MAXIMA = ("largest_bytes", "largest_parameters", "transient_bytes", "settled_bytes")
-FIELDS = (*SUMS, *MAXIMA)
-_AT = {name: k for k, name in enumerate(FIELDS)}
+def combined(
+    costs: Sequence[StageCosts[Floats]], combine: Callable[[Sequence[Floats]], A]
+) -> StageCosts[A]:
+    """Every cost of one `StageCosts` made of those of several."""
+    names = [each.name for each in fields(StageCosts)]
+    return StageCosts(**{name: combine([getattr(own, name) for own in costs]) for name in names})
 
 
-def components(price: BlockPrice, block: Block) -> np.ndarray:
-    """One block's contribution to the sums. `full_*` and those of the other policies are
-    what recompute repeats, or no longer keeps."""
-    c = price.cost
-    again = recomputable(block)
-    own = {name: getattr(c, name) for name in COST_FIELDS} | {
-        "parameters": price.parameters,
-        "shard_parameters": price.shard_parameters,
-        "frozen_bytes": price.frozen_bytes,
-        "saved_bytes": price.saved_bytes,
-        "input_bytes": price.input_bytes,
-        "full_s": c.forward_s * again,
-        "full_comm_s": c.forward_comm_s * again,
-        "full_host_s": c.forward_host_s * again,
-        "full_bytes": price.saved_bytes * again,
-        "largest_bytes": price.saved_bytes * again,
-        "largest_parameters": price.parameters,
-        "transient_bytes": price.transient_bytes,
-    }
-    for policy, repeats in price.repeats.items():
-        own[f"{policy}_s"] = repeats.seconds * again
-        own[f"{policy}_host_s"] = repeats.host_s * again
-        own[f"{policy}_bytes"] = repeats.freed_bytes * again
-    return np.array([own.get(name, 0.0) for name in FIELDS])
-
-
-def scaled(sums: np.ndarray, factor: float) -> np.ndarray:
-    """Sums of so many runs of equal blocks, or of a part of one; maxima stay."""
-    found = sums.copy()
-    found[..., : -len(MAXIMA)] *= factor
-    return found
-
-
-def joined(before: np.ndarray, added: np.ndarray) -> np.ndarray:
-    """Sums of two runs of blocks, one after the other."""
-    together = before + added
-    last = len(MAXIMA)
-    together[..., -last:] = np.maximum(before[..., -last:], added[..., -last:])
-    return together
-
-
-def parameter_sums(pricer: Pricer, value: str, state: Placement) -> np.ndarray:
-    """What one parameter contributes to the sums of each block that reads it."""
-    cost = pricer.parameter_cost(value, state)
-    trained = pricer.graph.values[value].requires_grad
-    own = {name: getattr(cost, name) for name in COST_FIELDS} | {
-        "parameters": pricer.numel(value, state) * trained,
-        "shard_parameters": pricer.numel(value, state)
-        / pricer.parameters.shard_count(value, state)
-        * trained,
-        "frozen_bytes": pricer.nbytes(value, state) * (not trained),
-    }
-    return np.array([own.get(name, 0.0) for name in FIELDS])
-
-
-def _hidden(whole: Any, exchange: Any, target: Target) -> Any:
-    """Seconds of the exchange between experts that pass behind another micro-batch's compute."""
-    return np.minimum(target.overlap_experts * exchange, whole - exchange)
-
-
-def recomputable(block: Block) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics, or
-    draws what it would not draw again."""
-    return not any(keeps_statistics(op) or draws_anew(op) for op in block.ops)
-
-
-def keeps_statistics(op: Op) -> bool:
-    """Whether a norm takes the statistics of its batch, and adds them to running ones."""
-    return op.short in SIDE_EFFECTS and bool(op.args[5]) and isinstance(op.args[3], Ref)
-
-
-def draws_anew(op: Op) -> bool:
-    """Whether a call draws other random numbers each time it is run in a step."""
-    return draws(op) and op.short not in COUNTED | LEAVES
+def of_one(costs: StageCosts[Floats]) -> StageCosts[float]:
+    """0-d costs of one stage as floats."""
+    return combined([costs], lambda values: float(values[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
-    """Seconds of both passes with what the data axis adds to them, that part by itself, and what is
+    """Seconds of both passes with the data axis' communication, that part by itself, and what is
     not hidden of the reductions and gathers that come once per step."""
 
-    forward_s: Any
-    backward_s: Any
-    forward_comm_s: Any
-    backward_comm_s: Any
-    reduce_s: Any
+    forward_s: Floats
+    backward_s: Floats
+    forward_comm_s: Floats
+    backward_comm_s: Floats
+    reduce_s: Floats
 
 
-def _with_data_axis(
-    get: Mapping[str, Any], forward: Any, backward: Any, setting: Setting
-) -> _Passes:
+def _hidden(whole: Floats, exchange: Floats, target: Target) -> Floats:
+    """Seconds of the exchange between experts that pass behind another micro-batch's compute."""
+    hidden: Floats = np.minimum(target.overlap_experts * exchange, whole - exchange)
+    return hidden
+
+
+def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Setting) -> _Passes:
     """The two passes beside ZeRO's gathers and scatters and the reduction of gradients."""
     target, slowdown = setting.target, setting.cluster.device.overlap_slowdown
     # the part of a communication that no compute can hide: its first or last block
-    edge = get["largest_parameters"] / np.maximum(get["parameters"], 1.0)
+    edge = sums.largest_parameters / np.maximum(sums.parameters, 1.0)
 
-    def added(compute: Any, comm: Any, overlapped: bool) -> Any:
+    def added(compute: Floats, comm: Floats, overlapped: bool) -> Floats:
         """Seconds that a communication adds to compute."""
         if not overlapped:
             return comm
         body = comm * (1 - edge)
         beside = np.maximum(compute + slowdown * np.minimum(compute, body), body)
-        return beside + comm * edge - compute
+        more: Floats = beside + comm * edge - compute
+        return more
 
-    gather, scatter = get["gather_s"], get["scatter_s"]
-    to_forward: Any = 0.0
-    to_backward: Any = 0.0
-    reduce: Any = 0.0
-    replicate = get["replicate_s"]
+    gather, scatter, replicate = sums.gather_s, sums.scatter_s, sums.replicate_s
+    to_forward: Floats = np.zeros(())
+    to_backward: Floats = np.zeros(())
     if setting.zero == 3:
         to_forward = added(forward, gather, target.overlap_parameters)
         to_backward = added(backward, gather + scatter, target.overlap_parameters)
@@ -203,7 +118,7 @@ def _with_data_axis(
         last = added(backward, scatter + replicate, target.overlap_gradients)
         reduce = last - to_backward + added(forward, gather, target.overlap_parameters)
     else:
-        once = scatter + replicate if setting.zero else get["reduce_s"]
+        once = scatter + replicate if setting.zero else sums.reduce_s
         reduce = added(backward, once, target.overlap_gradients)
         if setting.zero:
             reduce = reduce + added(forward, gather, target.overlap_parameters)
@@ -216,64 +131,24 @@ def _with_data_axis(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """What the blocks of a stage run again in a backward, by any policy each; floats or arrays.
-
-    Seconds per micro-batch (`seconds`, of which `comm_s`; the host's `host_s`), bytes per
-    micro-batch no longer kept (`freed_bytes`), and the most that a block holds once it has been run
-    again as a whole (`largest_bytes`).
-    """
-
-    seconds: Any = 0.0
-    comm_s: Any = 0.0
-    host_s: Any = 0.0
-    freed_bytes: Any = 0.0
-    largest_bytes: Any = 0.0
-
-    def __add__(self, other: Again) -> Again:
-        return Again(
-            seconds=self.seconds + other.seconds,
-            comm_s=self.comm_s + other.comm_s,
-            host_s=self.host_s + other.host_s,
-            freed_bytes=self.freed_bytes + other.freed_bytes,
-            largest_bytes=np.maximum(self.largest_bytes, other.largest_bytes),
-        )
-
-
-def again_of(sums: np.ndarray, policy: str) -> Again:
-    """What blocks of these sums run again where all of them follow one policy."""
-
-    def get(name: str) -> Any:
-        return sums[..., _AT[name]] if name in _AT else 0.0
-
-    return Again(
-        seconds=get(f"{policy}_s"),
-        comm_s=get(f"{policy}_comm_s"),
-        host_s=get(f"{policy}_host_s"),
-        freed_bytes=get(f"{policy}_bytes"),
-        largest_bytes=get("largest_bytes") if policy == "full" else 0.0,
-    )
-
-
-def stage_costs(sums: np.ndarray, setting: Setting, recompute: str | Again) -> StageCosts:
-    """Components of a stage from the sums of its blocks (last axis: `FIELDS`). `recompute` is one
-    policy for all of them, or what they run again by several."""
-    get = {name: sums[..., k] for k, name in enumerate(FIELDS)}
+def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> StageCosts[Floats]:
+    """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
+    what they run again by several."""
     target, replicas = setting.target, setting.dp * setting.cp
-    again = again_of(sums, recompute) if isinstance(recompute, str) else recompute
-    hidden = [_hidden(get[f"{way}_s"], get[f"{way}_exchange_s"], target) for way in WAYS]
-    device = setting.cluster.device
-    both = np.maximum if device.kind == "cuda" else np.add
-    forward = both(get["forward_s"] - hidden[0], get["forward_host_s"])
-    backward = both(
-        get["backward_s"] - hidden[1] + again.seconds, get["backward_host_s"] + again.host_s
+    repeated = sums.recompute(recompute) if isinstance(recompute, str) else recompute
+    forward = sums.forward_s - _hidden(sums.forward_s, sums.forward_exchange_s, target)
+    backward = sums.backward_s - _hidden(sums.backward_s, sums.backward_exchange_s, target)
+    both = np.maximum if setting.cluster.device.kind == "cuda" else np.add
+    passes = _with_data_axis(
+        sums,
+        both(forward, sums.forward_host_s),
+        both(backward + repeated.seconds, sums.backward_host_s + repeated.host_s),
+        setting,
     )
-    passes = _with_data_axis(get, forward, backward, setting)
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
-    shards = get["parameters"] / np.maximum(get["shard_parameters"], 1e-9)
+    shards = sums.parameters / np.maximum(sums.shard_parameters, 1e-9)
     states = model_state_bytes(
-        get["parameters"],
+        sums.parameters,
         precision=setting.precision,
         zero=setting.zero,
         dp=np.maximum(shards, 1.0),
@@ -281,27 +156,27 @@ def stage_costs(sums: np.ndarray, setting: Setting, recompute: str | Again) -> S
         target=target,
     )
     work = working_bytes(
-        get["parameters"],
-        get["largest_parameters"],
+        sums.parameters,
+        sums.largest_parameters,
         weight_bytes=DTYPE_BYTES[setting.precision],
         zero=setting.zero,
         dp=replicas,
         target=target,
     )
     # what one backward holds besides: a block computed again, one operator's gradients
-    passing = get["transient_bytes"] + np.maximum(again.largest_bytes, get["settled_bytes"])
+    passing = sums.transient_bytes + np.maximum(repeated.largest_bytes, sums.decided_bytes)
     return StageCosts(
         forward_s=passes.forward_s,
         backward_s=passes.backward_s,
-        weight_s=np.minimum(get["weight_s"], passes.backward_s),
-        forward_comm_s=get["forward_comm_s"] + passes.forward_comm_s,
-        backward_comm_s=get["backward_comm_s"] + again.comm_s + passes.backward_comm_s,
-        measured_s=get["measured_s"],
-        interpolated_s=get["interpolated_s"],
+        weight_s=np.minimum(sums.weight_s, passes.backward_s),
+        forward_comm_s=sums.forward_comm_s + passes.forward_comm_s,
+        backward_comm_s=sums.backward_comm_s + repeated.comm_s + passes.backward_comm_s,
+        measured_s=sums.measured_s,
+        interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,
-        optimizer_s=get["shard_s" if setting.zero else "optimizer_s"],
-        static_bytes=states + work + get["frozen_bytes"] + passing,
+        optimizer_s=sums.shard_s if setting.zero else sums.optimizer_s,
+        static_bytes=states + work + sums.frozen_bytes + passing,
         passing_bytes=passing,
-        activation_bytes=get["saved_bytes"] + get["input_bytes"] - again.freed_bytes,
-        parameters=get["parameters"],
+        activation_bytes=sums.saved_bytes + sums.input_bytes - repeated.freed_bytes,
+        parameters=sums.parameters,
     )

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.costmodel.target import EAGER, Target
+
+A = TypeVar("A", float, NDArray[np.float64])
 
 # moments kept per parameter, bytes (fp32)
 OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(
@@ -27,8 +30,8 @@ OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(
 
 
 def model_state_bytes(
-    numel: Any, *, precision: str, zero: int, dp: int, optimizer: str, target: Target = EAGER
-) -> Any:
+    numel: A, *, precision: str, zero: int, dp: A | int, optimizer: str, target: Target = EAGER
+) -> A:
     """Bytes of weights, gradients and optimizer states of `numel` local (tensor-parallel)
     parameters; `numel` may be an array."""
     moments = optimizer_bytes(optimizer)
@@ -48,8 +51,8 @@ def model_state_bytes(
 
 
 def working_bytes(
-    numel: Any, largest: Any, *, weight_bytes: int, zero: int, dp: int, target: Target = EAGER
-) -> Any:
+    numel: A, largest: A, *, weight_bytes: int, zero: int, dp: int, target: Target = EAGER
+) -> A:
     """Bytes of communication buffers for `numel` local parameters, at most `largest` in a block.
 
     Some gradient buckets are under way at once, with no more in them than there is; ZeRO-3 holds
@@ -59,7 +62,10 @@ def working_bytes(
     if dp == 1:
         return 0.0 * largest
     if zero < 2:
-        return np.minimum(target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes)
+        buckets: A = np.minimum(
+            target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes
+        )
+        return buckets
     return largest * (target.gradient_bytes + (2 * weight_bytes if zero == 3 else 0))
 
 

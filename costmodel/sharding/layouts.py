@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.sharding.factors import FactorTable
@@ -32,13 +33,20 @@ from meshwright.costmodel.sharding.strategies import (
 FOLLOW = "follow"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Assignment:
     """Every choice of a block on one axis: strategies by operator name; states by value name, for
-    activations (as handed to their readers) and parameters (as stored)."""
+    activations (as handed to their readers) and parameters (as stored). Both are in the block's
+    order: operators, their results, then parameters."""
 
     strategies: Mapping[str, Strategy]
     states: Mapping[str, Placement]
+
+    @cached_property
+    def choices(self) -> str:
+        """The choices by position: equal for equal assignments of blocks of one class."""
+        chosen = " ".join(strategy.name for strategy in self.strategies.values())
+        return f"{chosen} -> {' '.join(map(str, self.states.values()))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ the model makes in training alone.
 
 from __future__ import annotations
 
-from meshwright.costmodel.blocks.stage import keeps_statistics
+from meshwright.costmodel.blocks.policies import keeps_statistics
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules.draws import ATTENTION, DROPOUTS, draws
 from meshwright.costmodel.rules.leaf import LEAVES

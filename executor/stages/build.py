@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright.costmodel.blocks.policies import recomputable
 from meshwright.costmodel.blocks.selective import selective_ops
-from meshwright.costmodel.blocks.stage import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.schedules.schedule import SCHEDULES, backward_follows_forward
 from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout

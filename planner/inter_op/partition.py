@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.costmodel.blocks.peak import fits, stage_bytes
 from meshwright.planner.inter_op.bounded_sum import Staircase
 from meshwright.planner.inter_op.stage_dp import LeastSum
 from meshwright.planner.inter_op.stage_options import Options, memory_lines, stage_options
@@ -173,7 +174,7 @@ def _least_use(problem: PartitionProblem, table: StageTable, cells: Sequence[Cel
     stages, used = [], []
     for (z, i, j), held in zip(cells, problem.in_flight[len(cells) - 1 :: -1], strict=True):
         at = problem.variants[z], i, j
-        size = table.static_bytes[at] + held * table.activation_bytes[at]
+        size = stage_bytes(table.static_bytes[at], table.activation_bytes[at], held)
         size = np.where(np.isfinite(table.time_s[at]), size, np.inf)
         stages.append(StageChoice(start=i, stop=j, variant=int(at[0][size.argmin()])))
         used.append(float(size.min()))
@@ -192,8 +193,9 @@ def _variant_of(
     """Return the stage of an option with the first variant that is as fast and fits there."""
     z, i, j = options.cell_of(option)
     at = problem.variants[z], i, j
-    used = table.static_bytes[at] + problem.in_flight[position - 1] * table.activation_bytes[at]
-    same = (table.time_s[at] == options.time_s[option]) & (used <= memory_bytes)
+    in_flight = float(problem.in_flight[position - 1])
+    used = stage_bytes(table.static_bytes[at], table.activation_bytes[at], in_flight)
+    same = (table.time_s[at] == options.time_s[option]) & fits(used, memory_bytes)
     if table.fill_s is not None:
         same &= table.fill_s[at] == options.fill_s[option]
     return StageChoice(start=i, stop=j, variant=int(at[0][same.argmax()]))

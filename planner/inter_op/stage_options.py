@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costmodel.blocks.peak import fits, stage_bytes
 from meshwright.planner.inter_op.table import (
     Cell,
     Floats,
@@ -127,7 +128,7 @@ class MemoryLines(_Cells):
 
     def least_bytes(self) -> Floats:
         """Return (Z, K+1, K+1): the least use at the last position; inf where illegal."""
-        used = self.static_bytes + self.levels[0] * self.activation_bytes
+        used = stage_bytes(self.static_bytes, self.activation_bytes, self.levels[0])
         return self._least(used)
 
     def within(self, limit_bytes: float) -> tuple[Shorts, float]:
@@ -139,7 +140,9 @@ class MemoryLines(_Cells):
         table.ravel()[self.cell] = self.positions[furthest]
         here = self._each(furthest, len(level))
         over = here < len(self.levels)
-        used = self.static_bytes[over] + self.levels[here[over]] * self.activation_bytes[over]
+        used = stage_bytes(
+            self.static_bytes[over], self.activation_bytes[over], self.levels[here[over]]
+        )
         return table, float(used.min(initial=np.inf))
 
 
@@ -249,7 +252,7 @@ def _line(table: StageTable, v: int, runs: Ints, middle: float) -> _Line:
     legal = table.time_s[v].ravel()[runs] < np.inf
     static = table.static_bytes[v].ravel()[runs]
     activation = table.activation_bytes[v].ravel()[runs]
-    used = static[legal] + middle * activation[legal]
+    used = stage_bytes(static[legal], activation[legal], middle)
     return _Line(
         static_bytes=np.where(legal, static, np.inf),
         activation_bytes=np.where(legal, activation, np.inf),
@@ -318,9 +321,10 @@ def _levels_that_fit(
     # The quotient is rounded otherwise than the sum that decides, so step to where the sum turns.
     while True:
         here, further = np.maximum(count - 1, 0), np.minimum(count, len(levels) - 1)
-        down = (count > 0) & (static_bytes + levels[here] * activation_bytes > limit_bytes)
-        up = static_bytes + levels[further] * activation_bytes <= limit_bytes
-        up &= count < len(levels)
+        here_bytes = stage_bytes(static_bytes, activation_bytes, levels[here])
+        further_bytes = stage_bytes(static_bytes, activation_bytes, levels[further])
+        down = (count > 0) & ~fits(here_bytes, limit_bytes)
+        up = (count < len(levels)) & fits(further_bytes, limit_bytes)
         if not (up.any() or down.any()):
             return count
         count = count + up - down

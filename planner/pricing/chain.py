@@ -1,11 +1,13 @@
-"""All blocks of a model in one setting, composed into every possible stage.
+"""The chain of a model's blocks in one setting, composed into every possible stage.
 
-A block's table gives its cost for every pair of boundary states. A stage is a chain of blocks: its
-cost is the min-plus product of theirs, starting and ending replicated on the tensor axis (that is
+A block's table gives its seconds for every pair of boundary states. Those of a stage are the
+min-plus product of its blocks' tables, from replicated to replicated on the tensor axis (that is
 how tensors cross stages). Stages of n blocks are made from those of n-1, all at once, and carry
-their components (seconds, parameters, saved bytes) along. Stages of the same blocks one after the
-other are the same run: 96 equal layers have 4,656 stages and 96 runs. Only the pairs of states
-that some run's best path takes are ever priced in detail.
+their sums (seconds, parameters, saved bytes) along. Stages of the same blocks one after the other
+are the same run: 96 equal layers have 4,656 stages and 96 runs. Only the pairs of states that some
+run's best path takes are ever priced in detail.
+
+Shapes: N runs, K blocks, C boundaries where stages may start and end, S boundary states at most.
 """
 
 from __future__ import annotations
@@ -15,66 +17,77 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.stage import FIELDS, joined, scaled
+from meshwright.costmodel.blocks.sums import Floats, Sums
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.sharding.layouts import Assignment, translate
 from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.planner.intra_op.program import BlockTable
-from meshwright.planner.pricing.recompute_levels import settled
+
+if TYPE_CHECKING:
+    from meshwright.planner.intra_op.program import BlockTable
+
+Ints: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """All distinct runs of blocks: `sums` (N, F), `seconds` (N,), number of `blocks` (N,). A stage
-    from boundary `at[i]` to `at[j]` is run `index[i, j]`; run 0 is no stage, with infinite
-    seconds."""
+    """All distinct runs of blocks: `sums` (N,), `seconds` per micro-batch with once-per-step work
+    spread (N,), number of `blocks` (N,). The stage from boundary `at[i]` to `at[j]` is run
+    `index[i, j]` of `index` (C, C); run 0 is no stage, with infinite seconds."""
 
-    sums: np.ndarray
-    seconds: np.ndarray
-    blocks: np.ndarray
-    index: np.ndarray
+    sums: Sums
+    seconds: Floats
+    blocks: Ints
+    index: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """How the runs of a row of pieces come from each other: `levels` of equal length, each with the
-    run before, the kind of piece added and where the first such run starts; the `index` of
-    `Runs`."""
+    """How longer runs of pieces are made from shorter ones.
 
-    levels: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
-    index: np.ndarray
+    `by_length` has, of the runs of each length, the run that is one piece shorter, the kind of
+    piece added and the first place of such a run, each (runs,); `index` is that of `Runs`.
+    """
+
+    by_length: tuple[tuple[Ints, Ints, Ints], ...]
+    index: NDArray[np.int32]
 
 
 @lru_cache(maxsize=8)
 def _steps(kinds: tuple[int, ...]) -> _Steps:
-    """Distinct runs of pieces, by the kinds in them."""
+    """The distinct runs of pieces of these kinds, by length."""
     row, count, different = np.array(kinds), len(kinds), max(kinds) + 1
     index = np.zeros((count + 1, count + 1), dtype=np.int32)
     of_start = np.zeros(count, dtype=np.int64)  # the run of this length from each start
-    levels, total = [], 1
+    by_length, total = [], 1
     for length in range(1, count + 1):
         starts = np.arange(count - length + 1)
         step = of_start[starts] * different + row[starts + length - 1]
         unique, first, of_start = np.unique(step, return_index=True, return_inverse=True)
         before, kind = np.divmod(unique, different)
-        levels.append((before, kind, first))
+        by_length.append((before, kind, first))
         index[starts, starts + length] = total + of_start
         total += len(unique)
-    return _Steps(levels=tuple(levels), index=index)
+    return _Steps(by_length=tuple(by_length), index=index)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Chain:
-    """One setting and mode: the model's blocks with the solved table of each (None where it has no
-    legal assignment) and the recompute policy that the user forced on it, the states each boundary
-    may have, how parameters that several blocks read are `stored`, seconds to send what crosses
-    each boundary; `again`, of such parameters, which blocks read them, and sums and seconds of one;
-    `price`, the components of a block between two boundary states. Stages start and end `at` these
-    boundaries; what lies between two of them is a piece."""
+    """The K blocks of a model in one setting and mode, solved.
+
+    `tables` are the solved programs of the blocks (None: no legal assignment), equal where
+    `table_ids` are; `forced` the recompute policies that the user decided. `cuts` are the states
+    that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the activations
+    there. Parameters that several blocks read are `stored` in one state; `shared` has, of each,
+    which blocks read it and the sums and seconds of one copy. `price` gives the sums of a block
+    between two boundary states. Stages start and end `at` C of the boundaries; the blocks between
+    two of those are a piece.
+    """
 
     setting: Setting
     mode: str
@@ -82,25 +95,27 @@ class Chain:
     at: Sequence[int]
     forced: Sequence[str | None]
     tables: Sequence[BlockTable | None]
+    table_ids: Sequence[int]
     cuts: Sequence[Sequence[Placement]]
     stored: Mapping[str, Placement]
-    send_s: np.ndarray
-    again: Sequence[tuple[Sequence[bool], np.ndarray, float]]
-    price: Callable[[BlockTable, tuple[int, ...]], np.ndarray]
-    costs: list[np.ndarray] = field(init=False)
+    send_s: Floats
+    shared: Sequence[tuple[Sequence[bool], Sums, float]]
+    price: Callable[[BlockTable, tuple[int, ...]], Sums]
+    costs: list[Floats] = field(init=False)
     kinds: list[int] = field(init=False)
-    _parts: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict, init=False)
-    _typical: np.ndarray | None = field(default=None, init=False)
-    _whole: np.ndarray | None = field(default=None, init=False)
+    # kind of block and its two boundary states: its sums
+    _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
+    _typical: Sums | None = field(default=None, init=False)
+    _whole: Sums | None = field(default=None, init=False)
     _runs: Runs | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         numbers: dict[tuple[int, str | None, tuple[int, int]], int] = {}
-        matrices: list[np.ndarray] = []
+        matrices: list[Floats] = []
         self.kinds = []
         for j, (table, policy) in enumerate(zip(self.tables, self.forced, strict=True)):
             ends = len(self.cuts[j]), len(self.cuts[j + 1])
-            kind = numbers.setdefault((id(table), policy, ends), len(numbers))
+            kind = numbers.setdefault((self.table_ids[j], policy, ends), len(numbers))
             if kind == len(matrices):
                 matrices.append(_matrix(table, *ends))
             self.kinds.append(kind)
@@ -108,14 +123,15 @@ class Chain:
 
     # --- the whole model, roughly ---
 
-    def typical(self) -> np.ndarray:
-        """Sums over all blocks, each between the states that it would keep among its likes."""
+    def typical(self) -> Sums:
+        """Sums over all blocks, each between the boundary states that are cheapest where blocks of
+        its kind follow each other."""
         if self._typical is None:
             self._typical = self._sum_typical()
         return self._typical
 
-    def _sum_typical(self) -> np.ndarray:
-        total = np.zeros(len(FIELDS))
+    def _sum_typical(self) -> Sums:
+        total = Sums.zeros()
         for kind, count in Counter(self.kinds).items():
             j = self.kinds.index(kind)
             cost = self.costs[j]
@@ -128,11 +144,11 @@ class Chain:
             s, t = map(int, np.unravel_index(int(turn.argmin()), cost.shape))
             part = self.parts(j, s, t)
             if turn is not cost and s != t:
-                part = (part + self.parts(j, t, s)) / 2
-            total = joined(total, scaled(part, count))
-        return total - self._repeated()
+                part = Sums((part.array + self.parts(j, t, s).array) / 2)
+            total = total.then(part.times(count))
+        return total - self._counted_again()
 
-    def whole(self) -> np.ndarray:
+    def whole(self) -> Sums:
         """Sums of all blocks as one stage."""
         if self._whole is None:
             states, count = self.path(0, len(self.tables)), Counter[tuple[int, int, int]]()
@@ -143,30 +159,30 @@ class Chain:
                 key = self.kinds[j], s, t
                 count[key] += 1
                 where.setdefault(key, j)
-            total = np.zeros(len(FIELDS))
+            total = Sums.zeros()
             for key, times in count.items():
-                total = joined(total, scaled(self.parts(where[key], *key[1:]), times))
-            self._whole = total - self._repeated()
+                total = total.then(self.parts(where[key], *key[1:]).times(times))
+            self._whole = total - self._counted_again()
         return self._whole
 
-    def _repeated(self) -> np.ndarray:
-        """Sums of parameters that one stage of all blocks would count again."""
-        sums = np.zeros(len(FIELDS))
-        for readers, extra, _ in self.again:
-            sums += max(0, sum(readers) - 1) * extra
-        return sums
+    def _counted_again(self) -> Sums:
+        """Sums of shared parameters that one stage of all blocks counts more than once."""
+        total = Sums.zeros()
+        for readers, copy, _ in self.shared:
+            total = total.then(copy.times(max(0, sum(readers) - 1)))
+        return total
 
     # --- every stage ---
 
-    def parts(self, j: int, s: int, t: int) -> np.ndarray:
-        """What block j adds to the sums of its stage between states s and t."""
+    def parts(self, j: int, s: int, t: int) -> Sums:
+        """Sums of block j between its boundary states s and t."""
         key = self.kinds[j], s, t
         if key not in self._parts:
             table = self.tables[j]
             assert table is not None  # no path leads through a block without one
             part = self.price(table, boundary_index(table, s, t))
             policy = self.forced[j]
-            self._parts[key] = settled(part, policy) if policy else part
+            self._parts[key] = part.with_policy(policy) if policy else part
         return self._parts[key]
 
     @property
@@ -177,14 +193,15 @@ class Chain:
         return self._runs
 
     @property
-    def sums(self) -> np.ndarray:
-        """(C, C, F): sums of the stages from boundary `at[i]` to `at[j]`."""
+    def sums(self) -> Sums:
+        """(C, C): sums of the stages from boundary `at[i]` to `at[j]`."""
         return self.runs.sums[self.runs.index]
 
     @property
-    def seconds(self) -> np.ndarray:
+    def seconds(self) -> Floats:
         """(C, C): seconds per micro-batch, once-per-step work spread; inf where i >= j."""
-        return self.runs.seconds[self.runs.index]
+        seconds: Floats = self.runs.seconds[self.runs.index]
+        return seconds
 
     def _compose(self) -> Runs:
         numbers: dict[tuple[int, ...], int] = {}
@@ -197,45 +214,45 @@ class Chain:
             kinds.append(own)
         steps = _steps(tuple(kinds))
         most = max(max(piece.cost.shape) for piece in pieces)
-        costs = np.full((len(pieces), most, most), np.inf)
+        costs = np.full((len(pieces), most, most), np.inf)  # (kinds of pieces, S, S)
         for k, piece in enumerate(pieces):
             costs[k, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
-        parts, priced = np.zeros((*costs.shape, len(FIELDS))), np.zeros(costs.shape, dtype=bool)
+        parts, priced = Sums.zeros(*costs.shape), np.zeros(costs.shape, dtype=bool)
         at, ends = np.array(self.at), np.arange(most)
-        sums, seconds = [np.zeros((1, len(FIELDS)))], [np.full(1, np.inf)]
+        sums, seconds = [Sums.zeros(1).array], [np.full(1, np.inf)]
         blocks = [np.ones(1, dtype=np.int64)]
-        best = np.where(ends == 0, 0.0, np.inf)[None, :]  # [run, state at its end]
-        carried = np.zeros((1, most, len(FIELDS)))
-        for n, (before, kind, first) in enumerate(steps.levels, 1):
-            options = best[before][:, :, None] + costs[kind]
-            pick = options.argmin(axis=1)
+        # (runs of n pieces, S) by the state at their end: least seconds, and sums on that path
+        best, carried = np.where(ends == 0, 0.0, np.inf)[None, :], Sums.zeros(1, most)
+        for n, (before, kind, first) in enumerate(steps.by_length, 1):
+            options = best[before][:, :, None] + costs[kind]  # (runs, S, S)
+            pick = options.argmin(axis=1)  # (runs, S): the state before the last piece
             best = options[np.arange(len(kind))[:, None], pick, ends]
             new = np.isfinite(best) & ~priced[kind[:, None], pick, ends]
             for run, t in np.argwhere(new):
                 where = kind[run], pick[run, t], t
-                parts[where] = pieces[kind[run]].parts(int(pick[run, t]), int(t))
+                parts.array[where] = pieces[kind[run]].parts(int(pick[run, t]), int(t)).array
                 priced[where] = True
-            carried = joined(carried[before[:, None], pick], parts[kind[:, None], pick, ends])
+            carried = carried[before[:, None], pick].then(parts[kind[:, None], pick, ends])
             starts, stops = at[first], at[first + n]
-            extra, once = self._again(starts, stops)
-            sums.append(carried[:, 0] - extra)
-            seconds.append(best[:, 0] - once)
+            copies, copies_s = self._copies(starts, stops)
+            sums.append((carried[:, 0] - copies).array)
+            seconds.append(best[:, 0] - copies_s)
             blocks.append(stops - starts)
         return Runs(
-            sums=np.concatenate(sums),
+            sums=Sums(np.concatenate(sums)),
             seconds=np.concatenate(seconds),
             blocks=np.concatenate(blocks),
             index=steps.index,
         )
 
-    def _again(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums and seconds of parameters that stages would count more than once."""
-        sums, seconds = np.zeros((len(starts), len(FIELDS))), np.zeros(len(starts))
-        for readers, extra, once in self.again:
+    def _copies(self, starts: Ints, stops: Ints) -> tuple[Sums, Floats]:
+        """Sums and seconds, (runs,), of shared parameters that runs count more than once."""
+        sums, seconds = Sums.zeros(len(starts)), np.zeros(len(starts))
+        for readers, copy, copy_s in self.shared:
             before = np.concatenate([[0], np.cumsum(readers)])
             times = np.maximum(before[stops] - before[starts] - 1, 0)
-            sums += times[:, None] * extra
-            seconds += times * once
+            sums.array += times[:, None] * copy.array
+            seconds += times * copy_s
         return sums, seconds
 
     # --- the way back ---
@@ -243,7 +260,7 @@ class Chain:
     def path(self, start: int, stop: int, s: int = 0, t: int = 0) -> list[int]:
         """States at the boundaries start..stop of the best path from state s to state t."""
         best = np.where(np.arange(len(self.cuts[start])) == s, 0.0, np.inf)
-        trail: list[np.ndarray] = []
+        trail: list[NDArray[np.int64]] = []
         for j in range(start, stop):
             options = best[:, None] + self.costs[j]
             trail.append(options.argmin(axis=0))
@@ -253,13 +270,13 @@ class Chain:
             states.append(int(pick[states[-1]]))
         return states[::-1]
 
-    def components(self, start: int, stop: int) -> list[np.ndarray]:
-        """Components of each block of a stage, on its best path."""
+    def block_sums(self, start: int, stop: int) -> list[Sums]:
+        """The sums of each block of a stage, on its best path."""
         states = self.path(start, stop)
         return [self.parts(j, states[j - start], states[j - start + 1]) for j in range(start, stop)]
 
     def assignments(self, start: int, stop: int) -> dict[str, Assignment]:
-        """The assignments behind a stage, by block name."""
+        """The assignments of a stage's blocks on its best path, by block name."""
         states = self.path(start, stop)
         found: dict[str, Assignment] = {}
         for j in range(start, stop):
@@ -273,7 +290,7 @@ class Chain:
 
 
 class _Piece:
-    """A few blocks one after the other, always in the same stage."""
+    """Blocks between two neighbouring boundaries where stages may be cut: always in one stage."""
 
     def __init__(self, chain: Chain, start: int, stop: int) -> None:
         self.chain, self.start, self.stop = chain, start, stop
@@ -281,13 +298,13 @@ class _Piece:
         for j in range(start + 1, stop):
             self.cost = (self.cost[:, :, None] + chain.costs[j][None]).min(axis=1)
 
-    def parts(self, s: int, t: int) -> np.ndarray:
-        """What the blocks add to the sums of their stage between states s and t."""
+    def parts(self, s: int, t: int) -> Sums:
+        """Sums of the piece between its boundary states s and t."""
         states = self.chain.path(self.start, self.stop, s, t)
         total = self.chain.parts(self.start, states[0], states[1])
         for j in range(self.start + 1, self.stop):
             k = j - self.start
-            total = joined(total, self.chain.parts(j, states[k], states[k + 1]))
+            total = total.then(self.chain.parts(j, states[k], states[k + 1]))
         return total
 
 
@@ -296,7 +313,7 @@ def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:
     return tuple(s if name.startswith("in:") else t for name in table.keep)
 
 
-def _matrix(table: BlockTable | None, ins: int, outs: int) -> np.ndarray:
+def _matrix(table: BlockTable | None, ins: int, outs: int) -> Floats:
     """(ins, outs): seconds of a block over its boundary states; inf where it has no assignment."""
     if table is None:
         return np.full((ins, outs), np.inf)

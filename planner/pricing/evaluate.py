@@ -1,34 +1,18 @@
 """Prices any Plan: the search's, a user's, a file's. One code path from assignments to seconds and
-bytes.
-
-`Evaluator` prices many plans of one problem, remembering what they have in common."""
+bytes; `Evaluator` prices many plans of one problem.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from meshwright.costmodel.blocks.stage import (
-    FIELDS,
-    Again,
-    StageCosts,
-    again_of,
-    joined,
-    parameter_sums,
-    stage_costs,
-)
-from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.blocks.peak import peak_bytes, shortfall_bytes
+from meshwright.costmodel.blocks.stage import StageCosts, of_one, stage_costs
+from meshwright.costmodel.blocks.sums import NO_RECOMPUTE, Sums, parameter_sums
 from meshwright.costmodel.kernels.transfers import send_seconds
 from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.schedules.schedule import (
-    build_schedule,
-    in_flight,
-    peak_activation,
-    stages_of_devices,
-)
+from meshwright.costmodel.schedules.schedule import build_schedule, in_flight
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import Placement, R
@@ -55,17 +39,17 @@ class Prediction:
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
-        room = cluster.device.memory_bytes
-        return [max(0, used - room) for used in self.peak_memory_bytes]
+        return shortfall_bytes(self.peak_memory_bytes, cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A priced plan: prediction, components per stage, the simulated step."""
+    """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated
+    step."""
 
     plan: Plan
     prediction: Prediction
-    stages: tuple[StageCosts, ...]
+    stages: tuple[StageCosts[float], ...]
     in_flight: tuple[int, ...]
     timeline: Timeline
     target: Target
@@ -74,12 +58,14 @@ class Evaluation:
         """Fractions of the operators' seconds that were measured on the device, interpolated
         between measurements, and modelled from the catalog's curves."""
         total = sum(
-            float(s.forward_s + s.backward_s - s.forward_comm_s - s.backward_comm_s)
-            for s in self.stages
+            s.forward_s + s.backward_s - s.forward_comm_s - s.backward_comm_s for s in self.stages
         )
         measured, interpolated = (
-            min(1.0, sum(float(getattr(s, name)) for s in self.stages) / total) if total else 0.0
-            for name in ("measured_s", "interpolated_s")
+            min(1.0, seconds / total) if total else 0.0
+            for seconds in (
+                sum(s.measured_s for s in self.stages),
+                sum(s.interpolated_s for s in self.stages),
+            )
         )
         return {
             "measured": measured,
@@ -124,20 +110,20 @@ def evaluate(
     return price_stages(plan, coster, stages)
 
 
-def price_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts]) -> Evaluation:
-    """Price a plan whose stages' components are known; its shardings are not asked."""
-    graph, cluster = coster.graph, coster.cluster
+def price_stages(
+    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]]
+) -> Evaluation:
+    """Price a plan whose stages' costs are known; its shardings are not asked."""
+    cluster = coster.cluster
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
-    held = tuple(
-        in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
-        for k in range(p)
-    )
-    timeline = _simulate(plan, graph, coster, stages)
+    timeline = _simulate(plan, coster, stages)
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     prediction = Prediction(
         step_time_s=timeline.step_time_s,
-        peak_memory_bytes=_peak_bytes(plan, stages, cluster),
+        peak_memory_bytes=peak_bytes(
+            stages, cluster, schedule=plan.schedule, num_microbatches=m, num_devices=devices
+        ),
         bubble_fraction=timeline.bubble_fraction,
         mfu=flops / (timeline.step_time_s * peak),
     )
@@ -145,39 +131,20 @@ def price_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts]) 
         plan=plan,
         prediction=prediction,
         stages=tuple(stages),
-        in_flight=held,
+        in_flight=tuple(
+            in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
+            for k in range(p)
+        ),
         timeline=timeline,
         target=coster.problem.target,
     )
 
 
-def _peak_bytes(plan: Plan, stages: Sequence[StageCosts], cluster: Cluster) -> list[int]:
-    """Per device group: the states of all its stages, the most that is in flight, and the most that
-    one backward of one stage holds besides."""
-    count = len(plan.devices)
-    active = peak_activation(
-        plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        bytes_per_stage=[float(s.activation_bytes) for s in stages],
-        num_devices=count,
-    )
-    found = []
-    for device, placed in enumerate(
-        stages_of_devices(plan.schedule, num_stages=len(stages), num_devices=count)
-    ):
-        own = [stages[k] for k in placed]
-        states = sum(float(s.static_bytes - s.passing_bytes) for s in own)
-        passing = max(float(s.passing_bytes) for s in own)
-        found.append(math.ceil(states + passing + active[device] + cluster.device.reserved_bytes))
-    return found
-
-
 def _stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
-) -> StageCosts:
-    """Components of stage k; blocks of one class with equal decisions are priced once, of a
-    parameter that several blocks read alike one copy is held, and every block runs again what its
-    own policy says."""
+) -> StageCosts[float]:
+    """Costs of stage k: a parameter that several blocks read alike is held once, and every block
+    repeats what its own policy says."""
     stage = plan.stages[k]
     setting = coster.setting(
         stage,
@@ -188,27 +155,25 @@ def _stage(
         spread=spread_of(stage),
     )
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
-    sums, again = np.zeros(len(FIELDS)), Again()
+    sums, repeated = Sums.zeros(), NO_RECOMPUTE
     stored: set[tuple[str, Placement]] = set()
     states: dict[str, Placement] = {}
     for name, policy in zip(stage.blocks, stage.policies, strict=True):
         block = coster.blocks[name]
         assignment = assignments[name]
         inputs = {value: states.get(value, R) for value in block.inputs}
-        own = coster.components(pricer, block, assignment, inputs)
-        sums, again = joined(sums, own), again + again_of(own, policy)
-        held = [(value, assignment.states[value]) for value in block.parameters]
-        for value, state in stored.intersection(held):
-            sums -= parameter_sums(pricer, value, state)
-        stored.update(held)
+        own = coster.block_sums(pricer, block, assignment, inputs)
+        sums, repeated = sums.then(own), repeated + own.recompute(policy)
+        parameters = [(value, assignment.states[value]) for value in block.parameters]
+        for value, state in stored.intersection(parameters):
+            sums = sums - parameter_sums(pricer, value, state)
+        stored.update(parameters)
         states |= {name: assignment.states[name] for name in block.outputs}
-    return stage_costs(sums, setting, again)
+    return of_one(stage_costs(sums, setting, repeated))
 
 
-def _simulate(
-    plan: Plan, graph: Graph, coster: StageCoster, stages: Sequence[StageCosts]
-) -> Timeline:
-    edges = crossings(plan, graph)
+def _simulate(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]]) -> Timeline:
+    edges = crossings(plan, coster.graph)
     transfer = {edge: transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()}
     blocked = [0.0] * len(stages), [0.0] * len(stages)
     if not coster.problem.target.overlap_sends:
@@ -218,13 +183,13 @@ def _simulate(
         transfer = dict.fromkeys(transfer, 0.0)
     times = [
         StageTimes(
-            forward_s=float(s.forward_s) + sending,
-            backward_s=float(s.backward_s) + returning,
-            weight_s=float(s.weight_s),
+            forward_s=s.forward_s + sending,
+            backward_s=s.backward_s + returning,
+            weight_s=s.weight_s,
             # of a forward and a backward together, one computes while the other communicates
-            overlap_s=min(float(s.forward_comm_s + s.backward_comm_s), float(s.forward_s)),
-            reduce_s=float(s.reduce_s),
-            optimizer_s=float(s.optimizer_s),
+            overlap_s=min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
+            reduce_s=s.reduce_s,
+            optimizer_s=s.optimizer_s,
         )
         for s, sending, returning in zip(stages, *blocked, strict=True)
     ]

@@ -27,10 +27,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.stage import FIELDS, Again, again_of
+from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
+
+Ints: TypeAlias = NDArray[np.int64]
 
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)  # λ tried where either may bind; any of them gives a bound
 FEW = 64  # partial solutions that are completed for a cutoff, and compared with all others
@@ -44,9 +48,9 @@ class _Class:
 
     members: tuple[int, ...]
     policies: tuple[str, ...]
-    options: np.ndarray
+    options: Floats
 
-    def mixed(self, mix: np.ndarray) -> np.ndarray:
+    def mixed(self, mix: Floats) -> Floats:
         """(policies, 2): both kinds of seconds weighed into one cost, bytes freed."""
         return np.column_stack([self.options[:, :2] @ mix, self.options[:, 2]])
 
@@ -58,10 +62,10 @@ class _Steps:
 
     cost: float
     freed: float
-    more_bytes: np.ndarray
-    more_cost: np.ndarray
+    more_bytes: Floats
+    more_cost: Floats
 
-    def least(self, freed: np.ndarray) -> np.ndarray:
+    def least(self, freed: Floats) -> Floats:
         """Least cost at which `freed` bytes are freed; inf where they can't be."""
         wanted = freed - self.freed
         found = self.cost + np.interp(wanted, self.more_bytes, self.more_cost)
@@ -69,7 +73,7 @@ class _Steps:
 
 
 def choose_policies(
-    blocks: Sequence[np.ndarray],
+    blocks: Sequence[Sums],
     legal: Sequence[str],
     *,
     in_flight: float,
@@ -78,15 +82,18 @@ def choose_policies(
 ) -> tuple[str, ...] | None:
     """The policy of each block that adds the least seconds to a backward, None if none fits.
 
-    `blocks` are vectors over `FIELDS`, `legal` the policies to choose from; `room_bytes` is what
+    `blocks` are the sums of each block, `legal` the policies to choose from; `room_bytes` is what
     states, buffers and one operator's gradients leave for `in_flight` micro-batches and for a block
     that is run again. On a `device` of kind "cuda" the host issues operators beside it.
     """
     table = np.array([_options(own, legal, device) for own in blocks])
-    largest = np.array([again_of(own, "full").largest_bytes for own in blocks], dtype=float)
-    kept = sum(own[_SAVED] + own[_INPUT] for own in blocks)
+    largest = np.array([own.largest_bytes for own in blocks], dtype=float)
+    kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
     base = np.array(
-        [sum(own[_BACKWARD] for own in blocks), sum(own[_BACKWARD_HOST] for own in blocks)]
+        [
+            sum(float(own.backward_s) for own in blocks),
+            sum(float(own.backward_host_s) for own in blocks),
+        ]
     )
     base = base if device == "cuda" else np.array([base.sum(), -np.inf])
     best: tuple[float, tuple[str, ...]] | None = None
@@ -99,28 +106,24 @@ def choose_policies(
     return best[1] if best else None
 
 
-_SAVED, _INPUT = FIELDS.index("saved_bytes"), FIELDS.index("input_bytes")
-_BACKWARD, _BACKWARD_HOST = FIELDS.index("backward_s"), FIELDS.index("backward_host_s")
-
-
-def _options(block: np.ndarray, legal: Sequence[str], device: str) -> np.ndarray:
+def _options(block: Sums, legal: Sequence[str], device: str) -> Floats:
     """(policies, 3): seconds, host seconds and bytes freed; on a CPU all seconds are the first."""
 
-    def values(again: Again) -> list[float]:
+    def values(own: Recompute) -> list[float]:
         if device == "cuda":
-            return [float(again.seconds), float(again.host_s), float(again.freed_bytes)]
-        return [float(again.seconds + again.host_s), 0.0, float(again.freed_bytes)]
+            return [float(own.seconds), float(own.host_s), float(own.freed_bytes)]
+        return [float(own.seconds + own.host_s), 0.0, float(own.freed_bytes)]
 
-    return np.array([values(again_of(block, policy)) for policy in legal])
+    return np.array([values(block.recompute(policy)) for policy in legal])
 
 
-def _ceilings(largest: np.ndarray, legal: Sequence[str]) -> list[float]:
+def _ceilings(largest: Floats, legal: Sequence[str]) -> list[float]:
     """Values that the largest block under `full` may have, the loosest first."""
     return sorted({0.0, *largest.tolist()} if "full" in legal else {0.0}, reverse=True)
 
 
 def _classes(
-    table: np.ndarray, largest: np.ndarray, legal: Sequence[str], ceiling: float
+    table: Floats, largest: Floats, legal: Sequence[str], ceiling: float
 ) -> list[_Class] | None:
     """Blocks by what their policies cost and free, most blocks first; None where one has no
     policy under the ceiling."""
@@ -146,7 +149,7 @@ def _classes(
     return sorted(found, key=lambda each: -len(each.members))
 
 
-def _undominated(options: np.ndarray, allowed: Sequence[int]) -> list[int]:
+def _undominated(options: Floats, allowed: Sequence[int]) -> list[int]:
     """Options that no other is at least as good as in all; of equal ones the first."""
     as_costs = options * (1.0, 1.0, -1.0)
     kept: list[int] = []
@@ -159,7 +162,7 @@ def _undominated(options: np.ndarray, allowed: Sequence[int]) -> list[int]:
 # --- the relaxation ------------------------------------------------------------------------------
 
 
-def _hull(options: np.ndarray) -> list[int]:
+def _hull(options: Floats) -> list[int]:
     """Of (cost, freed) options those on the lower convex hull, from the cheapest on."""
     found: list[int] = []
     for k in sorted(range(len(options)), key=lambda k: (options[k, 0], -options[k, 1])):
@@ -175,7 +178,7 @@ def _hull(options: np.ndarray) -> list[int]:
     return found
 
 
-def _steps(options: Sequence[np.ndarray], counts: Sequence[int]) -> _Steps:
+def _steps(options: Sequence[Floats], counts: Sequence[int]) -> _Steps:
     """The fractional knapsack of blocks with these (cost, freed) options, so many of each."""
     cost = freed = 0.0
     steps: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
@@ -200,7 +203,7 @@ class _Knapsack:
     """Counts of policies per class that free `needed` bytes of a micro-batch at the least of
     max(base[0] + seconds, base[1] + host seconds)."""
 
-    def __init__(self, classes: Sequence[_Class], base: np.ndarray, needed: float) -> None:
+    def __init__(self, classes: Sequence[_Class], base: Floats, needed: float) -> None:
         self.classes, self.base, self.needed = classes, base, needed
         most = sum(len(own.members) * own.options[:, :2].max(axis=0) for own in classes)
         apart = base[0] - base[1]
@@ -213,7 +216,7 @@ class _Knapsack:
     def solve(self, cutoff: float) -> tuple[float, tuple[str, ...]] | None:
         """(seconds, policies), where they are no more than `cutoff`."""
         states = np.zeros((1, 3))
-        trail: list[tuple[np.ndarray, np.ndarray]] = []
+        trail: list[tuple[Ints, Ints]] = []
         for k, own in enumerate(self.classes):
             splits = _splits(len(own.members), len(own.policies))
             merged = (states[:, None] + (splits @ own.options)[None]).reshape(-1, 3)
@@ -230,10 +233,11 @@ class _Knapsack:
         order = np.lexsort((-states[:, 2], states[:, 1], states[:, 0], seconds))
         return float(seconds[order[0]]), self._policies(trail, int(order[0]))
 
-    def _seconds(self, states: np.ndarray) -> np.ndarray:
-        return (states[:, :2] + self.base).max(axis=1)
+    def _seconds(self, states: Floats) -> Floats:
+        seconds: Floats = (states[:, :2] + self.base).max(axis=1)
+        return seconds
 
-    def _bound(self, states: np.ndarray, k: int) -> np.ndarray:
+    def _bound(self, states: Floats, k: int) -> Floats:
         """Least seconds at which the classes from k on complete each state."""
         missing = self.needed - states[:, 2]
         if k == len(self.classes):
@@ -244,10 +248,10 @@ class _Knapsack:
             found = np.maximum(found, (states[:, :2] + base) @ mix + rest.least(missing))
         return found * (1 - 1e-12)  # rounding drops nothing
 
-    def _relaxed(self, classes: Sequence[_Class], mix: np.ndarray) -> _Steps:
+    def _relaxed(self, classes: Sequence[_Class], mix: Floats) -> _Steps:
         return _steps([own.mixed(mix) for own in classes], [len(own.members) for own in classes])
 
-    def _rounded(self, states: np.ndarray, k: int) -> float:
+    def _rounded(self, states: Floats, k: int) -> float:
         """Seconds of a good solution: some state completed as the relaxation of the classes from k
         on does, with the divided block taken whole."""
         found = np.inf
@@ -267,8 +271,8 @@ class _Knapsack:
             found = min(found, float(self._seconds(enough).min(initial=np.inf)))
         return found
 
-    def _policies(self, trail: Sequence[tuple[np.ndarray, np.ndarray]], at: int) -> tuple[str, ...]:
-        """The way back: among equal blocks those that free the most come first."""
+    def _policies(self, trail: Sequence[tuple[Ints, Ints]], at: int) -> tuple[str, ...]:
+        """Policies by block, traced back from state `at`; of equal blocks the first free most."""
         found: dict[int, str] = {}
         for own, (before, splits) in zip(reversed(self.classes), reversed(trail), strict=True):
             most = sorted(range(len(own.policies)), key=lambda k: -own.options[k, 2])
@@ -279,7 +283,7 @@ class _Knapsack:
 
 
 @cache
-def _splits(count: int, kinds: int) -> np.ndarray:
+def _splits(count: int, kinds: int) -> Ints:
     """(ways, kinds): all ways to share `count` blocks out to `kinds` policies."""
     slots = count + kinds - 1
     bars = np.array([*itertools.combinations(range(slots), kinds - 1)], dtype=int)
@@ -287,13 +291,14 @@ def _splits(count: int, kinds: int) -> np.ndarray:
     return np.diff(np.hstack([-np.ones_like(ends), bars.reshape(len(bars), -1), ends])) - 1
 
 
-def _least(values: np.ndarray, count: int) -> np.ndarray:
+def _least(values: Floats, count: int) -> Ints:
     """Indices of the least `count` of them."""
     return np.argpartition(values, count)[:count] if len(values) > count else np.arange(len(values))
 
 
-def _front(states: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """Indices of distinct states, without those than which one of the most promising is better."""
+def _front(states: Floats, bound: Floats) -> Ints:
+    """Indices of the Pareto front of the states: distinct ones that none of the `FEW` of least
+    bound is better than."""
     _, kept = np.unique(states, axis=0, return_index=True)
     costs = states[kept] * (1.0, 1.0, -1.0)
     dominated = np.zeros(len(kept), dtype=bool)

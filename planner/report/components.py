@@ -38,7 +38,7 @@ def breakdown(evaluation: Evaluation) -> Components:
         for ranks in plan.devices
     ]
 
-    def total(group: Sequence[StageCosts], *names: str) -> float:
+    def total(group: Sequence[StageCosts[float]], *names: str) -> float:
         return float(sum(getattr(s, name) for s in group for name in names))
 
     busiest = max(groups, key=lambda group: total(group, "forward_s", "backward_s"))

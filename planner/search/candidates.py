@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.costmodel.blocks.peak import room_bytes
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.schedules.schedule import in_flight
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
@@ -74,7 +75,7 @@ def make_draft(
     plans = [
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
     ]
-    costs = [d.ladder.at(d.run, d.chosen) for d in stages]
+    costs = [d.levels.at(d.run, d.chosen) for d in stages]
     priced = price_stages(_plan(coster, plans, pipeline), coster, costs)
     return PlanDraft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, coster.cluster))
 
@@ -137,10 +138,10 @@ def _stage_plan(
 
 def _policies(coster: StageCoster, draft: StageDraft, plan: Plan, k: int) -> tuple[str, ...]:
     """The least recompute with which a stage fits in its place, block by block."""
-    if not draft.chosen.share[draft.run]:
+    if not draft.chosen.fraction[draft.run]:
         return draft.policies
     groups = len(plan.devices)
-    held = in_flight(
+    count = in_flight(
         plan.schedule,
         stage=k,
         num_stages=len(plan.stages),
@@ -148,12 +149,12 @@ def _policies(coster: StageCoster, draft: StageDraft, plan: Plan, k: int) -> tup
         num_devices=groups,
     )
     each = len(plan.stages) // groups
-    first = draft.ladder.at(draft.run, draft.chosen.nothing())
+    first = draft.levels.at(draft.run, draft.chosen.lowest())
     found = choose_policies(
-        draft.setup.chain.components(draft.start, draft.stop),
-        draft.ladder.policies,
-        in_flight=held,
-        room_bytes=coster.cluster.device.usable_bytes / each - first.static_bytes,
+        draft.setup.chain.block_sums(draft.start, draft.stop),
+        draft.levels.policies,
+        in_flight=count,
+        room_bytes=room_bytes(coster.cluster, each) - first.static_bytes,
     )
     return draft.overridden(found) if found else draft.policies
 
@@ -173,7 +174,7 @@ def _shardings(
     for block in blocks:
         inputs = {n: states[n] for n in block.inputs if n in states}
         names = [*(op.name for op in block.ops), *block.parameters]
-        key = block.class_id, coster.decided(block, found[block.name]), tuple(inputs.values())
+        key = block.class_id, found[block.name].choices, tuple(inputs.values())
         if key not in known:  # equal decisions about equal blocks are written alike
             layouts = BlockLayouts(coster.graph, coster.problem.factors, block, tp)
             own = layouts.compress(found[block.name], inputs)

@@ -12,6 +12,7 @@ from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.plan.shardings import resolve_shardings
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import (
     Candidate,
@@ -29,7 +30,7 @@ class Drafter:
     """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
     and `unequal` meshes.
 
-    `executable` leaves only what the executor runs. `coster` is another drafter's of the same
+    `executable` leaves only what the executor runs. `programs` are another drafter's of the same
     problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the model
     or each other.
     """
@@ -41,7 +42,7 @@ class Drafter:
         overrides: Overrides,
         *,
         executable: bool = False,
-        coster: StageCoster | None = None,
+        programs: BlockPrograms | None = None,
     ) -> None:
         graph = problem.graph
         self.problem = problem
@@ -56,11 +57,11 @@ class Drafter:
             problem=problem, global_batch_size=global_batch_size, restrictions=self.restrictions
         )
         at = self.space.cut_at
-        if coster is None:
-            self.coster = StageCoster(problem, entries, cut_at=at)
+        if programs is None:
+            self.programs = BlockPrograms(StageCoster(problem), entries, cut_at=at)
         else:
-            self.coster = coster.deciding(entries, at)
-        self.equal = EqualStages(self.space, self.coster)
+            self.programs = programs.deciding(entries, at)
+        self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
     def under(self, overrides: Overrides, *, executable: bool) -> Drafter:
@@ -70,7 +71,7 @@ class Drafter:
             self.global_batch_size,
             overrides,
             executable=executable,
-            coster=self.coster,
+            programs=self.programs,
         )
 
     def on_nodes(self, num_nodes: int) -> Drafter:
@@ -88,7 +89,7 @@ class Drafter:
         if policies == self.restrictions.policies:
             return self.equal
         restricted = replace(self.restrictions, policies=policies)
-        return EqualStages(replace(self.space, restrictions=restricted), self.coster)
+        return EqualStages(replace(self.space, restrictions=restricted), self.programs)
 
     def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         """A combination cut into stages, simulated."""
@@ -106,11 +107,11 @@ class Drafter:
             schedule=schedule,
             stages_per_group=each,
         )
-        return make_draft(self.coster, stages, pipeline)
+        return make_draft(self.programs.coster, stages, pipeline)
 
     def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written."""
-        return make_candidate(self.coster, draft)
+        return make_candidate(self.programs.coster, draft)
 
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""

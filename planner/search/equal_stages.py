@@ -14,13 +14,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.blocks.stage import FIELDS, scaled
+from meshwright.costmodel.blocks.peak import fits, room_bytes
+from meshwright.costmodel.blocks.stage import of_one
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder
-from meshwright.planner.pricing.stage_costs import MODES, StageCoster
+from meshwright.planner.pricing.programs import MODES, BlockPrograms
+from meshwright.planner.pricing.recompute_levels import (
+    ChosenLevel,
+    RecomputeLevels,
+    recompute_levels,
+)
 from meshwright.planner.search.space import Mesh, Space
 
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
@@ -72,17 +77,17 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
-    """Blocks start..stop-1 as a stage: its setup, ladder of recompute and the share chosen."""
+    """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one."""
 
     start: int
     stop: int
     setup: StageSetup
-    ladder: Ladder
-    chosen: Share
+    levels: RecomputeLevels
+    chosen: ChosenLevel
 
     @property
     def run(self) -> int:
-        """The stage's row in its ladder."""
+        """The stage's row in its levels."""
         at = list(self.setup.chain.at)
         return int(self.setup.chain.runs.index[at.index(self.start), at.index(self.stop)])
 
@@ -90,9 +95,12 @@ class StageDraft:
     def policies(self) -> tuple[str, ...]:
         """The recompute policy of each block, the first ones recomputing most."""
         where, count = self.run, self.stop - self.start
-        rung, more = int(self.chosen.rung[where]), round(float(self.chosen.share[where]) * count)
-        names = self.ladder.policies
-        free = [names[min(rung + (k < more), len(names) - 1)] for k in range(count)]
+        level, more = (
+            int(self.chosen.level[where]),
+            round(float(self.chosen.fraction[where]) * count),
+        )
+        names = self.levels.policies
+        free = [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
         return self.overridden(free)
 
     def overridden(self, free: Sequence[str]) -> tuple[str, ...]:
@@ -103,11 +111,12 @@ class StageDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EvenStages:
-    """A setup with `per_group` equal stages on each device group: the ladder of one stage, its
-    least model states; least seconds per micro-batch of all stages and of the slowest group."""
+    """A setup with `per_group` equal stages on each device group: the recompute levels of one
+    stage, its least model states; least seconds per micro-batch of all stages and of the slowest
+    group."""
 
     per_group: int
-    ladder: Ladder
+    levels: RecomputeLevels
     states_bytes: float
     least_s: float
     slowest_s: float
@@ -118,16 +127,16 @@ class EqualStages:
     """Estimates, bounds and cuts of all plans with equal meshes."""
 
     space: Space
-    coster: StageCoster
+    programs: BlockPrograms
     _combinations: dict[MeshChoice, tuple[Combination, ...]] = field(default_factory=dict)
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
     legal: np.ndarray = field(init=False)
-    _ladders: dict[tuple[Chain, int, tuple[str, ...]], Ladder] = field(default_factory=dict)
+    _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cuts = np.array(self.coster.cut_at)
+        self.cuts = np.array(self.programs.cut_at)
         self.parameters = self.space.graph.num_parameters()
         self.classes = [block.class_id for block in self.space.graph.blocks]
         self.legal = self.at_cuts(self.space.legal_stages())
@@ -155,7 +164,7 @@ class EqualStages:
                 )
 
     def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
-        return self.coster.setting(
+        return self.programs.coster.setting(
             mesh,
             microbatches=m,
             dp_shard=shard,
@@ -165,12 +174,12 @@ class EqualStages:
 
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
-        return self.coster.least_of_blocks(self._setting(mesh, m))
+        return self.programs.least_of_blocks(self._setting(mesh, m))
 
     def chain(self, mesh: Mesh, m: int, shard: int, mode: str) -> Chain:
         """All stages on a mesh."""
         setting = self._setting(mesh, m, shard)
-        return self.coster.chain(setting, mode, self.space.restrictions.recompute)
+        return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
 
@@ -200,7 +209,7 @@ class EqualStages:
                     key = per_group, self.space.policies(schedule)
                     if key not in even:
                         even[key] = self._even(choice, setup, *key)
-                    if even[key].states_bytes * per_group <= self.room:
+                    if fits(even[key].states_bytes * per_group, self.room):
                         found.append(self._combination(choice, setup, schedule, even[key]))
             self._combinations[choice] = tuple(found)
         return self._combinations[choice]
@@ -210,16 +219,16 @@ class EqualStages:
     ) -> _EvenStages:
         """The sums of the whole model shared out evenly among stages."""
         stages, least = choice.groups * per_group, self.least(choice.mesh, choice.num_microbatches)
-        part = setup.chain.whole() if stages == 1 else scaled(setup.chain.typical(), 1 / stages)
-        steps = ladder(part, setup.setting, policies, np.array(len(least) / stages))
-        last = steps.rungs[-1]
+        part = setup.chain.whole() if stages == 1 else setup.chain.typical().times(1 / stages)
+        levels = recompute_levels(part, setup.setting, policies, np.array(len(least) / stages))
+        last = levels.costs[-1]
         states = float(last.static_bytes - last.passing_bytes)
         # in the states that its blocks prefer; a whole stage may have to split more of them
-        mesh, whole = choice.mesh, float(part[FIELDS.index("parameters")])
+        mesh, whole = choice.mesh, float(part.parameters)
         split = self.parameters / (mesh.tp * mesh.ep * stages)
         return _EvenStages(
             per_group=per_group,
-            ladder=steps,
+            levels=levels,
             least_s=float(least.sum()),
             slowest_s=slowest_s(least, self.classes, choice.groups),
             states_bytes=states * min(1.0, split / max(whole, 1.0)),
@@ -230,12 +239,12 @@ class EqualStages:
     ) -> Combination:
         """A combination under the schedule of that name, estimated from equal stages."""
         schedule, m, groups = SCHEDULES[name], choice.num_microbatches, choice.groups
-        per_group, steps = even.per_group, even.ladder
+        per_group, levels = even.per_group, even.levels
         stages = groups * per_group
         held = _held(name, 0, stages, m, groups)
-        chosen = steps.share(held, self.room / per_group)
+        chosen = levels.choose(held, self.room / per_group)
         tight = not chosen.fits  # on average; a first stage with fewer blocks may fit
-        costs = steps.rungs[-1] if tight else steps.at((), chosen)
+        costs = of_one(levels.costs[-1]) if tight else levels.at((), chosen)
         uneven = even.slowest_s * groups / even.least_s
         sent = 0.0 if schedule.hides_sends else _sent_s(setup, stages)
         turn = per_group * (costs.amortised_s(m) + sent)
@@ -253,22 +262,22 @@ class EqualStages:
 
     @property
     def room(self) -> float:
-        return self.space.cluster.device.usable_bytes
+        return room_bytes(self.space.cluster)
 
     # --- cutting ---
 
-    def ladder(self, setup: StageSetup, schedule: str) -> Ladder:
+    def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
         key = setup.chain, setup.zero, policies
-        if key not in self._ladders:
+        if key not in self._levels:
             runs = setup.chain.runs
-            self._ladders[key] = ladder(runs.sums, setup.setting, policies, runs.blocks)
-        return self._ladders[key]
+            self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
+        return self._levels[key]
 
     def forget(self) -> None:
         """Give memory back."""
-        self._ladders.clear()
+        self._levels.clear()
 
     def solve(
         self, combination: Combination, cutoff_s: float
@@ -277,24 +286,25 @@ class EqualStages:
         is none. The objective, m turns of the slowest stage and what all but one stage add to fill
         the pipeline, is the step of equal stages."""
         m, setup, stages = combination.num_microbatches, combination.setup, combination.num_stages
-        schedule, steps = SCHEDULES[combination.schedule], self.ladder(setup, combination.schedule)
+        schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
         held = [
             _held(combination.schedule, k, stages, m, combination.groups) for k in range(stages)
         ]
-        levels = sorted(set(held))
-        shares = [steps.share(h, self.room / combination.stages_per_group) for h in levels]
+        counts = sorted(set(held))
+        room = self.room / combination.stages_per_group
+        chosen_levels = [levels.choose(count, room) for count in counts]
         runs = setup.chain.runs
         legal, sent = self.legal & self.allowed(setup), self.sent(setup)
         times, fills = [], []
-        for chosen in shares:
-            costs = steps.everywhere(chosen)
+        for chosen in chosen_levels:
+            costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
             pass_s = costs.forward_s + costs.backward_s
             fill = schedule.fill_s(pass_s, costs.weight_s, m, combination.groups)
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * (stages - 1) / stages
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
-        level = [levels.index(h) for h in held]
+        level = [counts.index(count) for count in held]
         found = cut_evenly(
             np.stack(times),
             np.stack(fills),
@@ -309,8 +319,8 @@ class EqualStages:
                 start=int(self.cuts[found.cuts[k]]),
                 stop=int(self.cuts[found.cuts[k + 1]]),
                 setup=setup,
-                ladder=steps,
-                chosen=shares[level[k]],
+                levels=levels,
+                chosen=chosen_levels[level[k]],
             )
             for k in range(stages)
         ]

@@ -19,8 +19,8 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
     and the way out; or which override leaves no plan."""
     problem, cluster = drafter.problem, drafter.problem.cluster
     closest = _closest(drafter, drafts)
-    if closest is None and drafter.coster.refused:
-        refused = drafter.coster.refused
+    if closest is None and drafter.programs.refused:
+        refused = drafter.programs.refused
         return OverrideError(f"override shardings: {refused[max(refused)]}")
     if closest is None or closest[0] <= 0:
         return OverrideError(

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks.stage import scaled
+from meshwright.costmodel.blocks.peak import stage_bytes
+from meshwright.costmodel.blocks.stage import of_one
 from meshwright.costmodel.schedules.schedule import in_flight
-from meshwright.planner.pricing.recompute_levels import ladder
+from meshwright.planner.pricing.recompute_levels import recompute_levels
 from meshwright.planner.search.equal_stages import EqualStages, MeshChoice, StageSetup
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
@@ -75,14 +76,14 @@ def memory_needs(
         for name, per_group in equal.space.schedules(groups, m, setup.zero):
             if schedule(name):
                 stages, policies = groups * per_group, equal.space.policies(name)
-                part = scaled(setup.chain.typical(), 1 / stages)
-                costs = ladder(part, setup.setting, policies, np.array(1.0)).rungs[-1]
+                part = setup.chain.typical().times(1 / stages)
+                levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
+                costs = of_one(levels.costs[-1])
                 held = in_flight(
                     name, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups
                 )
-                needs.append(
-                    per_group * (float(costs.static_bytes) + held * float(costs.activation_bytes))
-                )
+                used = stage_bytes(costs.static_bytes, costs.activation_bytes, held)
+                needs.append(per_group * used)
         if needs:
             yield MemoryNeed(choice=choice, setup=setup, excess_bytes=min(needs) - equal.room)
 

@@ -24,7 +24,7 @@ from meshwright.planner.intra_op.solvers import Certificate
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.chain import boundary_index
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.search.candidates import Candidate, PlanDraft
 from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft
@@ -73,8 +73,8 @@ class SearchResult:
 class Search(Drafter):
     """One search: problem × global batch × overrides -> plans.
 
-    `time_limit_s` ends it with the best plan found by then; `executable` and `coster` are those of
-    `Drafter`.
+    `time_limit_s` ends it with the best plan found by then; `executable` and `programs` are those
+    of `Drafter`.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Search(Drafter):
         *,
         executable: bool = False,
         time_limit_s: float | None = None,
-        coster: StageCoster | None = None,
+        programs: BlockPrograms | None = None,
     ) -> None:
         super().__init__(
-            problem, global_batch_size, overrides, executable=executable, coster=coster
+            problem, global_batch_size, overrides, executable=executable, programs=programs
         )
         self.time_limit_s = time_limit_s
         self._drafts: list[PlanDraft] = []
@@ -104,7 +104,7 @@ class Search(Drafter):
             overrides,
             executable=self.executable,
             time_limit_s=self.time_limit_s,
-            coster=self.coster,
+            programs=self.programs,
         ).run()
 
     # --- the search ---
@@ -259,12 +259,12 @@ class Search(Drafter):
         for stage in best.plan.stages:
             if stage.tp == 1:
                 continue
-            setting = self.coster.setting(
+            setting = self.programs.coster.setting(
                 stage,
                 rows=best.plan.microbatch_rows / stage.dp,
                 microbatches=best.plan.num_microbatches,
             )
-            chain = self.coster.chain(setting)
+            chain = self.programs.chain(setting)
             classes: set[str] = set()
             for block, table in zip(graph.blocks, chain.tables, strict=True):
                 new = block.class_id not in classes and len(found) < MAX_PROOFS

@@ -30,7 +30,7 @@ from meshwright.planner.inter_op.partition import (
     solve_inter_op,
 )
 from meshwright.planner.inter_op.table import Constraints, StageTable
-from meshwright.planner.pricing.recompute_levels import ladder
+from meshwright.planner.pricing.recompute_levels import recompute_levels
 from meshwright.planner.search.equal_stages import EqualStages, StageDraft, StageSetup
 from meshwright.planner.search.space import Mesh, Space
 
@@ -86,8 +86,8 @@ class UnequalStages:
             runs, send = setup.chain.runs, self.equal.sent(setup)
             index = runs.index
             legal = self.equal.legal & self.equal.allowed(setup)
-            steps = ladder(runs.sums, setup.setting, policies, runs.blocks)
-            for policy, costs in zip(steps.policies, steps.rungs, strict=True):
+            steps = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
+            for policy, costs in zip(steps.policies, steps.costs, strict=True):
                 pass_s = costs.forward_s + costs.backward_s
                 once_s = costs.reduce_s + costs.optimizer_s
                 ok = legal & np.isfinite(runs.seconds)[index]
@@ -133,13 +133,13 @@ class UnequalStages:
         for k, choice in enumerate(solution.stages):
             setup = options[choice.variant].setup
             held = in_flight(schedule, stage=k, num_stages=count, num_microbatches=m)
-            steps = self.equal.ladder(setup, schedule)
+            steps = self.equal.levels(setup, schedule)
             draft = StageDraft(
                 start=int(self.equal.cuts[choice.start]),
                 stop=int(self.equal.cuts[choice.stop]),
                 setup=setup,
-                ladder=steps,
-                chosen=steps.share(held, self.equal.room),
+                levels=steps,
+                chosen=steps.choose(held, self.equal.room),
             )
             if not draft.chosen.fits[draft.run] or not SCHEDULES[schedule].divides(setup.zero):
                 return None
@@ -151,7 +151,7 @@ class UnequalStages:
         names = names.intersection(self.space.restrictions.schedules) or names
         return Constraints(
             num_devices=self.space.cluster.num_devices,
-            memory_bytes=self.space.cluster.device.usable_bytes,
+            memory_bytes=self.equal.room,
             in_flight=lambda position: min(
                 in_flight(name, stage=0, num_stages=position, num_microbatches=m) for name in names
             ),

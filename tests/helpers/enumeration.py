@@ -20,11 +20,11 @@ from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
-from meshwright.planner.pricing.stage_costs import MODES, StageCoster
+from meshwright.planner.pricing.programs import MODES, BlockPrograms
 from meshwright.planner.search.candidates import place_stages
 from meshwright.planner.search.space import Mesh, groups_of
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, linears, odd_cluster, problem_of
+from tests.helpers.planning import Traced, linears, odd_cluster, programs_of
 
 ZEROS = (0, 1, 2, 3)
 POLICIES = ("none", "selective", "full")
@@ -94,13 +94,13 @@ class Enumeration:
     most_stages: int = 99
     by_block: bool = False
     plans: list[Bounded] = field(init=False)
-    _coster: StageCoster = field(init=False)
+    _programs: BlockPrograms = field(init=False)
     _assigned: dict[Any, dict[str, Assignment]] = field(default_factory=dict)
     _costs: dict[tuple[int, Stage], StageCosts] = field(default_factory=dict)
     _priced: dict[int, Evaluation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._coster = StageCoster(problem_of(self.of, self.cluster))
+        self._programs = programs_of(self.of, self.cluster)
         self.plans = sorted(self._every(), key=lambda plan: plan.least_s)
 
     # --- the answers ---
@@ -130,7 +130,7 @@ class Enumeration:
         if id(plan) not in self._priced:
             what = plan.stages, plan.num_microbatches, plan.schedule, plan.each
             written, costs = self._plan(*what), self._costs_of(*what)
-            self._priced[id(plan)] = price_stages(written, self._coster, costs)
+            self._priced[id(plan)] = price_stages(written, self._programs.coster, costs)
         return self._priced[id(plan)]
 
     # --- what there is ---
@@ -213,8 +213,10 @@ class Enumeration:
     # --- what it costs ---
 
     def _chain(self, dp: int, tp: int, m: int, mode: str) -> Chain | None:
-        setting = self._coster.setting(Mesh(dp=dp, tp=tp), rows=self.batch / m / dp, microbatches=m)
-        return self._coster.chain(setting, mode)
+        setting = self._programs.coster.setting(
+            Mesh(dp=dp, tp=tp), rows=self.batch / m / dp, microbatches=m
+        )
+        return self._programs.chain(setting, mode)
 
     def _assignments(self, stage: Stage, m: int) -> dict[str, Assignment]:
         start, stop, how, _ = stage
@@ -246,7 +248,7 @@ class Enumeration:
                 )
             )
         return Plan(
-            model=self._coster.fingerprint,
+            model=self._programs.coster.fingerprint,
             global_batch_size=self.batch,
             num_microbatches=m,
             schedule=schedule,
@@ -262,9 +264,9 @@ class Enumeration:
         if any(key not in self._costs for key in keys):
             priced = evaluate(
                 self._plan(stages, m, schedule, each),
-                self._coster.problem,
+                self._programs.coster.problem,
                 [self._assignments(stage, m) for stage in stages],
-                self._coster,
+                self._programs.coster,
             )
             self._costs |= dict(zip(keys, priced.stages, strict=True))
         return [self._costs[key] for key in keys]

@@ -18,13 +18,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.sums import Sums
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, transition
 from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.pricing.programs import BlockPrograms
+from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster, Link
 from tests.models.models import CASES, Traced
@@ -50,6 +53,28 @@ def cut(
 
 def problem_of(of: Traced, on: Cluster, precision: str = "bf16", **given: Any) -> Problem:
     return Problem(graph=of.graph, factors=of.table, cluster=on, precision=precision, **given)
+
+
+def programs_of(
+    of: Traced, on: Cluster, precision: str = "bf16", **entries: Entry
+) -> BlockPrograms:
+    return BlockPrograms(StageCoster(problem_of(of, on, precision)), entries)
+
+
+def sums_of(**columns: float | tuple[float, float, float, float]) -> Sums:
+    """Sums of one block: named columns, others 0; by name of a policy what it runs again: seconds,
+    of which communication, the host's seconds, bytes freed."""
+    sums = Sums.zeros()
+    for name, value in columns.items():
+        if isinstance(value, tuple):
+            found = sums.recompute(name)
+            for part, own in zip(
+                (found.seconds, found.comm_s, found.host_s, found.freed_bytes), value, strict=True
+            ):
+                part[...] = own
+        else:
+            setattr(sums, name, value)
+    return sums
 
 
 # --- clusters ------------------------------------------------------------------------------------

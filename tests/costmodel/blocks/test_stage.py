@@ -13,19 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.stage import (
-    FIELDS,
+from meshwright.costmodel.blocks.price import BlockPrice
+from meshwright.costmodel.blocks.stage import StageCosts, of_one, stage_costs
+from meshwright.costmodel.blocks.sums import (
+    COLUMNS,
     MAXIMA,
-    Again,
-    StageCosts,
-    again_of,
-    joined,
-    stage_costs,
+    NO_RECOMPUTE,
+    Recompute,
+    Sums,
+    block_sums,
 )
 from meshwright.costmodel.memory.states import model_state_bytes
-from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
 from meshwright.costmodel.target import EAGER, Target
-from tests.helpers.planning import cluster
+from tests.helpers.planning import case, cluster, sums_of
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)
@@ -40,8 +41,8 @@ def stage(
     slowdown: float = 0.0,
     kind: str = "cuda",
     precision: str = "fp32",
-    **sums: float,
-) -> StageCosts:
+    **sums: Any,
+) -> StageCosts[float]:
     """A stage of these sums on four data-parallel ranks, others 0."""
     on = cluster(4)
     device = dataclasses.replace(on.device, overlap_slowdown=slowdown, kind=kind)
@@ -56,8 +57,7 @@ def stage(
         zero=zero,
         target=target,
     )
-    assert set(sums) <= set(FIELDS)
-    return stage_costs(np.array([sums.get(name, 0.0) for name in FIELDS]), setting, recompute)
+    return of_one(stage_costs(sums_of(**sums), setting, recompute))
 
 
 # --- beside and after ----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_stage_takes_the_longer_of_device_and_host() -> None:
     sums = {"forward_s": 2.0, "backward_s": 9.0, "forward_host_s": 3.0, "backward_host_s": 4.0}
     found = stage(**sums)
     assert (found.forward_s, found.backward_s) == (3, 9)
-    again = stage(**sums, recompute="full", full_s=2, full_host_s=8)
+    again = stage(**sums, recompute="full", full=(2, 0, 8, 0))
     assert (again.forward_s, again.backward_s) == (3, 12)
 
 
@@ -195,8 +195,7 @@ def test_reduction_hides_behind_the_host_as_well() -> None:
 def test_recompute_repeats_and_frees_what_its_policy_says(policy: str) -> None:
     sums: dict[str, Any] = {
         "forward_s": 5.0, "backward_s": 10.0, "saved_bytes": 100.0, "input_bytes": 7.0,
-        "transient_bytes": 11.0, "largest_bytes": 30.0, f"{policy}_s": 2.0,
-        f"{policy}_bytes": 60.0,
+        "transient_bytes": 11.0, "largest_bytes": 30.0, policy: (2.0, 0.0, 0.0, 60.0),
     }  # fmt: skip
     keep, again = stage(**sums), stage(**sums, recompute=policy)
     assert (keep.backward_s, keep.activation_bytes) == (10, 107)
@@ -207,20 +206,22 @@ def test_recompute_repeats_and_frees_what_its_policy_says(policy: str) -> None:
 
 def test_blocks_may_each_have_their_policy() -> None:
     """Sums of what each block runs again under its own; the most that a `full` one holds."""
-    values: list[dict[str, float]] = [
-        {"full_s": 3, "full_comm_s": 1, "full_bytes": 50, "largest_bytes": 50, "selective_s": 1,
-         "selective_bytes": 20, "selective_host_s": 2, "full_host_s": 5},
-        {"full_s": 4, "full_comm_s": 2, "full_bytes": 60, "largest_bytes": 60, "selective_s": 2,
-         "selective_bytes": 30, "selective_host_s": 4, "full_host_s": 6},
-    ]  # fmt: skip
-    first, second = (np.array([v.get(name, 0.0) for name in FIELDS]) for v in values)
-    mixed = again_of(first, "full") + again_of(second, "selective")
-    assert mixed == Again(seconds=5, comm_s=1, host_s=9, freed_bytes=80, largest_bytes=50)
-    none = again_of(first, "none") + again_of(second, "none")
-    assert none == Again()
-    sums = joined(first, second)
+    first = sums_of(full=(3, 1, 5, 50), selective=(1, 0, 2, 20), largest_bytes=50)
+    second = sums_of(full=(4, 2, 6, 60), selective=(2, 0, 4, 30), largest_bytes=60)
+    mixed = first.recompute("full") + second.recompute("selective")
+    assert mixed == Recompute(
+        **{
+            name: np.array(value)
+            for name, value in {
+                "seconds": 5.0, "comm_s": 1.0, "host_s": 9.0, "freed_bytes": 80.0,
+                "largest_bytes": 50.0,
+            }.items()
+        }
+    )  # fmt: skip
+    assert first.recompute("none") + second.recompute("none") == NO_RECOMPUTE
+    sums = first.then(second)
     for policy in ("none", "selective", "full"):
-        assert again_of(first, policy) + again_of(second, policy) == again_of(sums, policy)
+        assert first.recompute(policy) + second.recompute(policy) == sums.recompute(policy)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -242,20 +243,36 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     assert found.static_bytes == pytest.approx(states + 64)
 
 
-@given(st.lists(st.lists(SECONDS, min_size=len(FIELDS), max_size=len(FIELDS)), min_size=1))
+def test_a_policy_that_is_not_known_is_an_error() -> None:
+    with pytest.raises(KeyError, match="fll"):
+        Sums.zeros().recompute("fll")
+
+
+def test_seconds_are_named_as_in_the_cost_of_an_operator() -> None:
+    cost = Cost(**{name: float(k) for k, name in enumerate(COST_FIELDS, 1)})
+    price = BlockPrice(
+        cost=cost, parameters=0.0, shard_parameters=0.0, frozen_bytes=0.0, saved_bytes=0.0,
+        input_bytes=0.0,
+    )  # fmt: skip
+    found = block_sums(price, case("mlp").graph.blocks[0])
+    assert [float(getattr(found, name)) for name in COST_FIELDS] == [
+        *range(1, 1 + len(COST_FIELDS))
+    ]
+
+
+@given(st.lists(st.lists(SECONDS, min_size=COLUMNS, max_size=COLUMNS), min_size=1))
 def test_runs_of_blocks_add_up_but_for_their_largest(rows: list[list[float]]) -> None:
     blocks = np.array(rows)
-    run = np.zeros(len(FIELDS))
+    run = Sums.zeros()
     for block in blocks:
-        run = joined(run, block)
-    count = len(FIELDS) - len(MAXIMA)
-    np.testing.assert_allclose(run[:count], blocks[:, :count].sum(axis=0))
-    np.testing.assert_array_equal(run[count:], blocks[:, count:].max(axis=0))
+        run = run.then(Sums(block))
+    np.testing.assert_allclose(run.array[:-MAXIMA], blocks[:, :-MAXIMA].sum(axis=0))
+    np.testing.assert_array_equal(run.array[-MAXIMA:], blocks[:, -MAXIMA:].max(axis=0))
 
 
 def test_arrays_of_stages_are_priced_one_by_one() -> None:
     rng = np.random.default_rng(0)
-    sums = rng.random((3, 4, len(FIELDS)))
+    sums = Sums(rng.random((3, 4, COLUMNS)))
     setting = Setting(
         cluster=cluster(4),
         dp=4,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
-from meshwright.costmodel.blocks.stage import recomputable
+from meshwright.costmodel.blocks.policies import recomputable
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.storage import Held, Storage
 from meshwright.costmodel.operators.pricing import Pricer, Setting

@@ -27,9 +27,8 @@ from meshwright.costmodel.sharding.strategies import (
     indivisible,
     transition,
 )
-from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.space import Mesh
-from tests.helpers.planning import Traced, case, large_gpt2, odd_cluster, problem_of
+from tests.helpers.planning import Traced, case, large_gpt2, odd_cluster, programs_of
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 ROWS, COLUMNS, FUSED = Placement("S", 0), Placement("S", 1), Placement("S", 1, 3)
@@ -51,9 +50,9 @@ def written(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 @pytest.mark.parametrize("seed", range(4))
 def test_solved_assignments_come_back(name: str, seed: int) -> None:
     of, tp = case(name), 2 + 2 * (seed % 2)
-    coster = StageCoster(problem_of(of, odd_cluster(seed), "fp32"))
-    setting = coster.setting(Mesh(dp=2, tp=tp), rows=4, microbatches=4)
-    chain = coster.chain(setting, "lean" if seed > 1 else "fast")
+    programs = programs_of(of, odd_cluster(seed), "fp32")
+    setting = programs.coster.setting(Mesh(dp=2, tp=tp), rows=4, microbatches=4)
+    chain = programs.chain(setting, "lean" if seed > 1 else "fast")
     assert chain is not None
     said = choices = 0
     for table in chain.tables:

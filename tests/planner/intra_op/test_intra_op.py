@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_block
-from meshwright.costmodel.blocks.stage import FIELDS
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
@@ -23,7 +22,7 @@ from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, case, cut, odd_cluster, problem_of
+from tests.helpers.planning import Traced, case, cut, odd_cluster, problem_of, programs_of
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -34,16 +33,20 @@ def tables(
     of: Traced, on: Cluster, *, tp: int, rows: float = 4, m: int = 8, mode: str = "fast"
 ) -> tuple[StageCoster, Pricer, dict[str, BlockTable]]:
     """Solved tables of all blocks, one per class, by the name of its first block."""
-    coster = StageCoster(problem_of(of, on, "fp32"))
-    setting = coster.setting(Mesh(dp=2, tp=tp), rows=rows, microbatches=m)
-    chain = coster.chain(setting, mode)
+    programs = programs_of(of, on, "fp32")
+    setting = programs.coster.setting(Mesh(dp=2, tp=tp), rows=rows, microbatches=m)
+    chain = programs.chain(setting, mode)
     assert chain is not None
     distinct: dict[int, BlockTable] = {}
     names: dict[int, str] = {}
     for block, table in zip(of.graph.blocks, chain.tables, strict=True):
         distinct.setdefault(id(table), table)
         names.setdefault(id(table), block.name)
-    return coster, coster.pricer(setting), {names[k]: table for k, table in distinct.items()}
+    return (
+        programs.coster,
+        programs.coster.pricer(setting),
+        {names[k]: table for k, table in distinct.items()},
+    )
 
 
 def states(table: BlockTable) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -138,14 +141,14 @@ def test_what_is_forbidden_to_store_is_not_stored(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_moves_nothing(name: str) -> None:
-    coster = StageCoster(problem_of(case(name), odd_cluster(1), "fp32"))
-    setting = coster.setting(Mesh(dp=1, tp=1), rows=4, microbatches=4)
-    chain = coster.chain(setting)
+    programs = programs_of(case(name), odd_cluster(1), "fp32")
+    setting = programs.coster.setting(Mesh(dp=1, tp=1), rows=4, microbatches=4)
+    chain = programs.chain(setting)
     assert chain is not None
     for j, table in enumerate(chain.tables):
         assert table.costs.shape == ()
         for name in ("forward_comm_s", "backward_comm_s", "reduce_s"):
-            assert chain.parts(j, 0, 0)[FIELDS.index(name)] == 0
+            assert getattr(chain.parts(j, 0, 0), name) == 0
 
 
 # --- the table against every assignment ----------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement, Strategy
-from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import (
@@ -27,7 +26,7 @@ from tests.helpers.planning import (
     large_gpt2,
     large_llama,
     linears,
-    problem_of,
+    programs_of,
 )
 
 H100 = Cluster.from_catalog("h100-sxm")
@@ -45,9 +44,9 @@ class Solved:
 def solve(
     of: Traced, on: Cluster = H100, *, tp: int = 8, rows: float = 2, m: int = 8, mode: str = "lean"
 ) -> Solved:
-    coster = StageCoster(problem_of(of, on))
-    setting = coster.setting(Mesh(dp=1, tp=tp), rows=rows, microbatches=m)
-    chain = coster.chain(setting, mode)
+    programs = programs_of(of, on)
+    setting = programs.coster.setting(Mesh(dp=1, tp=tp), rows=rows, microbatches=m)
+    chain = programs.chain(setting, mode)
     assert chain is not None
     chosen: dict[str, Strategy] = {}
     moves: dict[str, Recorder] = {}
@@ -57,7 +56,7 @@ def solve(
         assignment = found[block.name]
         chosen |= {op.key: assignment.strategies[op.name] for op in block.ops}
         layouts = BlockLayouts(of.graph, of.table, block, tp)
-        moves[block.name] = communication(coster.pricer(setting), layouts, assignment, at)
+        moves[block.name] = communication(programs.coster.pricer(setting), layouts, assignment, at)
         at |= {v: assignment.states[v] for v in block.outputs}
     return Solved(of=of, strategies=chosen, moves=moves)
 

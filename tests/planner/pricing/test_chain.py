@@ -1,5 +1,5 @@
 """Stages of equal blocks are one run, whatever the place; what each run costs is tested with
-`StageCoster`."""
+`BlockPrograms`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
-from meshwright.costmodel.blocks.stage import FIELDS, MAXIMA
+from meshwright.costmodel.blocks.sums import MAXIMA, Sums
 from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.space import Mesh
-from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, problem_of
+from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, programs_of
 
 MODELS = {
     "linears": lambda: linears(64, 6, 4, 16), "gpt2": large_gpt2, "llama": lambda: case("llama"),
@@ -21,8 +20,10 @@ MODELS = {
 
 
 def chain_of(of: Traced, forced: tuple[str | None, ...] = ()) -> Chain:
-    coster = StageCoster(problem_of(of, odd_cluster(5)))
-    found = coster.chain(coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2), "fast", forced)
+    programs = programs_of(of, odd_cluster(5))
+    found = programs.chain(
+        programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2), "fast", forced
+    )
     assert found is not None
     return found
 
@@ -53,13 +54,13 @@ def test_stages_share_a_run_if_and_only_if_their_blocks_are_alike(name: str, mix
 def test_a_stage_is_the_sum_of_its_blocks_on_its_path(name: str) -> None:
     """But for parameters that several of them read, which are held once."""
     chain = chain_of(MODELS[name]())
-    last = len(MAXIMA)
-    tied = FIELDS.index("parameters")
     for i, j in itertools.combinations(range(len(chain.blocks) + 1), 2):
-        parts = np.array(chain.components(i, j))
+        parts = Sums(np.array([part.array for part in chain.block_sums(i, j)]))
         sums = chain.sums[i, j]
-        np.testing.assert_allclose(sums[-last:], parts[:, -last:].max(axis=0), rtol=1e-9)
-        if not chain.again:
-            np.testing.assert_allclose(sums[:-last], parts[:, :-last].sum(axis=0), rtol=1e-9)
+        largest = parts.array[:, -MAXIMA:].max(axis=0)
+        np.testing.assert_allclose(sums.array[-MAXIMA:], largest, rtol=1e-9)
+        if not chain.shared:
+            added = parts.array[:, :-MAXIMA].sum(axis=0)
+            np.testing.assert_allclose(sums.array[:-MAXIMA], added, rtol=1e-9)
         else:
-            assert sums[tied] <= parts[:, tied].sum() * (1 + 1e-9)
+            assert sums.parameters <= parts.parameters.sum() * (1 + 1e-9)

@@ -10,64 +10,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.stage import FIELDS
+from meshwright.costmodel.blocks.sums import Sums
 from meshwright.planner.pricing.recompute import choose_policies
+from tests.helpers.planning import sums_of
 
 LEGAL = ("none", "selective", "full")
-AT = {name: k for k, name in enumerate(FIELDS)}
 COUNTS = st.integers(0, 12)
 
 
-def block(**values: float) -> np.ndarray:
-    assert set(values) <= set(FIELDS)
-    return np.array([float(values.get(name, 0.0)) for name in FIELDS])
-
-
 @st.composite
-def made(draw: st.DrawFn) -> np.ndarray:
+def made(draw: st.DrawFn) -> Sums:
     """A block of whole seconds and bytes, so that sums are exact in any order."""
     saved = draw(st.integers(1, 20))
-    return block(
+    return sums_of(
         backward_s=draw(COUNTS),
         backward_host_s=draw(COUNTS),
         saved_bytes=saved,
         input_bytes=draw(st.integers(0, 3)),
-        full_s=draw(COUNTS),
-        full_host_s=draw(COUNTS),
-        full_bytes=saved,
         largest_bytes=saved,
-        selective_s=draw(COUNTS),
-        selective_host_s=draw(COUNTS),
-        selective_bytes=draw(st.integers(0, saved)),
+        full=(draw(COUNTS), 0, draw(COUNTS), saved),
+        selective=(draw(COUNTS), 0, draw(COUNTS), draw(st.integers(0, saved))),
     )
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> list[np.ndarray]:
+def chains(draw: st.DrawFn) -> list[Sums]:
     """Up to four blocks of up to three classes, in any order."""
     classes = draw(st.lists(made(), min_size=1, max_size=3))
     return draw(st.lists(st.sampled_from(classes), min_size=1, max_size=4))
 
 
-def seconds(blocks: Sequence[np.ndarray], policies: Sequence[str], device: str = "cuda") -> float:
-    def of(own: np.ndarray, name: str) -> float:
-        return float(own[AT[name]]) if name in AT else 0.0
-
+def seconds(blocks: Sequence[Sums], policies: Sequence[str], device: str = "cuda") -> float:
     pairs = list(zip(blocks, policies, strict=True))
-    busy = sum(of(own, "backward_s") + of(own, f"{p}_s") for own, p in pairs)
-    host = sum(of(own, "backward_host_s") + of(own, f"{p}_host_s") for own, p in pairs)
+    busy = sum(float(own.backward_s + own.recompute(p).seconds) for own, p in pairs)
+    host = sum(float(own.backward_host_s + own.recompute(p).host_s) for own, p in pairs)
     return max(busy, host) if device == "cuda" else busy + host
 
 
-def freed(blocks: Sequence[np.ndarray], policies: Sequence[str]) -> float:
+def freed(blocks: Sequence[Sums], policies: Sequence[str]) -> float:
     pairs = zip(blocks, policies, strict=True)
-    return sum(float(own[AT[f"{p}_bytes"]]) for own, p in pairs if p != "none")
+    return sum(float(own.recompute(p).freed_bytes) for own, p in pairs)
 
 
-def used(blocks: Sequence[np.ndarray], policies: Sequence[str], in_flight: int) -> float:
-    kept = sum(float(own[AT["saved_bytes"]] + own[AT["input_bytes"]]) for own in blocks)
+def used(blocks: Sequence[Sums], policies: Sequence[str], in_flight: int) -> float:
+    kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
     again = [
-        own[AT["largest_bytes"]] for own, p in zip(blocks, policies, strict=True) if p == "full"
+        float(own.largest_bytes) for own, p in zip(blocks, policies, strict=True) if p == "full"
     ]
     return in_flight * (kept - freed(blocks, policies)) + max(again, default=0.0)
 
@@ -80,7 +68,7 @@ def used(blocks: Sequence[np.ndarray], policies: Sequence[str], in_flight: int) 
     st.sampled_from([LEGAL, ("none", "full"), ("full",), ("selective", "full"), ("none",)]),
 )
 def test_no_choice_that_fits_is_faster(
-    blocks: list[np.ndarray], in_flight: int, part: float, device: str, legal: tuple[str, ...]
+    blocks: list[Sums], in_flight: int, part: float, device: str, legal: tuple[str, ...]
 ) -> None:
     room = float(round(part * used(blocks, ["none"] * len(blocks), in_flight)))
     fitting = [
@@ -97,13 +85,15 @@ def test_no_choice_that_fits_is_faster(
     assert seconds(blocks, found, device) == min(fitting)
 
 
-def divided_s(blocks: list[np.ndarray], needed: float) -> float:
+def divided_s(blocks: list[Sums], needed: float) -> float:
     """Seconds at which blocks that may be divided free so many bytes: cheapest per byte first. For
     blocks of which selective recompute frees more per second than the rest of full."""
     steps = []
     for own in blocks:
-        few = [own[AT[f"selective_{what}"]] for what in ("s", "bytes")]
-        all_ = [own[AT[f"full_{what}"]] for what in ("s", "bytes")]
+        few, all_ = (
+            [float(found.seconds), float(found.freed_bytes)]
+            for found in (own.recompute("selective"), own.recompute("full"))
+        )
         steps += [few, [all_[0] - few[0], all_[1] - few[1]]]
     total = 0.0
     for cost, nbytes in sorted(steps, key=lambda step: step[0] / step[1]):
@@ -114,14 +104,12 @@ def divided_s(blocks: list[np.ndarray], needed: float) -> float:
 
 def test_deep_stages_of_one_class_reach_their_bound() -> None:
     """120 layers: where the bytes come out even, the bound is the answer."""
-    layer = block(
+    layer = sums_of(
         backward_s=20,
         saved_bytes=100,
-        full_s=10,
-        full_bytes=100,
         largest_bytes=100,
-        selective_s=1,
-        selective_bytes=40,
+        full=(10, 0, 0, 100),
+        selective=(1, 0, 0, 40),
     )
     blocks = [layer] * 120
     found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75))
@@ -130,7 +118,7 @@ def test_deep_stages_of_one_class_reach_their_bound() -> None:
 
 
 def test_what_fits_is_not_run_again_and_what_can_not_is_none() -> None:
-    layer = block(backward_s=2, saved_bytes=10, full_s=1, full_bytes=10, largest_bytes=10)
+    layer = sums_of(backward_s=2, saved_bytes=10, largest_bytes=10, full=(1, 0, 0, 10))
     fits = choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=60)
     assert fits == ("none",) * 3
     # the block being run again is held beside what is in flight
@@ -143,12 +131,15 @@ def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
     """What divided blocks could reach at best, and no more than the smallest block above it."""
     sizes = np.random.default_rng(0).uniform(0.5, 2.0, 5)
     classes = [
-        block(
-            backward_s=2 * s, saved_bytes=100 * s, full_s=s**1.1, full_bytes=100 * s,
-            largest_bytes=1e-6 * s, selective_s=0.2 * s**0.9, selective_bytes=40 * s,
+        sums_of(
+            backward_s=2 * s,
+            saved_bytes=100 * s,
+            largest_bytes=1e-6 * s,
+            full=(s**1.1, 0.0, 0.0, 100 * s),
+            selective=(0.2 * s**0.9, 0.0, 0.0, 40 * s),
         )
         for s in sizes
-    ]  # fmt: skip
+    ]
     blocks = [classes[k % 5] for k in range(50)]
     room = part * used(blocks, ["none"] * 50, 1)
     found = choose_policies(blocks, LEGAL, in_flight=1, room_bytes=room)

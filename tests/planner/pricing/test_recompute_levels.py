@@ -1,4 +1,4 @@
-"""Time against memory: the least recompute that fits, and what is between two rungs."""
+"""Time against memory: the least recompute that fits, and what is between two levels."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.costmodel.blocks.stage import StageCosts, joined, stage_costs
+from meshwright.costmodel.blocks.stage import StageCosts, stage_costs
+from meshwright.costmodel.blocks.sums import Floats
 from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.recompute_levels import Ladder, Share, ladder, settled
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.recompute_levels import (
+    ChosenLevel,
+    RecomputeLevels,
+    recompute_levels,
+)
 from meshwright.planner.search.space import Mesh
-from tests.helpers.planning import case, odd_cluster, problem_of
+from tests.helpers.planning import case, odd_cluster, programs_of
 
 NAMES = [each.name for each in dataclasses.fields(StageCosts)]
 POLICIES = ("none", "selective", "full")
 SIZES = st.integers(0, 1000)
 
 
-def rung(static: int, passing: int, activation: int, seconds: float) -> StageCosts:
+def level(static: int, passing: int, activation: int, seconds: float) -> StageCosts[Floats]:
     given = {name: np.array([float(seconds)]) for name in NAMES}
     given |= {
         "static_bytes": np.array([float(static + passing)]),
@@ -33,26 +37,26 @@ def rung(static: int, passing: int, activation: int, seconds: float) -> StageCos
 
 
 @st.composite
-def ladders(draw: st.DrawFn) -> Ladder:
-    """One stage of up to 8 blocks; each rung keeps less per micro-batch and holds more during a
+def levels(draw: st.DrawFn) -> RecomputeLevels:
+    """One stage of up to 8 blocks; each level keeps less per micro-batch and holds more during a
     backward."""
     static, kept = draw(SIZES), draw(st.integers(1, 1000))
     passing, seconds = draw(st.integers(0, 100)), draw(st.integers(1, 100))
-    rungs = [rung(static, passing, kept, seconds)]
+    costs = [level(static, passing, kept, seconds)]
     for _ in range(draw(st.integers(0, 2))):
         kept, passing = draw(st.integers(0, kept)), passing + draw(st.integers(0, 200))
         seconds += draw(st.integers(0, 100))
-        rungs.append(rung(static, passing, kept, seconds))
-    return Ladder(
-        policies=POLICIES[: len(rungs)],
-        rungs=tuple(rungs),
+        costs.append(level(static, passing, kept, seconds))
+    return RecomputeLevels(
+        policies=POLICIES[: len(costs)],
+        costs=tuple(costs),
         blocks=np.array([draw(st.integers(1, 8))]),
     )
 
 
-def needed(own: Ladder, k: int, blocks: int, held: int) -> float:
-    """Bytes with `blocks` blocks on rung k+1 and the rest on rung k."""
-    low, high = own.rungs[k], own.rungs[min(k + 1, len(own.rungs) - 1)]
+def needed(own: RecomputeLevels, k: int, blocks: int, held: int) -> float:
+    """Bytes with `blocks` blocks on level k+1 and the rest on level k."""
+    low, high = own.costs[k], own.costs[min(k + 1, len(own.costs) - 1)]
     part = blocks / int(own.blocks[0])
     states = float(low.static_bytes[0] - low.passing_bytes[0])
     passing = float(high.passing_bytes[0] if blocks else low.passing_bytes[0])
@@ -60,49 +64,53 @@ def needed(own: Ladder, k: int, blocks: int, held: int) -> float:
     return states + passing + held * kept
 
 
-def least(own: Ladder, held: int, room: int) -> tuple[int, int] | None:
-    """The first (rung, blocks of the next one) that fits, one block after the other."""
-    for k in range(len(own.rungs)):
-        last = k + 1 == len(own.rungs)
+def least(own: RecomputeLevels, held: int, room: int) -> tuple[int, int] | None:
+    """The first (level, blocks of the next one) that fits, one block after the other."""
+    for k in range(len(own.costs)):
+        last = k + 1 == len(own.costs)
         for blocks in range(1 if last else int(own.blocks[0])):
             if needed(own, k, blocks, held) <= room + 1e-6:
                 return k, blocks
     return None
 
 
-def place(own: Ladder, chosen: Share) -> float:
-    """How far up the ladder a stage is."""
-    return float(chosen.rung[0] + chosen.share[0]) if chosen.fits[0] else float("inf")
+def place(own: RecomputeLevels, chosen: ChosenLevel) -> float:
+    """How far up the levels a stage is."""
+    return float(chosen.level[0] + chosen.fraction[0]) if chosen.fits[0] else float("inf")
 
 
-@given(ladders(), st.integers(1, 8), st.integers(0, 4000))
-def test_no_block_is_recomputed_that_need_not_be(own: Ladder, held: int, room: int) -> None:
-    chosen = own.share(held, float(room))
+@given(levels(), st.integers(1, 8), st.integers(0, 4000))
+def test_no_block_is_recomputed_that_need_not_be(
+    own: RecomputeLevels, held: int, room: int
+) -> None:
+    chosen = own.choose(held, float(room))
     expected = least(own, held, room)
-    # a rung as a whole may fit where none of its mixtures with the one below does
+    # a level as a whole may fit where none of its mixtures with the one below does
     assert bool(chosen.fits[0]) == (expected is not None)
     if expected is not None:
         blocks = int(own.blocks[0])
-        k, more = int(chosen.rung[0]), round(float(chosen.share[0]) * blocks)
+        k, more = int(chosen.level[0]), round(float(chosen.fraction[0]) * blocks)
         assert needed(own, k, more, held) <= room + 1e-6
         assert (k, more) in (expected, (expected[0] - 1, blocks)) or more == blocks
 
 
-@given(ladders(), st.integers(1, 8), st.integers(0, 4000), st.integers(0, 500), st.integers(0, 3))
+@given(levels(), st.integers(1, 8), st.integers(0, 4000), st.integers(0, 500), st.integers(0, 3))
 def test_more_room_or_fewer_held_never_takes_more(
-    own: Ladder, held: int, room: int, extra: int, more: int
+    own: RecomputeLevels, held: int, room: int, extra: int, more: int
 ) -> None:
-    here = place(own, own.share(held, float(room)))
-    assert place(own, own.share(held, float(room + extra))) <= here
-    assert place(own, own.share(held + more, float(room))) >= here
+    here = place(own, own.choose(held, float(room)))
+    assert place(own, own.choose(held, float(room + extra))) <= here
+    assert place(own, own.choose(held + more, float(room))) >= here
 
 
-@given(ladders(), st.integers(1, 8), st.integers(0, 4000))
-def test_between_two_rungs_everything_is_blended(own: Ladder, held: int, room: int) -> None:
-    chosen = own.share(held, float(room))
+@given(levels(), st.integers(1, 8), st.integers(0, 4000))
+def test_between_two_levels_everything_is_blended(
+    own: RecomputeLevels, held: int, room: int
+) -> None:
+    chosen = own.choose(held, float(room))
     assume(chosen.fits[0])
-    k, part = int(chosen.rung[0]), float(chosen.share[0])
-    low, high = own.rungs[k], own.rungs[min(k + 1, len(own.rungs) - 1)]
+    k, part = int(chosen.level[0]), float(chosen.fraction[0])
+    low, high = own.costs[k], own.costs[min(k + 1, len(own.costs) - 1)]
     at, everywhere = own.at(0, chosen), own.everywhere(chosen)
     for name in NAMES:
         wanted = (1 - part) * getattr(low, name)[0] + part * getattr(high, name)[0]
@@ -110,10 +118,10 @@ def test_between_two_rungs_everything_is_blended(own: Ladder, held: int, room: i
         assert getattr(everywhere, name)[0] == pytest.approx(wanted, rel=1e-12)
 
 
-@given(ladders(), st.integers(1, 8), st.integers(0, 4000))
-def test_the_first_rung_recomputes_nothing(own: Ladder, held: int, room: int) -> None:
-    assert own.at(0, own.share(held, float(room)).nothing()) == StageCosts(
-        **{name: float(getattr(own.rungs[0], name)[0]) for name in NAMES}
+@given(levels(), st.integers(1, 8), st.integers(0, 4000))
+def test_the_first_level_recomputes_nothing(own: RecomputeLevels, held: int, room: int) -> None:
+    assert own.at(0, own.choose(held, float(room)).lowest()) == StageCosts(
+        **{name: float(getattr(own.costs[0], name)[0]) for name in NAMES}
     )
 
 
@@ -122,29 +130,30 @@ def test_the_first_rung_recomputes_nothing(own: Ladder, held: int, room: int) ->
 
 def chain_of(name: str) -> Chain:
     of = case(name)
-    coster = StageCoster(problem_of(of, odd_cluster(1)))
-    found = coster.chain(coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2))
+    programs = programs_of(of, odd_cluster(1))
+    found = programs.chain(programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2))
     assert found is not None
     return found
 
 
-def test_a_policy_that_frees_nothing_is_no_rung() -> None:
+def test_a_policy_that_frees_nothing_is_no_level() -> None:
     """Blocks that update running statistics keep everything under any policy."""
     chain = chain_of("resnet")
-    none = ladder(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
+    none = recompute_levels(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
     assert none.policies == ("none",)
     chain = chain_of("llama")
-    assert ladder(chain.sums[1, 3], chain.setting, POLICIES, np.array(2)).policies == POLICIES
+    all_of_them = recompute_levels(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
+    assert all_of_them.policies == POLICIES
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE)
 @pytest.mark.parametrize("name", ["llama", "gpt2_tied", "resnet"])
-def test_a_settled_block_costs_what_its_policy_costs(name: str, policy: str) -> None:
-    """Whatever rung its stage is on."""
+def test_a_block_with_a_policy_costs_what_its_policy_costs(name: str, policy: str) -> None:
+    """Whatever level its stage is on."""
     chain = chain_of(name)
     for start in range(len(chain.blocks)):
-        (part,) = chain.components(start, start + 1)
-        own = settled(part, policy)
+        (part,) = chain.block_sums(start, start + 1)
+        own = part.with_policy(policy)
         wanted = stage_costs(part, chain.setting, policy)
         for later in RECOMPUTE:
             found = stage_costs(own, chain.setting, later)
@@ -153,11 +162,11 @@ def test_a_settled_block_costs_what_its_policy_costs(name: str, policy: str) -> 
                 assert float(getattr(found, each)) == pytest.approx(value, rel=1e-12, abs=1e-18)
 
 
-def test_settled_blocks_add_up_with_free_ones() -> None:
-    """One block settled, the rest on a rung: the components of the blocks under both policies."""
+def test_blocks_with_a_policy_add_up_with_free_ones() -> None:
+    """One block decided, the rest on a level: the costs of the blocks under both policies."""
     chain = chain_of("llama")
-    first, second = chain.components(1, 3)
-    together = joined(settled(first, "full"), second)
+    first, second = chain.block_sums(1, 3)
+    together = first.with_policy("full").then(second)
     found = stage_costs(together, chain.setting, "none")
     alone = stage_costs(first, chain.setting, "full"), stage_costs(second, chain.setting, "none")
     for name in ("forward_comm_s", "backward_comm_s", "activation_bytes", "parameters"):

@@ -33,6 +33,7 @@ from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import evaluate
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.published.families import facts_of
 from meshwright.planner.published.models import Latent, TransformerDims, build
@@ -228,12 +229,12 @@ def test_products_grow_with_the_tokens_of_all_expert_ranks() -> None:
 def test_programs_are_shared_by_all_degrees_and_solved_for_each(tp: int) -> None:
     """Stages with ep=8, found after those with ep=2, cost what they do where nothing was before."""
 
-    def costs(coster: StageCoster, ep: int) -> np.ndarray:
-        setting = coster.setting(Mesh(dp=8, tp=tp, ep=ep), rows=2.0, microbatches=4)
-        return coster.chain(setting).seconds
+    def costs(programs: BlockPrograms, ep: int) -> np.ndarray:
+        setting = programs.coster.setting(Mesh(dp=8, tp=tp, ep=ep), rows=2.0, microbatches=4)
+        return programs.chain(setting).seconds
 
     problem = problem_on(ideal(2, 8))
-    used, fresh = (StageCoster(problem) for _ in range(2))
+    used, fresh = (BlockPrograms(StageCoster(problem)) for _ in range(2))
     before = costs(used, 2)
     after = costs(used, 8)
     np.testing.assert_allclose(after, costs(fresh, 8), rtol=1e-12)

@@ -23,7 +23,7 @@ def every_cut(
 ) -> Iterator[PlanDraft]:
     """Every cut into so many stages, each with the least recompute that fits its place."""
     equal, stages = search.equal, groups * each
-    count, rungs = len(search.problem.graph.blocks), equal.ladder(way, schedule)
+    count, levels = len(search.problem.graph.blocks), equal.levels(way, schedule)
     step = PipelineSetup(
         global_batch_size=search.global_batch_size,
         num_microbatches=m,
@@ -39,9 +39,9 @@ def every_cut(
             held = in_flight(
                 schedule, stage=k, num_stages=stages, num_microbatches=m, num_devices=groups
             )
-            chosen = rungs.share(held, equal.room / each)
-            drafted.append(StageDraft(start=i, stop=j, setup=way, ladder=rungs, chosen=chosen))
-        yield make_draft(equal.coster, drafted, step)
+            chosen = levels.choose(held, equal.room / each)
+            drafted.append(StageDraft(start=i, stop=j, setup=way, levels=levels, chosen=chosen))
+        yield make_draft(search.programs.coster, drafted, step)
 
 
 @cache

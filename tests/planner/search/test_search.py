@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.search.candidates import Candidate
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
@@ -59,12 +59,14 @@ def searching(
     *,
     batch: int = BATCH,
     time_limit_s: float | None = None,
-    coster: StageCoster | None = None,
+    programs: BlockPrograms | None = None,
     **given: Any,
 ) -> Search:
     of = of or model()
     overrides = Overrides(**given)
-    return Search(problem_of(of, on), batch, overrides, time_limit_s=time_limit_s, coster=coster)
+    return Search(
+        problem_of(of, on), batch, overrides, time_limit_s=time_limit_s, programs=programs
+    )
 
 
 class Skipping(nn.Module):
@@ -339,7 +341,7 @@ def test_the_same_search_gives_the_same_plan(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_what_was_priced_before_changes_nothing(name: str) -> None:
-    """One coster through searches with other overrides, shardings among them."""
+    """The same programs through searches with other overrides, shardings among them."""
     others: list[dict[str, Any]] = [
         {"tp": 2, "shardings": {"layers.0": "rowwise"}},
         {"recompute": {"layers.1": "full"}},
@@ -350,7 +352,7 @@ def test_what_was_priced_before_changes_nothing(name: str) -> None:
     before = searching(CLUSTERS[name])
     assert same(before.run(), search(CLUSTERS[name]))
     for given in others:
-        again = searching(CLUSTERS[name], coster=before.coster, **given)
+        again = searching(CLUSTERS[name], programs=before.programs, **given)
         assert same(again.run(), search(CLUSTERS[name], **given))
         before = again
 

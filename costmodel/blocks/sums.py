@@ -1,0 +1,219 @@
+"""Sums over runs of blocks: the columns that `stage.py` makes the costs of a stage of."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.costmodel.blocks.policies import PARTIAL, recomputable
+from meshwright.costmodel.blocks.price import BlockPrice
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.operators.cost import COST_FIELDS, Cost
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.strategies import Placement
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Operators that blocks run again in their backward; arrays of one shape, 0-d of one run.
+
+    Seconds per micro-batch (`seconds`, of which communication `comm_s`; the host's `host_s`), bytes
+    per micro-batch that are no longer kept (`freed_bytes`), and the most that a block holds once
+    all of it was run again (`largest_bytes`).
+    """
+
+    seconds: Floats
+    comm_s: Floats
+    host_s: Floats
+    freed_bytes: Floats
+    largest_bytes: Floats
+
+    def __add__(self, other: Recompute) -> Recompute:
+        return Recompute(
+            seconds=self.seconds + other.seconds,
+            comm_s=self.comm_s + other.comm_s,
+            host_s=self.host_s + other.host_s,
+            freed_bytes=self.freed_bytes + other.freed_bytes,
+            largest_bytes=np.maximum(self.largest_bytes, other.largest_bytes),
+        )
+
+
+_ZERO: Floats = np.zeros(())
+NO_RECOMPUTE = Recompute(
+    seconds=_ZERO, comm_s=_ZERO, host_s=_ZERO, freed_bytes=_ZERO, largest_bytes=_ZERO
+)
+
+# the first columns of Sums: of each policy seconds, comm_s, host_s and freed_bytes
+_RECOMPUTE = {policy: slice(4 * k, 4 * k + 4) for k, policy in enumerate((*PARTIAL, "full"))}
+
+
+class _Column:
+    """A named column of `Sums`, numbered in the order of the class body."""
+
+    numbers = itertools.count(4 * len(_RECOMPUTE))
+
+    def __init__(self) -> None:
+        self.at = next(self.numbers)
+
+    def __get__(self, sums: Sums, owner: type[Sums]) -> Floats:
+        column: Floats = sums.array[..., self.at]
+        return column
+
+    def __set__(self, sums: Sums, value: Floats | float) -> None:
+        sums.array[..., self.at] = value
+
+
+class Sums:
+    """Sums over runs of blocks: `array` (..., COLUMNS), float64, with a run for every index of the
+    leading axes; each named column has their shape.
+
+    First what each recompute policy would run again, then seconds as in `Cost`, parameters and
+    bytes as in `BlockPrice`. The last columns (`MAXIMA`) are no sums but the most of any block:
+    what `full` recompute makes again of it (`largest_bytes`; `decided_bytes` of blocks whose policy
+    is no longer open), its parameters, and the gradients of one of its operators
+    (`transient_bytes`).
+    """
+
+    __slots__ = ("array",)
+
+    # --- in the order of Cost ---
+    forward_s = _Column()
+    backward_s = _Column()
+    forward_comm_s = _Column()
+    backward_comm_s = _Column()
+    forward_exchange_s = _Column()
+    backward_exchange_s = _Column()
+    weight_s = _Column()
+    forward_host_s = _Column()
+    backward_host_s = _Column()
+    measured_s = _Column()
+    interpolated_s = _Column()
+    reduce_s = _Column()
+    scatter_s = _Column()
+    gather_s = _Column()
+    replicate_s = _Column()
+    optimizer_s = _Column()
+    shard_s = _Column()
+
+    parameters = _Column()
+    shard_parameters = _Column()
+    frozen_bytes = _Column()
+    saved_bytes = _Column()
+    input_bytes = _Column()
+
+    # --- maxima ---
+    largest_bytes = _Column()
+    largest_parameters = _Column()
+    transient_bytes = _Column()
+    decided_bytes = _Column()
+
+    def __init__(self, array: Floats) -> None:
+        self.array = array
+
+    @staticmethod
+    def zeros(*shape: int) -> Sums:
+        return Sums(np.zeros((*shape, COLUMNS)))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Sums:
+        """Sums of the runs at `index` of the leading axes."""
+        return Sums(self.array[index])
+
+    def __sub__(self, shared: Sums) -> Sums:
+        """Sums without what several blocks of a run share, counted too often; maxima stay."""
+        less = self.array.copy()
+        less[..., :-MAXIMA] -= shared.array[..., :-MAXIMA]
+        return Sums(less)
+
+    def then(self, following: Sums) -> Sums:
+        """Sums of runs that are each followed by another."""
+        together = self.array + following.array
+        together[..., -MAXIMA:] = np.maximum(
+            self.array[..., -MAXIMA:], following.array[..., -MAXIMA:]
+        )
+        return Sums(together)
+
+    def times(self, factor: float) -> Sums:
+        """Sums of so many equal runs one after the other, or of a fraction of one; maxima stay."""
+        scaled = self.array.copy()
+        scaled[..., :-MAXIMA] *= factor
+        return Sums(scaled)
+
+    def recompute(self, policy: str) -> Recompute:
+        """What the blocks run again where all of them follow one policy."""
+        if policy == "none":
+            return NO_RECOMPUTE
+        columns = self.array[..., _RECOMPUTE[policy]]
+        return Recompute(
+            seconds=columns[..., 0],
+            comm_s=columns[..., 1],
+            host_s=columns[..., 2],
+            freed_bytes=columns[..., 3],
+            largest_bytes=self.largest_bytes if policy == "full" else _ZERO,
+        )
+
+    def with_policy(self, policy: str) -> Sums:
+        """The sums of one block with its recompute policy decided: no policy changes them."""
+        decided = Sums(self.array.copy())
+        repeated = self.recompute(policy)
+        decided.backward_s = self.backward_s + repeated.seconds
+        decided.backward_comm_s = self.backward_comm_s + repeated.comm_s
+        decided.backward_host_s = self.backward_host_s + repeated.host_s
+        decided.saved_bytes = self.saved_bytes - repeated.freed_bytes
+        if policy == "full":
+            decided.decided_bytes = self.largest_bytes
+        for columns in _RECOMPUTE.values():
+            decided.array[..., columns] = 0.0
+        decided.largest_bytes = 0.0
+        return decided
+
+
+MAXIMA = 4
+COLUMNS = Sums.__dict__["decided_bytes"].at + 1
+_COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(COST_FIELDS))
+_seconds = attrgetter(*COST_FIELDS)
+
+
+def _sums_of(cost: Cost) -> Sums:
+    sums = Sums.zeros()
+    sums.array[_COST] = _seconds(cost)
+    return sums
+
+
+def block_sums(price: BlockPrice, block: Block) -> Sums:
+    """A block's contribution to the sums of its stage."""
+    cost, sums = price.cost, _sums_of(price.cost)
+    sums.parameters = sums.largest_parameters = price.parameters
+    sums.shard_parameters = price.shard_parameters
+    sums.frozen_bytes = price.frozen_bytes
+    sums.saved_bytes = price.saved_bytes
+    sums.input_bytes = price.input_bytes
+    sums.transient_bytes = price.transient_bytes
+    if recomputable(block):
+        whole = cost.forward_s, cost.forward_comm_s, cost.forward_host_s, price.saved_bytes
+        sums.array[_RECOMPUTE["full"]] = whole
+        sums.largest_bytes = price.saved_bytes
+        for policy, own in price.repeats.items():
+            sums.array[_RECOMPUTE[policy]] = own.seconds, 0.0, own.host_s, own.freed_bytes
+    return sums
+
+
+def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
+    """A parameter's contribution to the sums of each block that reads it."""
+    sums = _sums_of(pricer.parameter_cost(value, state))
+    if pricer.graph.values[value].requires_grad:
+        numel = pricer.numel(value, state)
+        sums.parameters = numel
+        sums.shard_parameters = numel / pricer.parameters.shard_count(value, state)
+    else:
+        sums.frozen_bytes = pricer.nbytes(value, state)
+    return sums

@@ -1,0 +1,319 @@
+"""Block programs, solved once per class of blocks and setting: the shardings that stages are made
+of.
+
+The only part of pricing that imports the intra-op program and its solver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TypeAlias
+
+import numpy as np
+
+from meshwright.costmodel.blocks.sums import Floats, Sums, parameter_sums
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.operators.flops import op_flops
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.layouts import BlockLayouts, Entry
+from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
+from meshwright.planner.intra_op.program import BlockProgram, BlockTable
+from meshwright.planner.pricing.chain import Chain
+from meshwright.planner.pricing.stage_costs import MeshKey, StageCoster, mesh_key
+
+MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
+
+# class of a block, its shared parameters, entries by position, whether its ends have a choice
+BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
+# tp, cp, ep, rows, dp where statistics of a batch are summed over it
+Where: TypeAlias = tuple[int, int, int, float, int]
+Cuts: TypeAlias = Sequence[Sequence[Placement]]
+
+
+@dataclass(slots=True)
+class _Solved:
+    """What was solved under one set of entries and cuts; kept as long as the programs."""
+
+    # block, tp: what its program depends on
+    keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
+    # setting but ZeRO, micro-batches, mode, policies that the user decided
+    chains: dict[tuple[MeshKey, int, str, tuple[str | None, ...]], Chain] = field(
+        default_factory=dict
+    )
+    # program of a block without its key, several micro-batches: least seconds of every block
+    least: dict[tuple[Where, bool], Floats] = field(default_factory=dict)
+
+
+@dataclass
+class BlockPrograms:
+    """The block programs of one problem, and the chains of blocks that they make.
+
+    `entries` are sharding decisions forced by the user, by operator or parameter value name. Stages
+    start and end at the boundaries `cut_at`, by default at all. `refused` says, by tensor-parallel
+    degree, why a sharding that the user decided is impossible.
+    """
+
+    coster: StageCoster
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    cut_at: Sequence[int] = ()
+    refused: dict[int, str] = field(default_factory=dict, init=False)
+    _solved: _Solved = field(default_factory=_Solved, init=False)
+    # programs by what they depend on, and states by value and tp: the same under all entries
+    _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
+    _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
+
+    def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
+        """The programs under other sharding decisions of the user, with stages that start and end
+        elsewhere; prices and unsolved programs are shared."""
+        if entries == self.entries and tuple(cut_at) == tuple(self.cut_at):
+            return self
+        return BlockPrograms(self.coster, entries, cut_at, self._programs, self._states)
+
+    @property
+    def graph(self) -> Graph:
+        return self.coster.graph
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """Parameters that several blocks read."""
+        seen: set[str] = set()
+        shared: set[str] = set()
+        for block in self.graph.blocks:
+            shared |= seen & set(block.parameters)
+            seen |= set(block.parameters)
+        return frozenset(shared)
+
+    @cached_property
+    def _heaviest_first(self) -> list[int]:
+        """Indices of the blocks by falling FLOPs."""
+        factors = self.coster.problem.factors
+        work = [sum(op_flops(factors, op) for op in block.ops) for block in self.graph.blocks]
+        return sorted(range(len(work)), key=lambda k: -work[k])
+
+    @cached_property
+    def _sums_statistics(self) -> bool:
+        return any(map(_sums_statistics, self.graph.blocks))
+
+    # --- boundary states ---
+
+    def cut_states(self, k: int, tp: int) -> list[Placement]:
+        """States that the one value crossing cut k may have; replicated where several cross, or the
+        value other cuts too (a skip connection): what leaves a stage is whole, wherever it ends."""
+        cuts = self.coster.activations_at_cuts
+        if tp == 1 or len(cuts[k]) != 1 or sum(cuts[k][0] in cut for cut in cuts) > 1:
+            return [R]
+        return self.value_states(cuts[k][0], tp)
+
+    def value_states(self, value: str, tp: int) -> list[Placement]:
+        """Replicated, or split along any dim but the batch that tp divides."""
+        key = (value, tp)
+        if key not in self._states:
+            found, factors = [R], self.coster.problem.factors
+            for atoms in factors.dims[value]:
+                for atom in atoms:
+                    at = factors.find(value, atom)
+                    if atom != factors.batch and divides(factors, atom, tp) and at:
+                        found.append(Placement("S", *at))
+            self._states[key] = found
+        return self._states[key]
+
+    def _cuts(self, tp: int) -> list[list[Placement]]:
+        return [self.cut_states(k, tp) for k in range(len(self.graph.blocks) + 1)]
+
+    # --- one setting ---
+
+    def chain(
+        self, setting: Setting, mode: str = "fast", forced: Sequence[str | None] = ()
+    ) -> Chain:
+        """Costs of all stages in one setting; none is legal that has a block without a legal
+        assignment. `forced` are recompute policies that the user decided, by block."""
+        forced = tuple(forced) or (None,) * len(self.graph.blocks)
+        key = (mesh_key(setting), setting.num_microbatches, mode, forced)
+        if key not in self._solved.chains:
+            self._solved.chains[key] = self._chain(replace(setting, zero=0), mode, forced)
+        return self._solved.chains[key]
+
+    def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
+        pricer = self.coster.pricer(setting)
+        alike = replace(setting, dp_shard=0, spread=1)
+        cuts = self._cuts(setting.tp)
+        stored: dict[str, Placement] = {}
+        if alike != setting:  # where the data axis lies changes prices, not what is decided
+            base = self.chain(alike, mode, forced)
+            tables, ids = list(base.tables), base.table_ids
+            stored |= base.stored
+        else:
+            solved = self._tables(setting, mode, cuts, stored)
+            keys = [self._key(k, setting.tp) for k in range(len(self.graph.blocks))]
+            numbers = {key: number for number, key in enumerate(solved)}
+            tables, ids = [solved[key] for key in keys], [numbers[key] for key in keys]
+        return Chain(
+            setting=setting,
+            mode=mode,
+            blocks=self.graph.blocks,
+            forced=forced,
+            tables=tables,
+            table_ids=ids,
+            at=self.cut_at or range(len(self.graph.blocks) + 1),
+            cuts=cuts,
+            stored=stored,
+            send_s=self.coster.send_seconds(setting),
+            shared=self._copies(pricer, stored, setting.num_microbatches),
+            price=partial(self._priced, pricer),
+        )
+
+    def _tables(
+        self, setting: Setting, mode: str, cuts: Cuts, stored: dict[str, Placement]
+    ) -> dict[BlockKey, BlockTable | None]:
+        """Solved programs by block key, None without a legal assignment. Parameters read by several
+        blocks are stored as the heaviest of them wants: `stored`, filled here."""
+        solved: dict[BlockKey, BlockTable | None] = {}
+        for k in self._heaviest_first:
+            key = self._key(k, setting.tp)
+            if key not in solved:
+                table = self._solve(k, setting, mode, cuts, stored)
+                solved[key] = table
+                if table is not None and self._remember(self.graph.blocks[k], table, stored):
+                    solved[key] = self._solve(k, setting, mode, cuts, stored) or table
+        return solved
+
+    def _key(self, k: int, tp: int) -> BlockKey:
+        """What makes two blocks' programs the same on a tensor axis."""
+        if (k, tp) not in self._solved.keys:
+            block = self.graph.blocks[k]
+            names = [*(op.name for op in block.ops), *block.parameters]
+            self._solved.keys[k, tp] = (
+                block.class_id,
+                tuple(sorted(self._shared & set(block.parameters))),
+                tuple((i, str(self.entries[n])) for i, n in enumerate(names) if n in self.entries),
+                (len(self.cut_states(k, tp)) > 1, len(self.cut_states(k + 1, tp)) > 1),
+            )
+        return self._solved.keys[k, tp]
+
+    def _solve(
+        self, k: int, setting: Setting, mode: str, cuts: Cuts, stored: Mapping[str, Placement]
+    ) -> BlockTable | None:
+        pricer = self.coster.pricer(setting)
+        program = self._program(k, setting, pricer, cuts)
+        if program is None:
+            return None
+
+        def allowed(value: str, state: Placement) -> bool:
+            if value in stored:
+                return state == stored[value]
+            if mode == "lean" and state == R and len(self.graph.values[value].shape) > 1:
+                return all(not s.sharded for s in program.stored_states(value))
+            return True
+
+        return program.solve(pricer, allowed)
+
+    def _program(self, k: int, setting: Setting, pricer: Pricer, cuts: Cuts) -> BlockProgram | None:
+        """None where a sharding that the user decided is impossible: `refused` says why."""
+        block = self.graph.blocks[k]
+        # statistics of a batch that the data axis splits are summed over it
+        summed = setting.dp if _sums_statistics(block) else 1
+        # with tp = 1 nothing is re-sharded, and the program is the same for all ep > 1
+        ep = min(setting.ep, 2) if setting.tp == 1 else setting.ep
+        where = (setting.tp, setting.cp, ep, setting.rows, summed)
+        key = (self._key(k, setting.tp), where)
+        if key not in self._programs:
+            layouts = BlockLayouts(self.graph, self.coster.problem.factors, block, setting.tp)
+            try:
+                allowed = self._forced(layouts)
+            except ValueError as error:
+                self.refused.setdefault(setting.tp, str(error))
+                return None
+            leaving = self.coster.activations_at_cuts[k + 1]
+            self._programs[key] = BlockProgram(
+                pricer,
+                layouts,
+                inputs=dict.fromkeys(block.inputs, cuts[k]),
+                # new values of buffers go nowhere: they are whole
+                outputs={v: cuts[k + 1] if v in leaving else [R] for v in block.outputs},
+                allowed=allowed,
+            )
+        return self._programs[key]
+
+    def _forced(self, layouts: BlockLayouts) -> Callable[[str, Strategy | Placement], bool]:
+        """Restriction to the user's sharding entries."""
+        # apart: an operator and its first result have one name
+        named: dict[str, str] = {}
+        states: dict[str, Placement] = {}
+        for op in layouts.block.ops:
+            entry = self.entries.get(op.name)
+            if entry and entry.strategy:
+                named[op.name] = layouts.named(op, entry.strategy).name
+            if entry and entry.state:
+                states[op.results[0]] = entry.state
+        for value in layouts.block.parameters:
+            entry = self.entries.get(value)
+            if entry and entry.state:
+                states[value] = entry.state
+
+        def allowed(name: str, state: Strategy | Placement) -> bool:
+            if isinstance(state, Strategy):
+                return named.get(name, state.name) == state.name
+            return states.get(name, state) == state
+
+        return allowed
+
+    def _remember(self, block: Block, table: BlockTable, stored: dict[str, Placement]) -> bool:
+        """Decide how shared parameters are stored; whether that was news. The block itself may have
+        others in mind for other boundary states, and is solved again."""
+        best = min(table.choices, key=lambda index: (table.costs[index], index))
+        new = self._shared.intersection(block.parameters).difference(stored)
+        stored.update({value: table.stored(best, value) for value in new})
+        return bool(new)
+
+    def _priced(self, pricer: Pricer, table: BlockTable, index: tuple[int, ...]) -> Sums:
+        """Sums of a block between the boundary states of `index`."""
+        program = table.program
+        inputs = {
+            value: program.inputs[value][table.choices[index][f"in:{value}"]]
+            for value in program.block.inputs
+        }
+        assignment = program.assignment(table, index)
+        return self.coster.block_sums(pricer, program.block, assignment, inputs)
+
+    def _copies(
+        self, pricer: Pricer, stored: Mapping[str, Placement], microbatches: int
+    ) -> list[tuple[list[bool], Sums, float]]:
+        """Of each shared parameter which blocks read it, and the sums and seconds of one copy. A
+        stage holds one copy; its blocks store it alike, so that taking the others off moves no
+        optimum."""
+        return [
+            (
+                [value in block.parameters for block in self.graph.blocks],
+                parameter_sums(pricer, value, state),
+                pricer.parameter_cost(value, state).seconds(microbatches),
+            )
+            for value, state in sorted(stored.items())
+        ]
+
+    def least_of_blocks(self, setting: Setting) -> Floats:
+        """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
+        stage, for any data axis with these rows, under any ZeRO stage: without what is paid once
+        per step."""
+        several = setting.num_microbatches > 1
+        summed = setting.dp if self._sums_statistics else 1
+        where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
+        if (where, several) not in self._solved.least:
+            pricer, cuts = self.coster.pricer(setting), self._cuts(setting.tp)
+            found: dict[BlockKey, float] = {}
+            keys = [self._key(k, setting.tp) for k in range(len(self.graph.blocks))]
+            for k, key in enumerate(keys):
+                if key not in found:
+                    program = self._program(k, setting, pricer, cuts)
+                    table = program.solve(pricer, microbatches=math.inf) if program else None
+                    found[key] = math.inf if table is None else float(table.costs.min())
+            self._solved.least[where, several] = np.array([found[key] for key in keys])
+        return self._solved.least[where, several]
+
+
+def _sums_statistics(block: Block) -> bool:
+    """Whether a block takes statistics of a batch, which the data axis splits."""
+    return any(op.short == "batch_norm" for op in block.ops)
