@@ -143,7 +143,8 @@ class EqualStages:
 
     def at_cuts(self, stages: np.ndarray) -> np.ndarray:
         """(C, C) of (K+1, K+1): stages between positions that may be cut."""
-        return stages[np.ix_(self.cuts, self.cuts)]
+        chosen: np.ndarray = stages[np.ix_(self.cuts, self.cuts)]
+        return chosen
 
     # --- setups ---
 
@@ -342,7 +343,8 @@ class EqualStages:
     def sent(self, setup: StageSetup) -> np.ndarray:
         """(C, C): seconds that a stage sends and receives per micro-batch and direction."""
         seconds = setup.chain.send_s[self.cuts]
-        return seconds[:, None] + seconds[None, :]
+        both: np.ndarray = seconds[:, None] + seconds[None, :]
+        return both
 
 
 def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:

@@ -17,6 +17,7 @@ filling them; tensor parallelism across nodes; and what a schedule's record excl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -111,7 +112,7 @@ class Space:
             counts = [m for m in counts if batch // m % over.microbatch_size == 0]
         if len(counts) > MAX_MICROBATCH_CHOICES:
             wanted = np.geomspace(1, counts[-1], MAX_MICROBATCH_CHOICES)
-            counts = sorted({min(counts, key=lambda d, w=w: abs(np.log(d / w))) for w in wanted})
+            counts = sorted({_nearest(counts, float(w)) for w in wanted})
         return counts
 
     def notes(self) -> list[str]:
@@ -306,6 +307,11 @@ def groups_of(schedule: str, stages: int, each: int) -> list[int]:
     groups = stages_of_devices(schedule, num_stages=stages * each, num_devices=stages)
     of = {stage: group for group, placed in enumerate(groups) for stage in placed}
     return [of[k] for k in range(stages * each)]
+
+
+def _nearest(counts: Sequence[int], wanted: float) -> int:
+    """The count with the least ratio to the wanted one."""
+    return min(counts, key=lambda count: abs(float(np.log(count / wanted))))
 
 
 def _held_alone(schedule: str) -> int:

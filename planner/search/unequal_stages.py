@@ -64,7 +64,8 @@ class UnequalStages:
         if np.isinf(least).any():  # a block that can run nowhere
             return np.full(len(meshes), np.inf)
         extra = (work - least).min(axis=1)
-        return m * (least.sum() + extra) / self.space.cluster.num_devices
+        bounds: np.ndarray = m * (least.sum() + extra) / self.space.cluster.num_devices
+        return bounds
 
     def setups(self, m: int, meshes: Sequence[Mesh], below_s: float) -> list[StageSetup]:
         """All setups of a stage on meshes that a plan faster than `below_s` may use."""

@@ -75,7 +75,7 @@ class Cell:
                     f"after {', '.join(_COUNTS)}"
                 )
         cell = Cell(case=case, meshes=_meshes(meshes), name="-".join(line.split()))
-        if SCHEDULES[str(found.get("schedule", "1f1b"))].v_shaped:
+        if SCHEDULES[str(found.get("schedule", "1f1b"))].stages_per_device == 2:
             found["virtual"] = 2
         return replace(cell, **found)  # type: ignore[arg-type]
 
