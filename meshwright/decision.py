@@ -8,7 +8,6 @@ from typing import Any
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing.evaluate import Prediction
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.report.report import Report
 
 
@@ -28,15 +27,13 @@ class Request:
 class Decision:
     """A plan, why, and what it is expected to do.
 
-    `programs` hold the prices of the search that found it, for the next search. It and the report's
-    deferred answers stay on the rank that searched: pickled for the others, a decision leaves them
-    behind.
+    Pickled for the other ranks it leaves behind what stays on the rank that searched: the report's
+    deferred answers, and whatever a subclass adds.
     """
 
     plan: Plan
     report: Report
     prediction: Prediction
-    programs: BlockPrograms | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.plan, replace(self.report, deferred=None), self.prediction)

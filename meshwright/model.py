@@ -69,9 +69,7 @@ class ParallelModel:
             time_limit_s=time_limit_s,
             executable=self._request.executable if executable is None else executable,
         )
-        decision = search_plan(
-            self._problem, request, self._traced.phases_s, self._decision.programs
-        )
+        decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         return ParallelModel(decision, self._problem, request, self._traced).started()
 
     def started(self) -> ParallelModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.decision import Decision, Request
@@ -16,14 +16,21 @@ from meshwright.planner.search.search import Search
 from meshwright.world import planned_to_run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedPlan(Decision):
+    """A plan with the block programs of its search, for the next search to reuse."""
+
+    programs: BlockPrograms
+
+
 def search_plan(
     problem: Problem,
     request: Request,
     phases_s: Mapping[str, float],
-    programs: BlockPrograms | None = None,
+    before: Decision | None = None,
 ) -> Decision:
-    """The best plan under the overrides, searched by one rank for all, on what `programs` have
-    priced. Raises `OverrideError` and `InfeasibleError`."""
+    """The best plan under the overrides, searched by one rank for all, on what was priced for the
+    decision `before`. Raises `OverrideError` and `InfeasibleError`."""
     executable = request.executable
     if executable is None:
         executable = planned_to_run(problem.cluster)
@@ -39,8 +46,9 @@ def search_plan(
         num_blocks=len(problem.graph.blocks),
         executable=executable,
     )
-    runs = executable
-    return launch.agree_on(lambda: _searched(problem, request, phases_s, programs, runs))
+    programs = before.programs if isinstance(before, SearchedPlan) else None
+    asked = replace(request, executable=executable)
+    return launch.agree_on(lambda: _searched(problem, asked, phases_s, programs))
 
 
 def _searched(
@@ -48,19 +56,18 @@ def _searched(
     request: Request,
     phases_s: Mapping[str, float],
     programs: BlockPrograms | None,
-    executable: bool,
-) -> Decision:
+) -> SearchedPlan:
     search = Search(
         problem,
         request.global_batch_size,
         request.overrides,
-        executable=executable,
+        executable=bool(request.executable),
         time_limit_s=request.time_limit_s,
         programs=programs,
     )
     result = search.run()
     report = explain_search(result, problem, phases_s)
-    return Decision(
+    return SearchedPlan(
         plan=result.best.plan,
         report=replace(report, deferred=Answers(search=search, result=result)),
         prediction=result.best.evaluation.prediction,

@@ -87,7 +87,7 @@ class StageDraft:
 
     @property
     def run(self) -> int:
-        """The stage's index in its levels."""
+        """The stage's row in its levels."""
         at = list(self.setup.chain.at)
         return int(self.setup.chain.runs.index[at.index(self.start), at.index(self.stop)])
 
@@ -222,8 +222,8 @@ class EqualStages:
         stages, least = choice.groups * per_group, self.least(choice.mesh, choice.num_microbatches)
         part = setup.chain.whole() if stages == 1 else setup.chain.typical().times(1 / stages)
         levels = recompute_levels(part, setup.setting, policies, np.array(len(least) / stages))
-        leanest = levels.costs[-1]
-        states = float(leanest.static_bytes - leanest.passing_bytes)
+        last = levels.costs[-1]
+        states = float(last.static_bytes - last.passing_bytes)
         # in the states that its blocks prefer; a whole stage may have to split more of them
         mesh, whole = choice.mesh, float(part.parameters)
         split = self.parameters / (mesh.tp * mesh.ep * stages)
@@ -287,24 +287,25 @@ class EqualStages:
         is none. The objective, m turns of the slowest stage and what all but one stage add to fill
         the pipeline, is the step of equal stages."""
         m, setup, stages = combination.num_microbatches, combination.setup, combination.num_stages
-        schedule, steps = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
+        schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
         held = [
             _held(combination.schedule, k, stages, m, combination.groups) for k in range(stages)
         ]
-        levels = sorted(set(held))
-        shares = [steps.choose(h, self.room / combination.stages_per_group) for h in levels]
+        counts = sorted(set(held))
+        room = self.room / combination.stages_per_group
+        chosen_levels = [levels.choose(count, room) for count in counts]
         runs = setup.chain.runs
         legal, sent = self.legal & self.allowed(setup), self.sent(setup)
         times, fills = [], []
-        for chosen in shares:
-            costs = steps.everywhere(chosen)
+        for chosen in chosen_levels:
+            costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
             pass_s = costs.forward_s + costs.backward_s
             fill = schedule.fill_s(pass_s, costs.weight_s, m, combination.groups)
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * (stages - 1) / stages
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
-        level = [levels.index(h) for h in held]
+        level = [counts.index(count) for count in held]
         found = cut_evenly(
             np.stack(times),
             np.stack(fills),
@@ -319,8 +320,8 @@ class EqualStages:
                 start=int(self.cuts[found.cuts[k]]),
                 stop=int(self.cuts[found.cuts[k + 1]]),
                 setup=setup,
-                levels=steps,
-                chosen=shares[level[k]],
+                levels=levels,
+                chosen=chosen_levels[level[k]],
             )
             for k in range(stages)
         ]

@@ -45,7 +45,7 @@ def way_out(found: Sequence[Relaxation]) -> str:
             "override: change the model, the optimizer or the precision."
         )
     first, *others = map(str, found)
-    return f"StageSetup out: {first}" + (f"; or {'; or '.join(others)}." if others else ".")
+    return f"Way out: {first}" + (f"; or {'; or '.join(others)}." if others else ".")
 
 
 def _freed(drafter: Drafter) -> Iterator[Relaxation]:

@@ -22,7 +22,9 @@ from meshwright import (
     Plan,
     PlanError,
 )
+from meshwright.decision import Decision
 from meshwright.executor.ranks import launch
+from meshwright.plan_search import SearchedPlan
 from meshwright.planner.plan.plan import RUNS
 from meshwright.world import check_world
 from tests.helpers.tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
@@ -108,8 +110,8 @@ def test_answers_and_prices_stay_on_the_rank_that_searched() -> None:
     told = pickle.loads(pickle.dumps(decided))
     assert (told.plan, told.prediction) == (decided.plan, decided.prediction)
     assert told.report == decided.report
-    assert decided.report.deferred is not None and decided.programs is not None
-    assert told.report.deferred is None and told.programs is None
+    assert decided.report.deferred is not None and isinstance(decided, SearchedPlan)
+    assert told.report.deferred is None and type(told) is Decision
 
 
 def test_replanning_replaces_the_overrides() -> None:

@@ -23,7 +23,7 @@ from meshwright.profiles.timings import CollectiveTiming
 from tests.helpers import tiny
 
 TARGET = """
-import tiny
+from tests.helpers import tiny
 
 
 def net():

@@ -13,7 +13,7 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, backward_follows_
 from meshwright.costmodel.schedules.simulate import StageTimes
 from meshwright.costmodel.schedules.table import Schedule
 from tests.costmodel.schedules.pipelines import Shape, run, shapes
-from tests.test_architecture import ROOMS, parse, paths_in
+from tests.helpers.source_files import PRODUCT, SourceFile, files_in
 
 HOMES = (
     "costmodel/schedules/table.py",
@@ -30,9 +30,11 @@ def names_of_schedules(tree: ast.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted({*paths_in(*ROOMS)} - {*HOMES}))
-def test_only_the_table_names_schedules(path: str) -> None:
-    assert names_of_schedules(parse(path)) == []
+@pytest.mark.parametrize(
+    "file", [f for f in files_in(*PRODUCT) if f.path not in HOMES], ids=lambda file: file.path
+)
+def test_only_the_table_names_schedules(file: SourceFile) -> None:
+    assert names_of_schedules(file.tree) == []
 
 
 def test_names_of_schedules_are_found() -> None:

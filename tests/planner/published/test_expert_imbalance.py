@@ -132,7 +132,10 @@ def test_less_than_the_mean_is_refused(ratio: float) -> None:
 def test_the_command_line_takes_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = "import tiny\n\ndef made():\n    return tiny.net(), tiny.batch(4), tiny.loss\n"
+    made = (
+        "from tests.helpers import tiny\n\n"
+        "def made():\n    return tiny.net(), tiny.batch(4), tiny.loss\n"
+    )
     (tmp_path / "imbalance_target.py").write_text(made)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
