@@ -11,8 +11,8 @@ from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import explain_search
 from meshwright.planner.overrides.overrides import check_overrides
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.search.search import Search
+from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.world import planned_to_run
 
 

@@ -52,6 +52,7 @@ planner.blocks
 planner.plan
 planner.inter_op
 planner.pricing
+planner.stages
 planner.overrides
 planner.report
 planner.search

@@ -20,10 +20,10 @@ from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import express_shardings
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
-from meshwright.planner.pricing.recompute import choose_policies
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.equal_stages import StageDraft
 from meshwright.planner.search.space import Mesh, groups_of
+from meshwright.planner.stages.recompute import choose_policies
 from meshwright.profiles.cluster import Cluster
 
 

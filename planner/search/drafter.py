@@ -12,7 +12,6 @@ from meshwright.costmodel.operators.problem import Problem
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.plan.shardings import resolve_shardings
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import (
     Candidate,
@@ -24,6 +23,7 @@ from meshwright.planner.search.candidates import (
 from meshwright.planner.search.equal_stages import Combination, EqualStages, StageDraft
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
+from meshwright.planner.stages.programs import BlockPrograms
 
 
 class Drafter:

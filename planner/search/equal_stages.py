@@ -2,7 +2,7 @@
 
 Every combination is estimated from the whole model's sums, divided by the number of stages; the
 promising ones are cut into stages exactly (`planner.inter_op.equal_meshes`), each stage with as
-little recompute as its place in the schedule allows (`planner.pricing.recompute_levels`). How long
+little recompute as its place in the schedule allows (`planner.stages.recompute_levels`). How long
 a pipeline takes to fill and what no plan undercuts is the schedule's (`costmodel.schedules.table`).
 """
 
@@ -19,14 +19,14 @@ from meshwright.costmodel.blocks.stage import of_one
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
-from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.programs import MODES, BlockPrograms
-from meshwright.planner.pricing.recompute_levels import (
+from meshwright.planner.search.space import Mesh, Space
+from meshwright.planner.stages.chain import Chain
+from meshwright.planner.stages.programs import MODES, BlockPrograms
+from meshwright.planner.stages.recompute_levels import (
     ChosenLevel,
     RecomputeLevels,
     recompute_levels,
 )
-from meshwright.planner.search.space import Mesh, Space
 
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 

@@ -19,10 +19,10 @@ import numpy as np
 from meshwright.costmodel.blocks.peak import stage_bytes
 from meshwright.costmodel.blocks.stage import of_one
 from meshwright.costmodel.schedules.schedule import in_flight
-from meshwright.planner.pricing.recompute_levels import recompute_levels
 from meshwright.planner.search.equal_stages import EqualStages, MeshChoice, StageSetup
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
+from meshwright.planner.stages.recompute_levels import recompute_levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

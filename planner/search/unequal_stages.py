@@ -30,9 +30,9 @@ from meshwright.planner.inter_op.partition import (
     solve_inter_op,
 )
 from meshwright.planner.inter_op.table import Constraints, StageTable
-from meshwright.planner.pricing.recompute_levels import recompute_levels
 from meshwright.planner.search.equal_stages import EqualStages, StageDraft, StageSetup
 from meshwright.planner.search.space import Mesh, Space
+from meshwright.planner.stages.recompute_levels import recompute_levels
 
 DP_GAP = 0.002  # the DP may stop this close to its bound; its answer is priced by simulation anyway
 

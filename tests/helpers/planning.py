@@ -26,8 +26,8 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, transition
 from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster, Link
 from tests.models.models import CASES, Traced

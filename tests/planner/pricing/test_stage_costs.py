@@ -14,9 +14,6 @@ from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.programs import BlockPrograms
-from meshwright.planner.pricing.recompute_levels import ChosenLevel, recompute_levels
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import (
     Candidate,
@@ -26,6 +23,9 @@ from meshwright.planner.search.candidates import (
 )
 from meshwright.planner.search.equal_stages import StageDraft, StageSetup
 from meshwright.planner.search.space import Mesh
+from meshwright.planner.stages.chain import Chain
+from meshwright.planner.stages.programs import BlockPrograms
+from meshwright.planner.stages.recompute_levels import ChosenLevel, recompute_levels
 from tests.helpers.planning import case, cluster, odd_cluster, problem_of, programs_of
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")

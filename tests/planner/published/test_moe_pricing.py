@@ -32,11 +32,11 @@ from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import evaluate
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.published.models import TransformerDims
 from meshwright.planner.published.predict import traced
 from meshwright.planner.search.space import Mesh
+from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import Curve
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.search.candidates import Candidate
 from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.helpers.planning import Traced, case, cluster, cut, linears, problem_of, token_batch

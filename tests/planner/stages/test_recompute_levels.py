@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.blocks.stage import StageCosts, stage_costs
 from meshwright.costmodel.blocks.sums import Floats
-from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.recompute_levels import (
+from meshwright.planner.search.space import Mesh
+from meshwright.planner.stages.chain import Chain
+from meshwright.planner.stages.recompute_levels import (
     ChosenLevel,
     RecomputeLevels,
     recompute_levels,
 )
-from meshwright.planner.search.space import Mesh
 from tests.helpers.planning import case, odd_cluster, programs_of
 
 NAMES = [each.name for each in dataclasses.fields(StageCosts)]

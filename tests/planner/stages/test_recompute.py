@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.sums import Sums
-from meshwright.planner.pricing.recompute import choose_policies
+from meshwright.planner.stages.recompute import choose_policies
 from tests.helpers.planning import sums_of
 
 LEGAL = ("none", "selective", "full")

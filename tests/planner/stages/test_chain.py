@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.blocks.sums import MAXIMA, Sums
-from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.search.space import Mesh
+from meshwright.planner.stages.chain import Chain
 from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, programs_of
 
 MODELS = {

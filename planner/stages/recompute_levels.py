@@ -8,7 +8,7 @@ fraction on the next level is a multiple of 1/n:
     λ = ⌈n · (bytes₀ - room) / (bytes₀ - bytes₁)⌉ / n,      time = (1-λ)·time₀ + λ·time₁
 
 where both bytes count what one recomputed block holds during its backward. Which blocks, and
-exactly how many, is decided for the chosen stages by `planner/pricing/recompute.py`.
+exactly how many, is decided for the chosen stages by `planner/stages/recompute.py`.
 """
 
 from __future__ import annotations

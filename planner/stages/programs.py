@@ -23,8 +23,8 @@ from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.layouts import BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
-from meshwright.planner.pricing.chain import Chain
 from meshwright.planner.pricing.stage_costs import MeshKey, StageCoster, mesh_key
+from meshwright.planner.stages.chain import Chain
 
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
 

@@ -12,9 +12,9 @@ from meshwright.costmodel.blocks.price import price_block
 from meshwright.costmodel.blocks.stage import stage_costs
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, translate
 from meshwright.costmodel.sharding.strategies import Placement, R, can_hold
-from meshwright.planner.pricing.chain import Chain
-from meshwright.planner.pricing.programs import BlockPrograms
 from meshwright.planner.search.space import Mesh
+from meshwright.planner.stages.chain import Chain
+from meshwright.planner.stages.programs import BlockPrograms
 from tests.helpers.planning import case, large_gpt2, odd_cluster, programs_of
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
