@@ -8,6 +8,7 @@ left over once every stage has one with parameters. Where they go is the `cut`: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules.schedule import stages_of_devices
@@ -19,60 +20,66 @@ CUTS = ("front", "back", "even")
 MIXED = ("full", "none", "selective")  # policies of a stage's blocks in turn
 
 
-def build_plan(
-    graph: Graph,
-    *,
-    meshes: Sequence[tuple[int, int]],
-    rows: int,
-    num_microbatches: int,
-    schedule: str = "1f1b",
-    virtual: int = 1,
-    placement: str = "tp,dp,pp",
-    cut: str | Sequence[int] = "even",
-    zero: int = 0,
-    dp_shard: int | None = None,
-    recompute: str = "none",
-    precision: str = "fp32",
-    shardings: Mapping[str, str] | None = None,
-) -> Plan:
-    """A plan of one (dp, tp) mesh per device group, each running `virtual` stages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """One (dp, tp) mesh per device group, each running `virtual` stages, and what they do.
 
-    `cut` may list the first blocks of the stages after the first. Shardings go to the stages with
-    tp > 1 where they match; one that matches nowhere in the model raises `PlanError`. ZeRO goes to
-    the stages with dp > 1. `recompute` may be "mixed".
+    `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
+    dp > 1. `recompute` may be "mixed".
     """
-    count = len(meshes) * virtual
-    placed = stages_of_devices(schedule, num_stages=count, num_devices=len(meshes))
+
+    meshes: Sequence[tuple[int, int]]
+    rows: int
+    num_microbatches: int
+    schedule: str = "1f1b"
+    virtual: int = 1
+    placement: str = "tp,dp,pp"
+    cut: str | Sequence[int] = "even"
+    zero: int = 0
+    dp_shard: int | None = None
+    recompute: str = "none"
+    precision: str = "fp32"
+    shardings: Mapping[str, str] = field(default_factory=dict)
+
+
+def build_plan(graph: Graph, knobs: Knobs) -> Plan:
+    """Shardings go to the stages with tp > 1 where they match; one that matches nowhere in the
+    model raises `PlanError`."""
+    meshes = knobs.meshes
+    count = len(meshes) * knobs.virtual
+    placed = stages_of_devices(knobs.schedule, num_stages=count, num_devices=len(meshes))
     group_of = {stage: group for group, stages in enumerate(placed) for stage in stages}
-    ranks = ranks_of(meshes, placement)
+    ranks = ranks_of(meshes, knobs.placement)
+    cut = knobs.cut
     starts = cut_points(graph.blocks, count, cut) if isinstance(cut, str) else tuple(cut)
     bounds = (0, *starts, len(graph.blocks))
     if any(tp > 1 for _, tp in meshes):
-        resolve_shardings(graph, graph.blocks, shardings or {})
+        resolve_shardings(graph, graph.blocks, knobs.shardings)
     stages = []
     for k in range(count):
         dp, tp = meshes[group_of[k]]
         blocks = graph.blocks[bounds[k] : bounds[k + 1]]
         names = tuple(block.name for block in blocks)
         mixed = [MIXED[(bounds[k] + i) % len(MIXED)] for i in range(len(names))]
+        recompute = recompute_of(names, mixed) if knobs.recompute == "mixed" else knobs.recompute
         stages.append(
             StagePlan(
                 blocks=names,
                 ranks=ranks[group_of[k]],
                 dp=dp,
                 tp=tp,
-                zero=zero if dp > 1 else 0,
-                dp_shard=dp_shard if zero and dp > 1 else None,
-                recompute=recompute_of(names, mixed) if recompute == "mixed" else recompute,
-                shardings=matching(graph, blocks, shardings or {}) if tp > 1 else {},
+                zero=knobs.zero if dp > 1 else 0,
+                dp_shard=knobs.dp_shard if knobs.zero and dp > 1 else None,
+                recompute=recompute,
+                shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
             )
         )
     return Plan(
         model=fingerprint(graph),
-        global_batch_size=rows,
-        precision=precision,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
+        global_batch_size=knobs.rows,
+        precision=knobs.precision,
+        schedule=knobs.schedule,
+        num_microbatches=knobs.num_microbatches,
         stages=tuple(stages),
     )
 

@@ -23,7 +23,6 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.plan_building import build_plan
 from tests.models.architectures import (
     MLP,
     SEQUENCE,
@@ -291,35 +290,6 @@ def traced(case: Case, rows: int, precision: str = "fp32") -> Traced:
     )
     table = analyse(graph)
     return Traced(graph=cut_blocks(graph, table), table=table)
-
-
-def make_plan(
-    graph: Graph,
-    *,
-    pp: int,
-    dp: int,
-    tp: int,
-    num_microbatches: int,
-    shardings: Mapping[str, str],
-    schedule: str = "1f1b",
-    recompute: str = "none",
-    zero: int = 0,
-    precision: str = "fp32",
-) -> Plan:
-    """A plan of `pp` equal meshes over uneven stages: the last takes all blocks but one per other
-    stage."""
-    return build_plan(
-        graph,
-        meshes=((dp, tp),) * pp,
-        rows=GLOBAL_BATCH,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        cut="back",
-        zero=zero,
-        recompute=recompute,
-        precision=precision,
-        shardings=shardings,
-    )
 
 
 def parallelize(

@@ -29,7 +29,7 @@ from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.ranks import divisors
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.models.architectures import token_loss
 from tests.models.models import Case, Traced, sgd, uneven
 
@@ -275,14 +275,16 @@ def _skeleton(random: Random, of: Traced, ranks: int, microbatches: int) -> Plan
     zero = random.choice((0, 1, 2, 3))
     plan = build_plan(
         of.graph,
-        meshes=meshes,
-        rows=ROWS,
-        num_microbatches=microbatches,
-        schedule=schedule,
-        virtual=each,
-        cut=starts,
-        zero=zero,
-        placement="tp,pp,dp" if equal and random.random() < 0.5 else "tp,dp,pp",
+        Knobs(
+            meshes=meshes,
+            rows=ROWS,
+            num_microbatches=microbatches,
+            schedule=schedule,
+            virtual=each,
+            cut=starts,
+            zero=zero,
+            placement="tp,pp,dp" if equal and random.random() < 0.5 else "tp,dp,pp",
+        ),
     )
     shards = {m.ranks: random.choice(divisors(m.dp)) for m in plan.stages}
     stages = [

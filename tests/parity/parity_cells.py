@@ -20,7 +20,7 @@ from functools import cache
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.planner.plan.plan import PRECISIONS, Plan
-from tests.helpers.plan_building import CUTS, build_plan
+from tests.helpers.plan_building import CUTS, Knobs, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 
 Meshes = tuple[tuple[int, int], ...]
@@ -120,17 +120,19 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
     of = of or graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
     plan = build_plan(
         of.graph,
-        meshes=cell.meshes,
-        rows=cell.rows,
-        num_microbatches=cell.microbatches,
-        schedule=cell.schedule,
-        virtual=cell.virtual,
-        placement=cell.placement,
-        cut=cell.cut,
-        zero=cell.zero,
-        dp_shard=cell.dp_shard,
-        recompute=cell.recompute,
-        precision=cell.precision,
-        shardings=cell.patterns,
+        Knobs(
+            meshes=cell.meshes,
+            rows=cell.rows,
+            num_microbatches=cell.microbatches,
+            schedule=cell.schedule,
+            virtual=cell.virtual,
+            placement=cell.placement,
+            cut=cell.cut,
+            zero=cell.zero,
+            dp_shard=cell.dp_shard,
+            recompute=cell.recompute,
+            precision=cell.precision,
+            shardings=cell.patterns,
+        ),
     )
     return plan, of

@@ -27,7 +27,7 @@ from meshwright.executor.stages.transfer import Channel
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, parallelize
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_reference import (
@@ -171,7 +171,7 @@ def carried_rows(folder: Path) -> dict[str, Any]:
     table = analyse(graph)
     of = Traced(graph=cut_blocks(graph, table), table=table)
     ranks = launch.world_size()
-    plan = build_plan(of.graph, meshes=((ranks, 1),), rows=GLOBAL_BATCH, num_microbatches=1)
+    plan = build_plan(of.graph, Knobs(meshes=((ranks, 1),), rows=GLOBAL_BATCH, num_microbatches=1))
     runtime = parallelize(copy.deepcopy(model), plan, of)
     return {
         "losses": [float(runtime.train_step((x, labels))) for x in batches],

@@ -25,8 +25,9 @@ from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.pricing.evaluate import transfer_seconds
 from meshwright.planner.pricing.stage_costs import StageCoster
 from tests.helpers.launching import Results, results_of
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, problem_of
-from tests.models.models import CASES, GLOBAL_BATCH, make_plan, parallelize
+from tests.models.models import CASES, GLOBAL_BATCH, parallelize
 from tests.parity.parity_cells import Cell, graph_of, plan_of
 from tests.parity.parity_checks import (
     ACCUMULATED,
@@ -340,9 +341,9 @@ def test_model_without_weights_says_what_it_lacks() -> None:
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
 def test_plan_of_many_ranks_needs_them(dp: int, tp: int) -> None:
     of = graph_of("mlp", GLOBAL_BATCH)
-    plan = make_plan(
-        of.graph, pp=1, dp=dp, tp=tp, num_microbatches=1, shardings=CASES["mlp"].shardings
-    )
+    shardings = CASES["mlp"].shardings
+    knobs = Knobs(meshes=((dp, tp),), rows=GLOBAL_BATCH, num_microbatches=1, shardings=shardings)
+    plan = build_plan(of.graph, knobs)
     says = rf"{dp * tp} ranks, but 1 .*launch {dp * tp} with torchrun"
     with pytest.raises(PlanError, match=says):
         parallelize(CASES["mlp"].model(), plan, of)

@@ -14,7 +14,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.traced import WIDTH
 from tests.models.models import CASES, Traced, parallelize, traced
 
@@ -49,7 +49,8 @@ def of_layer(
     table = analyse(graph)
     of = Traced(graph=cut_blocks(graph, table), table=table)
     plan = build_plan(
-        of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=microbatches, recompute=recompute
+        of.graph,
+        Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=microbatches, recompute=recompute),
     )
     runtime = parallelize(model, plan, of)
     runtime.seed = 1
@@ -131,7 +132,7 @@ def test_the_rest_is_evaluated_as_plain_pytorch_does(layer: Callable[[], nn.Modu
 def test_attention_is_evaluated_without_its_dropout() -> None:
     case = CASES["gpt2_dropout"]
     of = traced(case, ROWS)
-    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
     model = case.model()
     runtime = parallelize(model, plan, of)
     with torch.no_grad():

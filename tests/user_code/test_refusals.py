@@ -94,7 +94,7 @@ REFUSALS: dict[str, tuple[UserModel, str]] = {
         r"loss_fn gives a dict of \['main'\] where a scalar loss is needed",
     ),
     "packed sequence": (
-        UserModel(build=Packed, batch=_packed_batch), "can't be traced: at .*test_user_code.py",
+        UserModel(build=Packed, batch=_packed_batch), "can't be traced: at .*test_refusals.py",
     ),
     "write under no_grad": (
         UserModel(build=HiddenWrite, batch=vectors), r"clamp_.* under no_grad .* write x = x \+",

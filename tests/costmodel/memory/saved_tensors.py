@@ -31,8 +31,9 @@ from meshwright.executor.stages.stage import BlockModule, StageProgram, StageVal
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.check import check_plan
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.threaded_ranks import Mesh
-from tests.models.models import Traced, make_plan
+from tests.models.models import GLOBAL_BATCH, Traced
 
 
 @dataclass(slots=True)
@@ -97,10 +98,10 @@ def setup(
     recompute: str = "none",
 ) -> Setup:
     """The choices of a plan with these shardings. One micro-batch divides losses by nothing."""
-    dp, tp = mesh
-    plan = make_plan(
-        of.graph, pp=1, dp=dp, tp=tp, num_microbatches=microbatches, shardings=shardings or {}
+    knobs = Knobs(
+        meshes=(mesh,), rows=GLOBAL_BATCH, num_microbatches=microbatches, shardings=shardings or {}
     )
+    plan = build_plan(of.graph, knobs)
     assignments = check_plan(plan, of.graph, of.table)[0]
     return chosen(of, assignments, mesh=mesh, microbatches=microbatches, recompute=recompute)
 

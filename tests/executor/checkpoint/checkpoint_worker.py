@@ -29,7 +29,7 @@ from meshwright.executor.checkpoint import parts as checkpoint_parts
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, parallelize, traced
 
 BEFORE, AFTER = 2, 2
@@ -120,10 +120,12 @@ def plan_of(case: str, name: str) -> tuple[Plan, Traced]:
     of = _traced(case)
     plan = build_plan(
         of.graph,
-        rows=GLOBAL_BATCH,
-        num_microbatches=MICROBATCHES,
-        shardings=CASES[case].shardings,
-        **PLANS[name],
+        Knobs(
+            rows=GLOBAL_BATCH,
+            num_microbatches=MICROBATCHES,
+            shardings=CASES[case].shardings,
+            **PLANS[name],
+        ),
     )
     return plan, of
 

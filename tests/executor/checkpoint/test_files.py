@@ -24,7 +24,7 @@ from meshwright.executor.checkpoint.names import Matched, Wanted, match_names
 from meshwright.executor.checkpoint.parts import Piece
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.runtime.runtime import Runtime
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
 from tests.helpers.tiny import Net, net, planned
 from tests.models.architectures import MLP
@@ -180,7 +180,7 @@ def test_two_models_in_one_file_are_ambiguous() -> None:
 
 def alone(case: str) -> tuple[Runtime, nn.Module]:
     of = graph_of(case, ROWS)
-    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
     with torch.device("meta"):
         model = CASES[case].build()
     return parallelize(model, plan, of), model
@@ -209,7 +209,7 @@ def test_a_real_model_keeps_its_own_tensors(tmp_path: Path) -> None:
     """Loading fills the runtime's memory, never the user's."""
     torch.save(initialised(CASES["resnet"].build(), 1), tmp_path / "state.pt")
     of = graph_of("resnet", ROWS)
-    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
     model = CASES["resnet"].model()
     before = {n: x.clone() for n, x in model.state_dict().items()}
     runtime = parallelize(model, plan, of)
@@ -231,7 +231,7 @@ class Spare(MLP):
 def spare(*, real: bool = False) -> tuple[Runtime, nn.Module]:
     case = replace(CASES["mlp"], build=Spare)
     of = traced(case, ROWS)
-    plan = build_plan(of.graph, meshes=((1, 1),), rows=ROWS, num_microbatches=1)
+    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
     with torch.device("cpu" if real else "meta"):
         model = Spare()
     return parallelize(model, plan, of), model

@@ -27,7 +27,7 @@ from meshwright.executor.checkpoint import files as weight_files
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised, named_tensors
 from tests.models.models import CASES, parallelize
 from tests.parity.parity_cells import graph_of
@@ -67,14 +67,16 @@ def running(case: str, layout: Layout) -> tuple[Runtime, nn.Module]:
     of = graph_of(case, ROWS, layout.precision)
     plan = build_plan(
         of.graph,
-        meshes=layout.meshes,
-        rows=ROWS,
-        num_microbatches=1,
-        zero=layout.zero,
-        dp_shard=layout.dp_shard,
-        virtual=layout.virtual,
-        precision=layout.precision,
-        shardings=CASES[case].shardings,
+        Knobs(
+            meshes=layout.meshes,
+            rows=ROWS,
+            num_microbatches=1,
+            zero=layout.zero,
+            dp_shard=layout.dp_shard,
+            virtual=layout.virtual,
+            precision=layout.precision,
+            shardings=CASES[case].shardings,
+        ),
     )
     with torch.device("meta"):
         model = CASES[case].build()

@@ -27,7 +27,7 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
 from tests.models.experts_models import WIDTH, Library, batch, language_model, token_loss
 from tests.models.models import Traced, adamw
@@ -116,16 +116,18 @@ def graph_of(rows: int, precision: str) -> Traced:
 def plan_of(run: Run, of: Traced) -> Plan:
     plan = build_plan(
         of.graph,
-        meshes=((run.dp, run.tp),) * run.pp,
-        rows=ROWS,
-        num_microbatches=run.microbatches,
-        zero=run.zero,
-        dp_shard=run.dp_shard,
-        recompute=run.recompute,
-        shardings=run.shardings,
-        schedule=run.schedule,
-        virtual=run.virtual,
-        precision=run.precision,
+        Knobs(
+            meshes=((run.dp, run.tp),) * run.pp,
+            rows=ROWS,
+            num_microbatches=run.microbatches,
+            zero=run.zero,
+            dp_shard=run.dp_shard,
+            recompute=run.recompute,
+            shardings=run.shardings,
+            schedule=run.schedule,
+            virtual=run.virtual,
+            precision=run.precision,
+        ),
     )
     stages = zip(plan.stages, cycle(run.ep), strict=False)
     return replace(plan, stages=tuple(replace(stage, ep=ep) for stage, ep in stages))

@@ -41,7 +41,7 @@ from meshwright.planner.report.indivisible import divided, excluded
 from tests.executor.lowering import uneven_sizes_worker as worker
 from tests.executor.lowering.uneven_sizes_worker import ODD, RELOADED, TRAINED
 from tests.helpers.launching import Results, results_of
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import case, cluster, cut
 from tests.helpers.single_device import initialised
 from tests.helpers.tiny import host
@@ -143,10 +143,12 @@ def test_shared_out_is_what_the_plan_splits() -> None:
     of = _five_heads()
     plan = build_plan(
         of.graph,
-        meshes=((1, 2),),
-        rows=4,
-        num_microbatches=1,
-        shardings={"transformer.h.*.mlp.c_fc": "colwise"},
+        Knobs(
+            meshes=((1, 2),),
+            rows=4,
+            num_microbatches=1,
+            shardings={"transformer.h.*.mlp.c_fc": "colwise"},
+        ),
     )
     (share,) = divided(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
     work = {op.key: op_flops(of.table, op) for op in of.graph.ops}
@@ -191,10 +193,12 @@ def test_a_sharding_that_cannot_be_is_refused_with_the_degrees_that_can() -> Non
     of = _five_heads()
     plan = build_plan(
         of.graph,
-        meshes=((1, 2),),
-        rows=4,
-        num_microbatches=1,
-        shardings={"transformer.h.*.attn:scaled_dot_product_attention": "heads"},
+        Knobs(
+            meshes=((1, 2),),
+            rows=4,
+            num_microbatches=1,
+            shardings={"transformer.h.*.attn:scaled_dot_product_attention": "heads"},
+        ),
     )
     message = r"not possible with tp=2 \(heads = 5; degrees that divide: 5\); legal: replicate"
     with pytest.raises(PlanError, match=message):

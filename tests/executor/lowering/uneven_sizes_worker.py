@@ -22,7 +22,7 @@ from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.parameters.norms import clip_
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.models.models import CASES, Case, Traced, adamw, parallelize, sgd, traced, uneven
 from tests.parity.parity_launch import Run, on_ranks, run_all
 from tests.parity.parity_reference import compare, plain_loop, runtime_loop
@@ -177,10 +177,9 @@ def built(case: str, plan: str, model: nn.Module | None = None) -> Runtime:
     of = of_case(case)
     made = build_plan(
         of.graph,
-        rows=ROWS,
-        num_microbatches=MICROBATCHES,
-        shardings=ODD[case].shardings,
-        **PLANS[plan],
+        Knobs(
+            rows=ROWS, num_microbatches=MICROBATCHES, shardings=ODD[case].shardings, **PLANS[plan]
+        ),
     )
     return parallelize(model or ODD[case].model(), made, of)
 
@@ -190,10 +189,9 @@ def train(case: str, plan: str) -> dict[str, Any]:
     of = of_case(case)
     made = build_plan(
         of.graph,
-        rows=ROWS,
-        num_microbatches=MICROBATCHES,
-        shardings=ODD[case].shardings,
-        **PLANS[plan],
+        Knobs(
+            rows=ROWS, num_microbatches=MICROBATCHES, shardings=ODD[case].shardings, **PLANS[plan]
+        ),
     )
     found = runtime_loop(ODD[case], made, of)
     if launch.rank():
