@@ -16,10 +16,11 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, Action
 from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.moves import buffer_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R
+from meshwright.executor.lowering.context import Context, State, boundary_placement
 from meshwright.executor.lowering.deferred import Later
-from meshwright.executor.lowering.emitter import State
-from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state, crossing
+from meshwright.executor.lowering.lower import Lowered, Lowering
 from meshwright.executor.lowering.reshard import local_part
 from meshwright.executor.parameters.gradients import Layout
 from meshwright.executor.parameters.parameters import StageParameter, expose, make_parameter
@@ -108,7 +109,7 @@ class Builder:
         stored = parameter_states(graph, blocks, layouts, chosen, data)
         readers = Counter(n for b in blocks for n in b.parameters)
         policies = dict(zip(self.plan.stages[k].blocks, self.plan.stages[k].policies, strict=True))
-        lowering = Lowering(
+        context = Context(
             graph=graph,
             table=self.table,
             data=data,
@@ -118,8 +119,11 @@ class Builder:
             device=place.device,
             microbatches=self.plan.num_microbatches,
             later=self.later,
-            backend=self.backend,
             deferrable=self._deferrable(blocks),
+        )
+        lowering = Lowering(
+            context=context,
+            backend=self.backend,
             repeated_whole=frozenset(
                 b.name for b in blocks if policies[b.name] == "full" and recomputable(b)
             ),
@@ -289,7 +293,7 @@ class Builder:
     ) -> None:
         place, meta = self.place, self.graph.values[name]
         ends = [
-            (mesh, crossing(self.graph, self._data(mesh.dp), name))
+            (mesh, boundary_placement(self.graph, self._data(mesh.dp), name))
             for mesh in (place.meshes[j] for j in edge)
         ]
         mesh, placement = ends[edge.index(k)]
