@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.call import Call
+from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.storage import Local, fresh
 from meshwright.costmodel.operators.flops import op_flops
-from meshwright.costmodel.operators.pricing import ATTENTION
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 
 POLICIES = ("selective", "alternate")
@@ -42,8 +43,11 @@ def repeated_ops(
     """Names of the operators of a block that a recompute policy runs again in the backward."""
     if policy == "selective":
         return selective_ops(block, graph, table, device, counter_dropout)
-    products = [op.name for op in block.ops if table.ops[op.name].matmul and op.short != ATTENTION]
-    kept = {*products[::2], *(op.name for op in block.ops if op.short == ATTENTION)}
+    attention = {op.name for op in block.ops if traits_of(op).kernel == "attention"}
+    products = [
+        op.name for op in block.ops if table.ops[op.name].matmul and op.name not in attention
+    ]
+    kept = {*products[::2], *attention}
     return frozenset(op.name for op in block.ops) - kept
 
 

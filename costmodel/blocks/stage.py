@@ -24,13 +24,11 @@ import numpy as np
 
 from meshwright.costmodel.blocks.price import BlockPrice
 from meshwright.costmodel.blocks.selective import POLICIES
-from meshwright.costmodel.graph import Block, Op, Ref
+from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.states import model_state_bytes, working_bytes
 from meshwright.costmodel.operators.cost import COST_FIELDS, DTYPE_BYTES, Setting
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.draws import COUNTED, draws
-from meshwright.costmodel.rules.leaf import LEAVES
-from meshwright.costmodel.rules.registry import SIDE_EFFECTS
+from meshwright.costmodel.rules.traits import draws_anew, updates_statistics
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import Target
 
@@ -147,17 +145,7 @@ def _hidden(whole: Any, exchange: Any, target: Target) -> Any:
 def recomputable(block: Block) -> bool:
     """Whether running a block twice is harmless: not where a forward updates running statistics, or
     draws what it would not draw again."""
-    return not any(keeps_statistics(op) or draws_anew(op) for op in block.ops)
-
-
-def keeps_statistics(op: Op) -> bool:
-    """Whether a norm takes the statistics of its batch, and adds them to running ones."""
-    return op.short in SIDE_EFFECTS and bool(op.args[5]) and isinstance(op.args[3], Ref)
-
-
-def draws_anew(op: Op) -> bool:
-    """Whether a call draws other random numbers each time it is run in a step."""
-    return draws(op) and op.short not in COUNTED | LEAVES
+    return not any(updates_statistics(op) or draws_anew(op) for op in block.ops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

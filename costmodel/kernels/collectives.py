@@ -145,7 +145,7 @@ def p2p_time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """What each rank sends over one link: `share` of the tensor, at up to `bandwidth` bytes/s."""
+    """Traffic of each rank over one link: `share` of the tensor, at up to `bandwidth` bytes/s."""
 
     share: float
     bandwidth: float

@@ -1,4 +1,4 @@
-"""What was measured: the protocol that prices ask before they model."""
+"""Protocol of a profile: the timings that prices look up before they model."""
 
 from __future__ import annotations
 

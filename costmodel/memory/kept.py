@@ -1,14 +1,12 @@
 """Bytes that one operator call keeps for its backward, as torch runs it on a kind of device.
 
-Most keep what `saves.py` lists, their own operands and results. The others are here:
+Most keep what `rules/saves.py` lists, their own operands and results. The others are here, products
+and attention in `kept_products.py`:
 
-    copies       a product of batches of matrices flattens them; where that is no view, the copy is
-                 what is saved
-    statistics   norms keep a mean and a reciprocal deviation per row or channel, attention the
-                 logarithm of each row's normaliser
+    statistics   norms keep a mean and a reciprocal deviation per row or channel
     indices      max pooling keeps where each maximum was
-    parts        a cross-entropy is a log-softmax and a look-up; attention without a fused kernel is
-                 products and a softmax; an operator that the executor replaces is its replacement
+    parts        a cross-entropy is a log-softmax and a look-up; an operator that the executor
+                 replaces is its replacement
 
 What is allocated is given in elements × bytes; what is kept of a tensor that exists anyway is its
 allocation, counted once however often it is kept.
@@ -18,233 +16,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-
-from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.memory.storage import (
-    Held,
-    Local,
-    Storage,
-    compact,
-    elementwise_strides,
-    expanded,
-    fresh,
-    permuted,
-    placed,
-    reshaped,
-)
+from meshwright.costmodel.graph import argument
+from meshwright.costmodel.memory.call import SINGLE, Call, Saver, listed, new, width
+from meshwright.costmodel.memory.kept_products import PRODUCTS, attention_results
+from meshwright.costmodel.memory.storage import Held, Storage, compact, placed
 from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
 
-SINGLE = 4  # bytes of what kernels accumulate in single precision at least
 INDEX = 8  # bytes of an index
-CUDA_ROWS = 32  # the memory-efficient kernel's normalisers are padded to whole tiles of rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One operator call on one rank. `saves` as in `OpFactors`; `implementation` names what the
-    executor runs in its place; `counted`: a loss divided by a number of rows of its own;
-    `counter_dropout` as in `Target`."""
-
-    op: Op
-    operands: tuple[Held, ...]
-    results: tuple[Local, ...]
-    saves: tuple[int, ...]
-    device: str
-    implementation: str = ""
-    counted: bool = False
-    counter_dropout: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Where the results of a call lie, and the allocations that its backward needs."""
+    """Memory of the results of a call, and the allocations that its backward needs."""
 
     results: tuple[Held, ...]
     storages: tuple[Storage, ...]
 
 
 def keep(call: Call) -> Kept:
-    """Run one call in mind."""
-    results = _results(call)
+    """The results and the kept allocations of one call that is not run."""
+    place = PLACED.get(call.op.short)
+    results = place(call) if place else placed(call.op, call.operands, call.results)
     if not any(y.grad for y in results):
         return Kept(results=results, storages=())
-    saver = REPLACED.get(call.implementation) or SPECIAL.get(call.op.short, _listed)
+    saver = REPLACED.get(call.implementation) or SPECIAL.get(call.op.short, listed)
     return Kept(results=results, storages=tuple(dict.fromkeys(saver(call, results))))
 
 
-def _results(call: Call) -> tuple[Held, ...]:
-    op, x = call.op, call.operands
-    if op.short == "dropout" and not call.saves:
-        return (x[0].seen_as(x[0].shape, x[0].strides, call.results[0].grad),)
-    if op.short == "scaled_dot_product_attention" and _kernel(call) != "math":
-        y = call.results[0]  # kernels write what is laid out as the queries are
-        return (fresh(y, elementwise_strides(y.shape, x[:1])),)
-    return placed(op, x, call.results)
-
-
-def _listed(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    for i in call.saves:
-        yield (call.operands[i] if i >= 0 else results[-1 - i]).storage
-
-
-def _new(numel: float, itemsize: int) -> Storage:
-    return Storage(numel * itemsize)
-
-
-def _wide(x: Local) -> int:
-    return max(SINGLE, x.dtype.itemsize)
-
-
-# --- products -------------------------------------------------------------------------------------
-
-
-def flattened(x: Held, lead: Sequence[float]) -> Held:
-    """As a batch of matrices: the dims before the last two broadcast to `lead` and joined."""
-    whole = expanded(x, (*lead, *x.shape[-2:]))
-    return reshaped(whole, (math.prod(lead), *x.shape[-2:]))
-
-
-def product(a: Held, b: Held) -> Iterator[Storage]:
-    """What `a @ b` keeps. A batch times one matrix is one product over all rows, if the matrix is
-    trained or the rows lie evenly; else it is a batch of products."""
-    if len(a.shape) >= 3 and len(b.shape) <= 2 and (b.grad or _even(a)):
-        a = reshaped(a, (math.prod(a.shape[:-1]), a.shape[-1]))
-    elif len(a.shape) <= 2 and len(b.shape) >= 3 and a.grad:
-        b = permuted(b, [*range(len(b.shape) - 2), -1, -2])
-        b = reshaped(b, (math.prod(b.shape[:-1]), b.shape[-1]))
-    elif len(a.shape) >= 3 or len(b.shape) >= 3:
-        pairs = zip_longest(a.shape[-3::-1], b.shape[-3::-1], fillvalue=1.0)
-        lead = [max(pair) for pair in pairs][::-1]
-        a, b = flattened(a, lead), flattened(b, lead)
-    if b.grad:
-        yield a.storage
-    if a.grad:
-        yield b.storage
-
-
-def _even(x: Held) -> bool:
-    pairs = zip(x.strides[:-2], x.strides[1:-1], x.shape[1:-1], strict=True)
-    return all(outer == inner * size for outer, inner, size in pairs)
-
-
-def _linear(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    x, weight = call.operands[:2]
-    return product(x, permuted(weight, [*range(len(weight.shape))][::-1]))
-
-
-def _matmul(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    return product(*call.operands)
-
-
-def _einsum(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    """Two operands become batches of matrices: common and kept labels, each operand's own, summed
-    ones."""
-    left, _, out = str(call.op.args[0]).replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != 2 or not out or "." in left or any(len({*t}) != len(t) for t in terms):
-        yield from _listed(call, results)
-        return
-    batch = [c for c in out if c in terms[0] and c in terms[1]]
-    own = [[c for c in out if c in term and c not in batch] for term in terms]
-    summed = [c for c in terms[0] if c in terms[1] and c not in out]
-    orders = ([batch, own[0], summed], [batch, summed, own[1]])
-    for k, (x, term, groups) in enumerate(zip(call.operands, terms, orders, strict=True)):
-        size = dict(zip(term, x.shape, strict=True))
-        moved = permuted(x, [term.index(c) for group in groups for c in group])
-        flat = reshaped(moved, tuple(math.prod(size[c] for c in group) for group in groups))
-        if call.operands[1 - k].grad:
-            yield flat.storage
-
-
-# --- attention ------------------------------------------------------------------------------------
-
-
-def _kernel(call: Call) -> str:
-    """Which attention runs: "fused" or "efficient" kernels, or "math", written out in operators.
-
-    Source: torch's selection (sdp_utils) with its default priorities, without cuDNN's kernel.
-    """
-    q, k, v = call.operands[:3]
-    mask = call.operands[3] if len(call.operands) > 3 else None
-    drops = argument(call.op, 4, "dropout_p", 0.0)
-    if len(q.shape) != 4 or (drops and (call.counter_dropout or call.device == "cpu")):
-        return "math"
-    if mask is not None and (mask.grad or len(mask.shape) == 3):
-        return "math"
-    plain = all(x.strides[-1] == 1 for x in (q, k, v))
-    if call.device == "cpu":
-        return "fused" if plain and q.shape[-1] == v.shape[-1] else "math"
-    if mask is None and q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1] <= 256:
-        return "fused"
-    return "efficient" if q.shape[-3] == k.shape[-3] else "math"
-
-
-def _attention(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    q, k, v = call.operands[:3]
-    mask = call.operands[3] if len(call.operands) > 3 else None
-    kernel = _kernel(call)
-    if kernel == "math":
-        drops = bool(argument(call.op, 4, "dropout_p", 0.0))
-        yield from _dropped(call, q, k, v, mask) if drops else _written_out(call, q, k, v)
-        return
-    yield from (x.storage for x in (q, k, v, results[0]))
-    rows = q.shape[-2]
-    if kernel == "efficient":
-        rows = math.ceil(rows / CUDA_ROWS) * CUDA_ROWS
-    yield _new(math.prod(q.shape[:-2]) * rows, _wide(q))
-    if mask is not None:  # a mask of booleans is made one of numbers to be added
-        made = mask.dtype == torch.bool
-        yield _new(mask.numel, q.dtype.itemsize) if made else mask.storage
-
-
-def _heads(q: Held, k: Held, v: Held) -> tuple[Held, Held]:
-    """Keys and values repeated for every query head."""
-    if q.shape[-3:-2] == k.shape[-3:-2]:
-        return k, v
-    shapes = ((*x.shape[:-3], q.shape[-3], *x.shape[-2:]) for x in (k, v))
-    k, v = (
-        fresh(Local(shape=shape, dtype=x.dtype, grad=x.grad))
-        for x, shape in zip((k, v), shapes, strict=True)
-    )
-    return k, v
-
-
-def _written_out(call: Call, q: Held, k: Held, v: Held) -> Iterator[Storage]:
-    """Scaled queries and keys, probabilities, values; in single precision at least."""
-    k, v = _heads(q, k, v)
-    size, lead = _wide(q), q.shape[:-2]
-    if k.grad:
-        yield _new(q.numel, size)
-    if q.grad:
-        yield _new(k.numel, size)
-    yield _new(math.prod(lead) * q.shape[-2] * k.shape[-2], size)
-    if q.grad or k.grad:
-        wide = v if v.dtype.itemsize == size else fresh(replace(v, dtype=torch.float32))
-        yield flattened(wide, lead).storage
-
-
-def _dropped(call: Call, q: Held, k: Held, v: Held, mask: Held | None) -> Iterator[Storage]:
-    """The executor's attention with dropout by counter: probabilities before and after, and the
-    mask between them, besides the operands as matrices and the masks of what may be seen."""
-    k, v = _heads(q, k, v)
-    rank, lead = len(k.shape), q.shape[:-2]
-    scores = math.prod(lead) * q.shape[-2] * k.shape[-2]
-    yield from product(q, permuted(k, [*range(rank - 2), rank - 1, rank - 2]))
-    if argument(call.op, 5, "is_causal", False):
-        yield _new(q.shape[-2] * k.shape[-2], 1)
-    if mask is not None and mask.dtype == torch.bool:
-        yield _new(mask.numel, 1)
-    if v.grad:
-        yield _new(scores, q.dtype.itemsize)
-    if q.grad or k.grad:
-        yield _new(scores, q.dtype.itemsize)
-        yield _new(scores, q.dtype.itemsize)
-        yield flattened(v, lead).storage
+def _dropout_results(call: Call) -> tuple[Held, ...]:
+    """Its operand, where it drops nothing."""
+    x = call.operands[0]
+    if call.saves:
+        return placed(call.op, call.operands, call.results)
+    return (x.seen_as(x.shape, x.strides, call.results[0].grad),)
 
 
 # --- norms, pooling, dropout ----------------------------------------------------------------------
@@ -260,66 +67,66 @@ def _layer_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     x = call.operands[0]
     rows = math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
     yield x.storage
-    yield _new(rows, _statistics(call))
-    yield _new(rows, _statistics(call))
+    yield new(rows, _statistics(call))
+    yield new(rows, _statistics(call))
 
 
 def _rms_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     """On a CPU a chain of operators in single precision at least."""
     x, trained = call.operands[0], any(w.grad for w in call.operands[1:])
     rows = math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
-    yield _new(rows, _wide(x))
+    yield new(rows, width(x))
     if call.device == "cuda":
         yield x.storage
         return
-    yield x.storage if x.dtype.itemsize == _wide(x) else _new(x.numel, _wide(x))
+    yield x.storage if x.dtype.itemsize == width(x) else new(x.numel, width(x))
     if trained:
-        yield _new(x.numel, _wide(x))
+        yield new(x.numel, width(x))
 
 
 def _group_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     x = call.operands[0]
     groups = x.shape[0] * int(call.op.args[1])
     yield compact(x).storage
-    yield _new(groups, _statistics(call))
-    yield _new(groups, _statistics(call))
+    yield new(groups, _statistics(call))
+    yield new(groups, _statistics(call))
 
 
 def _batch_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     x = call.operands[0]
     yield x.storage
     if argument(call.op, 5, "training", True):
-        yield _new(x.shape[1], _statistics(call))
-        yield _new(x.shape[1], _statistics(call))
+        yield new(x.shape[1], _statistics(call))
+        yield new(x.shape[1], _statistics(call))
 
 
 def _synchronised(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     """The executor's batch norm over ranks: centred values, their scale, and the normalised ones if
     there is a weight to train."""
     x = call.operands[0]
-    yield _new(x.numel, _wide(x))
-    yield _new(x.shape[1], _wide(x))
+    yield new(x.numel, width(x))
+    yield new(x.shape[1], width(x))
     if any(w.grad for w in call.operands[1:]):
-        yield _new(x.numel, _wide(x))
+        yield new(x.numel, width(x))
 
 
 def _max_pool(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     yield call.operands[0].storage
-    yield _new(results[0].numel, INDEX)
+    yield new(results[0].numel, INDEX)
 
 
 def _dropout(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     """The mask, as numbers of the values' type; a GPU's own kernel keeps bytes."""
     if call.saves:
         own = call.device == "cuda" and not call.counter_dropout
-        yield _new(results[0].numel, 1 if own else results[0].dtype.itemsize)
+        yield new(results[0].numel, 1 if own else results[0].dtype.itemsize)
 
 
 def _log_sigmoid(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     x = call.operands[0]
     yield x.storage
     if call.device == "cpu":
-        yield _new(x.numel, x.dtype.itemsize)
+        yield new(x.numel, x.dtype.itemsize)
 
 
 # --- losses and look-ups --------------------------------------------------------------------------
@@ -328,23 +135,23 @@ def _log_sigmoid(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
 def _cross_entropy(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     """Log-softmax, targets, the total weight; with smoothing which rows are ignored."""
     logits, target = call.operands[:2]
-    yield _new(logits.numel, logits.dtype.itemsize)
+    yield new(logits.numel, logits.dtype.itemsize)
     yield from (x.storage for x in call.operands[1:])
     if target.dtype.is_floating_point:
         return
-    yield _new(1, logits.dtype.itemsize)
+    yield new(1, logits.dtype.itemsize)
     yield from _count(call, logits)
     if argument(call.op, 5, "label_smoothing", 0.0):
-        yield _new(target.numel, 1)
+        yield new(target.numel, 1)
         if argument(call.op, 3, "reduction", 1) == 1 and not call.counted:
-            yield _new(1, INDEX)
+            yield new(1, INDEX)
 
 
 def _nll(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     logits = call.operands[0]
     yield (logits if len(logits.shape) in (1, 2, 4) else compact(logits)).storage
     yield from (x.storage for x in call.operands[1:])
-    yield _new(1, logits.dtype.itemsize)
+    yield new(1, logits.dtype.itemsize)
     yield from _count(call, logits)
 
 
@@ -352,42 +159,42 @@ def _count(call: Call, logits: Held) -> Iterator[Storage]:
     """The number that a loss over ranks and micro-batches is divided by, in single precision at
     least, as the loss is."""
     if call.counted and argument(call.op, 3, "reduction", 1) == 1:
-        yield _new(1, _wide(logits))
+        yield new(1, width(logits))
 
 
 def _vocabulary_parallel(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     """The executor's cross-entropy over split classes: probabilities in single precision at least;
     per row the local target, whether it is elsewhere, whether it counts."""
     logits, target = call.operands[:2]
-    yield _new(logits.numel, _wide(logits))
-    yield _new(target.numel, INDEX)
-    yield _new(target.numel, 1)
-    yield _new(target.numel, 1)
+    yield new(logits.numel, width(logits))
+    yield new(target.numel, INDEX)
+    yield new(target.numel, 1)
+    yield new(target.numel, 1)
     yield from _count(call, logits)
 
 
 def _parallel_embedding(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     """The executor's look-up in split rows: local ids, and which are elsewhere."""
     ids = call.operands[1]
-    yield _new(ids.numel, INDEX)
-    yield _new(ids.numel, 1)
+    yield new(ids.numel, INDEX)
+    yield new(ids.numel, 1)
 
 
 def _l1_loss(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    yield _new(call.operands[0].numel, call.operands[0].dtype.itemsize)
+    yield new(call.operands[0].numel, call.operands[0].dtype.itemsize)
 
 
 def _leaf(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    return saved_by_leaf(call.op, call.operands, results)
+    """The bytes of its `Work`, in proportion to this rank's part of the first result."""
+    work = leaf_of(call.op).work
+    for i in work.saves:
+        yield (call.operands[i] if i >= 0 else results[-1 - i]).storage
+    if work.saved_bytes:
+        yield Storage(work.saved_bytes * results[0].numel / work.numel)
 
-
-Saver = Callable[[Call, Sequence[Held]], Iterator[Storage]]
 
 SPECIAL: Mapping[str, Saver] = MappingProxyType({
-    "linear": _linear,
-    "matmul": _matmul,
-    "einsum": _einsum,
-    "scaled_dot_product_attention": _attention,
+    **PRODUCTS,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
@@ -407,12 +214,8 @@ REPLACED: Mapping[str, Saver] = MappingProxyType({
     "cross_entropy": _vocabulary_parallel,
     "embedding": _parallel_embedding,
 })  # fmt: skip
-
-
-def saved_by_leaf(op: Op, operands: Sequence[Held], results: Sequence[Held]) -> Iterator[Storage]:
-    """Allocations that one call keeps for its backward."""
-    work = leaf_of(op).work
-    for i in work.saves:
-        yield (operands[i] if i >= 0 else results[-1 - i]).storage
-    if work.saved_bytes:
-        yield Storage(work.saved_bytes * results[0].numel / work.numel)
+# where the results of an operator lie, if not as `storage.placed` says
+PLACED: Mapping[str, Callable[[Call], tuple[Held, ...]]] = MappingProxyType({
+    "dropout": _dropout_results,
+    "scaled_dot_product_attention": attention_results,
+})  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules.auto import VIEWS, is_pointwise
-from meshwright.costmodel.rules.shuffle import permutation
+from meshwright.costmodel.rules.shuffle import PERMUTATIONS, permutation
 
 Sizes = tuple[float, ...]
 Origin = Literal["made", "input", "raw", "stored"]
@@ -242,9 +242,12 @@ def _expand(op: Op, x: Held, y: Local) -> Held:
 
 
 def _part(op: Op, x: Held, y: Local) -> Held:
+    return x.seen_as(y.shape, x.strides)
+
+
+def _slice(op: Op, x: Held, y: Local) -> Held:
     strides = list(x.strides)
-    if op.short == "slice":
-        strides[int(argument(op, 1, "dim", 0))] *= float(argument(op, 4, "step", 1))
+    strides[int(argument(op, 1, "dim", 0))] *= float(argument(op, 4, "step", 1))
     return x.seen_as(y.shape, tuple(strides))
 
 
@@ -269,10 +272,10 @@ def _contiguous(op: Op, x: Held, y: Local) -> Held:
 
 PLACES: Mapping[str, Place] = MappingProxyType({
     **dict.fromkeys(VIEWS, _reshape),
-    **dict.fromkeys(("transpose", "permute", "t", "mT", "numpy_T"), _permute),
-    **dict.fromkeys(("swapaxes", "swapdims", "movedim", "moveaxis"), _permute),
+    **dict.fromkeys(PERMUTATIONS, _permute),
     **dict.fromkeys(("expand", "expand_as"), _expand),
-    **dict.fromkeys(("slice", "split", "split_with_sizes", "chunk"), _part),
+    "slice": _slice,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _part),
     **dict.fromkeys(("select", "unbind"), _dropped),
     **dict.fromkeys(("alias", "detach"), _itself),
     **dict.fromkeys(("to", "type_as", "float", "half", "bfloat16"), _converted),
@@ -281,7 +284,7 @@ PLACES: Mapping[str, Place] = MappingProxyType({
 
 
 def placed(op: Op, operands: Sequence[Held], results: Sequence[Local]) -> tuple[Held, ...]:
-    """Where the results of an operator lie."""
+    """Memory of the results of an operator: views, or tensors of their own."""
     place = PLACES.get(op.short)
     if place and operands:
         views = [place(op, operands[0], y) for y in results]

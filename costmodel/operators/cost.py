@@ -1,4 +1,4 @@
-"""Where a block runs, what it costs there, and what was measured: the nouns of pricing."""
+"""Setting (mesh, rows, precision, target) and cost (seconds by kind) of a block."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where and how a block runs: `rows` batch rows per device and micro-batch, on a (dp, cp, tp)
-    mesh, tp innermost; cp splits the sequence of every activation. `ep` ranks of that mesh,
-    neighbours, share out the experts, which are whole or replicated on the other axes.
+    """Mesh, rows and precision in which a block runs: `rows` batch rows per device and micro-batch,
+    on a (dp, cp, tp) mesh, tp innermost; cp splits the sequence of every activation. `ep` ranks of
+    that mesh, neighbours, share out the experts, which are whole or replicated on the other axes.
 
     ZeRO divides among `dp_shard` neighbours on the data axis and replicates across the others; 0
     for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is

@@ -23,7 +23,7 @@ class ModelFlops:
 
 
 def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
-    """What a model's products cost, by row of the batch and once."""
+    """FLOPs of a model's products, per row of the batch and once."""
     per_row = fixed = 0.0
     for op in graph.ops:
         if table.ops[op.name].flops:

@@ -1,4 +1,4 @@
-"""Which values never reach memory, and which operators need no kernel of their own.
+"""Kernel fusion: values that never reach memory, operators without a kernel of their own.
 
 A fused kernel runs a chain of operators of one block: an operator joins the kernel of the operator
 that makes one of its operands if both can be fused (`Target.fusion`) and nothing that has a kernel
@@ -14,27 +14,8 @@ from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules.auto import is_pointwise
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
-
-SOFTMAX = frozenset(("softmax", "_softmax"))
-# norms (rsqrt is part of one), reductions and copies
-ROWWISE = frozenset(
-    (
-        "log_softmax",
-        "layer_norm",
-        "rms_norm",
-        "native_layer_norm",
-        "rsqrt",
-        "mean",
-        "sum",
-        "amax",
-        "amin",
-        "var",
-        "cross_entropy_loss",
-        "cat",
-        "stack",
-    )
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +31,7 @@ class Fusion:
 def is_free(table: FactorTable, op: Op) -> bool:
     """Whether an operator only renames memory."""
     made = table.ops[op.name]
-    return made.view and not made.matmul and op.short not in ("cat", "stack")
+    return made.view and not made.matmul and not traits_of(op).copies
 
 
 def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
@@ -95,6 +76,5 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
 
 
 def _fusible(op: Op, level: str) -> bool:
-    if op.short in ROWWISE:
-        return level == "full"
-    return op.short in SOFTMAX or is_pointwise(op)
+    least = traits_of(op).fused_at
+    return least in (level, "pointwise") if least else is_pointwise(op)

@@ -1,4 +1,4 @@
-"""What parameters cost once per step: their gradients' reduction, their gathering, the optimizer.
+"""Seconds of parameters per step: gradient reduction, all-gather of weights, optimizer.
 
 n ranks hold the same part of a parameter. ZeRO divides it among s of them, neighbours on the data
 axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of weights
@@ -91,7 +91,7 @@ class ParameterPricer:
         return self._group(value, placement, self._holders(value, placement), 1)
 
     def shards(self, value: str, placement: Placement) -> Group:
-        """Those of them that ZeRO divides it among."""
+        """The number of these ranks that ZeRO divides a parameter among."""
         return self._group(value, placement, self.shard_count(value, placement), 1)
 
     def shard_count(self, value: str, placement: Placement) -> int:

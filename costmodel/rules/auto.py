@@ -30,11 +30,15 @@ POINTWISE = frozenset({
     "floor_divide", "empty_like", "copy", "fill", "randn_like", "randint_like", "bernoulli",
     "uniform", "normal_functional", "real", "imag", "conj", "resolve_conj", "resolve_neg",
 })  # fmt: skip
-# f(a + b) = f(a) + f(b) in the first operand, alone or together with the second
-LINEAR_TOGETHER = frozenset({"add", "sub"})
-LINEAR_FIRST = frozenset({
-    "neg", "mul", "div", "contiguous", "clone", "alias", "to", "_to_copy", "dropout", "detach",
+# sets of operands that f(a + b) = f(a) + f(b) holds in, together
+LINEAR: Mapping[str, tuple[frozenset[int], ...]] = MappingProxyType({
+    **dict.fromkeys(("add", "sub"), (frozenset({0, 1}),)),
+    "mul": (frozenset({0}), frozenset({1})),
+    **dict.fromkeys(("neg", "div", "contiguous", "clone", "alias", "to"), (frozenset({0}),)),
+    **dict.fromkeys(("_to_copy", "dropout", "detach"), (frozenset({0}),)),
 })  # fmt: skip
+SAME_MEMORY = frozenset({"alias", "detach"})
+LINEAR_REDUCTIONS = frozenset({"sum", "mean"})
 # operator -> position of the argument that holds the result's sizes
 VIEWS: Mapping[str, int | None] = MappingProxyType({
     "view": 1, "reshape": 1, "_unsafe_view": 1, "flatten": None, "unflatten": 2, "unsqueeze": None,
@@ -51,7 +55,11 @@ REDUCTIONS: Mapping[str, Kind] = MappingProxyType({
     "var_mean": "whole", "std_mean": "whole", "median": "whole", "mode": "whole",
     "kthvalue": "whole", "norm": "whole", "nansum": "sum", "count_nonzero": "sum",
 })  # fmt: skip
-LAST = frozenset({"mode", "kthvalue"})  # take the last dim where none is named
+# position, name and default of the argument that holds the reduced dims
+REDUCED_DIM: Mapping[str, tuple[int, str, int | None]] = MappingProxyType({
+    "mode": (1, "dim", -1), "kthvalue": (2, "dim", -1),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), (2, "dim", None)),
+})  # fmt: skip
 
 
 def automatic(op: Op) -> Rule | None:
@@ -91,24 +99,20 @@ def pointwise_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     sizes: dict[str, int] = {}
     ins = bind(", ".join(["*d"] * len(operands)), operands, sizes)
     outs = bind(", ".join(["*d"] * len(results)), results, sizes)
-    name = op.short
     floating = bool(operands) and operands[0].dtype.is_floating_point
     linear: tuple[frozenset[int], ...] = ()
     tensors = [isinstance(a, Ref) for a in op.args[:2]]
     if floating and results[0].dtype.is_floating_point:
-        if name in LINEAR_TOGETHER and all(tensors) and len(tensors) == 2:
-            linear = (frozenset({0, 1}),)
-        elif name in LINEAR_FIRST and tensors[:1] == [True] and not op.kwargs.get("rounding_mode"):
-            linear = (frozenset({0}),)
-            if name == "mul" and len(operands) == 2:
-                linear += (frozenset({1}),)
+        groups = () if op.kwargs.get("rounding_mode") else LINEAR.get(op.short, ())
+        count = [*tensors, False].index(False)  # of tensors before the first number
+        linear = tuple(group for group in groups if max(group) < count)
     return OpFactors(
         operands=ins,
         results=outs,
         sizes=sizes,
         kinds=dict.fromkeys(sizes, "map"),
         linear=linear,
-        view=name in ("alias", "detach"),
+        view=op.short in SAME_MEMORY,
     )
 
 
@@ -214,8 +218,7 @@ def _dims_argument(value: Any, rank: int) -> set[int]:
 
 def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     rank = len(operands[0].shape)
-    second = op.short in ("linalg_vector_norm", "norm", "kthvalue")
-    given = argument(op, 2 if second else 1, "dim", -1 if op.short in LAST else None)
+    given = argument(op, *REDUCED_DIM.get(op.short, (1, "dim", None)))
     given = None if isinstance(given, bool) else given  # `unbiased` stands first where no dim does
     reduced = _dims_argument(given, rank)
     keep = len(results[0].shape) == rank  # keepdim stands at different places
@@ -231,5 +234,5 @@ def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         results=(outs,) * len(results),
         sizes=sizes,
         kinds={name: how if name.startswith("r") else "map" for name in sizes},
-        linear=(frozenset({0}),) if op.short in ("sum", "mean") else (),
+        linear=(frozenset({0}),) if op.short in LINEAR_REDUCTIONS else (),
     )

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from meshwright.costmodel.graph import Op, Ref, argument
-from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, SureRule, ein
 
 
 def _dims(prefix: str, count: int) -> str:
     return " ".join(f"{prefix}{i}" for i in range(count))
 
 
-def _convolution(weight: str) -> Rule:
-    """Channels in (g i) meet weights per group and give channels out (g o)."""
+def _convolution(weight: str, *, coarse: str) -> Rule:
+    """Channels in (g i) meet weights per group and give channels out (g o). Each product is of one
+    weight and one place: of the finer of the two grids of places, `coarse` being the other."""
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         window = len(operands[1].shape) - 2
         space, kernel, out = (_dims(p, window) for p in "skp")
-        # each product is of one weight and one place: of the finer of the two grids of places
-        coarse = "p." if "transpose" in op.short else "s."
         return ein(
             f"b (g i) {space}, {weight} {kernel}, (g o) -> b (g o) {out}",
             whole="s. k. p.",
@@ -65,22 +63,27 @@ def _pool(count: int) -> Rule:
     return rule
 
 
-def _pixel_shuffle(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """Channels (c, r, r) become places: any of the dims that stay whole pieces splits."""
-    fine, coarse = "*b c (h r1) (w r2)", "*b (c r1 r2) h w"
-    shuffles = op.short == "pixel_shuffle"
-    spec = f"{coarse} -> {fine}" if shuffles else f"{fine} -> {coarse}"
-    factor = int(op.args[1])
-    return ein(spec, whole="r1 r2", sizes={"r1": factor, "r2": factor}, linear=[[0]])(
-        op, operands, results
-    )
+def _pixels(spec: str) -> Rule:
+    """Channels (c, r, r) become places, or back: any of the dims that stay whole pieces splits."""
+
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+        sizes = dict.fromkeys(("r1", "r2"), int(op.args[1]))
+        return ein(spec, whole="r1 r2", sizes=sizes, linear=[[0]])(op, operands, results)
+
+    return rule
 
 
-def _patches(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """im2col and col2im: (channels × places of the window) per window."""
-    spec = "b c h w -> b (c k) l" if op.short == "im2col" else "b (c k) l -> b c h w"
-    channels = (operands if op.short == "im2col" else results)[0].shape[-3]
-    return ein(spec, whole="h w k l", sizes={"c": channels}, linear=[[0]])(op, operands, results)
+def _im2col(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """(Channels × places of the window) per window."""
+    return _windows("b c h w -> b (c k) l", operands[0])(op, operands, results)
+
+
+def _col2im(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    return _windows("b (c k) l -> b c h w", results[0])(op, operands, results)
+
+
+def _windows(spec: str, image: TensorMeta) -> SureRule:
+    return ein(spec, whole="h w k l", sizes={"c": image.shape[-3]}, linear=[[0]])
 
 
 def _grid_sample(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -93,23 +96,22 @@ _UPSAMPLED = {1: "nearest linear", 2: "nearest bilinear bicubic", 3: "nearest tr
 
 
 def _rules() -> dict[str, Rule]:
-    shuffle: dict[str, Any] = {"linear": [[0]], "counts": {"groups": "g"}}
     made: dict[str, Rule] = {
         "group_norm": ein(
             "b (g c) *x, (g c), (g c) -> b (g c) *x", whole="c x.*", counts={"num_groups": "g"}
         ),
         "batch_norm": _batch_norm,
         "instance_norm": _instance_norm,
-        "pixel_shuffle": _pixel_shuffle,
-        "pixel_unshuffle": _pixel_shuffle,
-        "channel_shuffle": ein("b (g c) *x -> b (c g) *x", **shuffle),
-        "im2col": _patches,
-        "col2im": _patches,
+        "pixel_shuffle": _pixels("*b (c r1 r2) h w -> *b c (h r1) (w r2)"),
+        "pixel_unshuffle": _pixels("*b c (h r1) (w r2) -> *b (c r1 r2) h w"),
+        "channel_shuffle": ein("b (g c) *x -> b (c g) *x", linear=[[0]], counts={"groups": "g"}),
+        "im2col": _im2col,
+        "col2im": _col2im,
         "grid_sampler": _grid_sample,
     }
     for n in (1, 2, 3):
-        made[f"conv{n}d"] = _convolution("(g o) i")
-        made[f"conv_transpose{n}d"] = _convolution("(g i) o")
+        made[f"conv{n}d"] = _convolution("(g o) i", coarse="s.")
+        made[f"conv_transpose{n}d"] = _convolution("(g i) o", coarse="p.")
         for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"):
             made[f"{kind}{n}d"] = _pool(n)
         for kind in _UPSAMPLED[n].split():

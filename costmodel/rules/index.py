@@ -79,49 +79,56 @@ def index_select_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     return ein(f"{' '.join(entries)}, i -> {found}", whole="v.*")(op, operands, results)
 
 
-def index_write_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _index_write(*, adds: bool = False, fills: bool = False) -> Rule:
     """index_add, index_copy, index_fill: rows of one dim written by their numbers."""
-    entries = _entries(rank := len(operands[0].shape), [dim := _along(op, rank)])
-    table = " ".join(entries)
-    source = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
-    adds = op.short == "index_add"
-    given = [table, "i", source if op.short != "index_fill" else ""][: len(operands)]
-    made = ein(
-        f"{', '.join(given)} -> {table}",
-        whole="v.*" if adds else "v.* i",
-        pinned=(0,) if adds else (),
-    )
-    return made(op, operands, results)
+
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+        entries = _entries(rank := len(operands[0].shape), [dim := _along(op, rank)])
+        table = " ".join(entries)
+        rows = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
+        given = [table, "i", "" if fills else rows][: len(operands)]
+        return ein(
+            f"{', '.join(given)} -> {table}",
+            whole="v.*" if adds else "v.* i",
+            pinned=(0,) if adds else (),
+        )(op, operands, results)
+
+    return rule
 
 
-def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def _scatter(*, adds: bool) -> Rule:
     """Elements written along one dim; the indices may lie in a corner of the other dims, which are
     then whole."""
-    table, index, *sources = (meta.shape for meta in operands)
-    if not index:
-        return None
-    entries = _entries(rank := len(table), [dim := _along(op, rank)])
-    cornered = {d for d in range(rank) if d != dim and table[d] != index[d]}
-    cornered |= {d for s in sources for d in range(len(s)) if s[d] != index[d]}
-    inner = [f"c{d}" if d in cornered else "i" if d == dim else n for d, n in enumerate(entries)]
-    outer = [f"v{d}" if d in cornered else n for d, n in enumerate(entries)]
-    source = [f"s{d}" if d in cornered else n for d, n in enumerate(inner)]
-    adds = op.short == "scatter_add"
-    spec = ", ".join(" ".join(t) for t in (outer, inner, *[source] * len(sources)))
-    made = ein(
-        f"{spec} -> {' '.join(outer)}",
-        whole="v.* c.* s.*" + ("" if adds else " i"),
-        pinned=(0,) if adds else (),
-    )
-    return made(op, operands, results)
+
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+        table, index, *sources = (meta.shape for meta in operands)
+        if not index:
+            return None
+        names = _entries(rank := len(table), [dim := _along(op, rank)])
+        cornered = {d for d in range(rank) if d != dim and table[d] != index[d]}
+        cornered |= {d for s in sources for d in range(len(s)) if s[d] != index[d]}
+        inner = [f"c{d}" if d in cornered else "i" if d == dim else n for d, n in enumerate(names)]
+        outer = [f"v{d}" if d in cornered else n for d, n in enumerate(names)]
+        source = [f"s{d}" if d in cornered else n for d, n in enumerate(inner)]
+        spec = ", ".join(" ".join(t) for t in (outer, inner, *[source] * len(sources)))
+        return ein(
+            f"{spec} -> {' '.join(outer)}",
+            whole="v.* c.* s.*" + ("" if adds else " i"),
+            pinned=(0,) if adds else (),
+        )(op, operands, results)
+
+    return rule
 
 
 INDEXING: Mapping[str, Rule] = MappingProxyType({
     "index": index_rule,
     "index_put": index_put_rule,
     "index_select": index_select_rule,
-    **dict.fromkeys(("index_add", "index_copy", "index_fill"), index_write_rule),
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter_rule),
+    "index_add": _index_write(adds=True),
+    "index_copy": _index_write(),
+    "index_fill": _index_write(fills=True),
+    "scatter_add": _scatter(adds=True),
+    **dict.fromkeys(("scatter", "scatter_reduce"), _scatter(adds=False)),
     "bucketize": ein("*b, v -> *b", whole="v"),
     "isin": ein("*b, *v -> *b", whole="v.*"),
     "one_hot": ein("*b -> *b n", whole="n"),

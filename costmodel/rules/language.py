@@ -30,7 +30,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -49,7 +49,7 @@ class Misfit(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFactors:
-    """A rule applied to one operator call.
+    """The factors of one operator call: a rule applied to it.
 
     `operands` and `results` give, per tensor and dim, factor names major to minor; dims of size 1
     that broadcast have none. Forward FLOPs are `flops × Π size(f), f in flop_factors`. `saves`
@@ -151,40 +151,36 @@ def _factors(names: Sequence[str], size: int, sizes: dict[str, int]) -> tuple[st
     return tuple(name for name in names if sizes[name] != 1)
 
 
-def ein(
-    spec: str,
-    *,
-    whole: str = "",
-    mean: str = "",
-    inner: Mapping[str, str] | None = None,
-    implementations: Mapping[str, str] | None = None,
-    pinned: Sequence[int] = (),
-    linear: Sequence[Sequence[int]] = (),
-    flops: float = 0.0,
-    uncounted: str = "",
-    counts: Mapping[str, str] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> SureRule:
-    """A rule from `"operand, operand -> result"`; of a call that it does not fit, everything is
-    whole. The arguments are those of `factors`."""
-    made = functools.partial(
-        factors,
-        spec,
-        whole=whole,
-        mean=mean,
-        inner=inner,
-        implementations=implementations,
-        pinned=pinned,
-        linear=linear,
-        flops=flops,
-        uncounted=uncounted,
-        counts=counts,
-        sizes=sizes,
-    )
+class SpecOptions(TypedDict, total=False):
+    """Options of a rule besides its spec.
+
+    `whole` and `mean` list factors (regular expressions, separated by spaces) that can't be split,
+    or are averaged; `inner` maps factors to the implementation that exchanges by itself,
+    `implementations` to one whose results are as the factor's kind says. `pinned` operands are
+    added after a sum, those of a set in `linear` may be partial together. Forward FLOPs are `flops`
+    times the product of all factors but the `uncounted`. `counts` maps integer arguments to the
+    factor that they count, `sizes` are those that the tensors don't tell.
+    """
+
+    whole: str
+    mean: str
+    inner: Mapping[str, str]
+    implementations: Mapping[str, str]
+    pinned: Sequence[int]
+    linear: Sequence[Sequence[int]]
+    flops: float
+    uncounted: str
+    counts: Mapping[str, str]
+    sizes: Mapping[str, int]
+
+
+def ein(spec: str, **options: Unpack[SpecOptions]) -> SureRule:
+    """A rule from `"operand, operand -> result"`; in a call that it does not fit every dim is
+    whole."""
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         try:
-            return made(op, operands, results)
+            return factors(spec, op, operands, results, **options)
         except Misfit:
             return replicated(op, operands, results)
 
@@ -192,35 +188,16 @@ def ein(
 
 
 def factors(
-    spec: str,
-    op: Op,
-    operands: Metas,
-    results: Metas,
-    *,
-    whole: str = "",
-    mean: str = "",
-    inner: Mapping[str, str] | None = None,
-    implementations: Mapping[str, str] | None = None,
-    pinned: Sequence[int] = (),
-    linear: Sequence[Sequence[int]] = (),
-    flops: float = 0.0,
-    uncounted: str = "",
-    counts: Mapping[str, str] | None = None,
-    sizes: Mapping[str, int] | None = None,
+    spec: str, op: Op, operands: Metas, results: Metas, **options: Unpack[SpecOptions]
 ) -> OpFactors:
-    """One call seen as a spec says; Misfit if it can't be.
-
-    `whole` and `mean` list factors (regular expressions) that can't be split, or are averaged;
-    `inner` maps factors to the implementation that exchanges by itself; any other factor in no
-    result is summed. `counts` maps integer arguments to the factor that they count, `sizes` are
-    those that the tensors don't tell. `flops` multiplies the product of all factors but the
-    `uncounted`.
-    """
+    """The factors of one call by its spec: those listed in no option are mapped if a result has
+    them, else summed. Raises Misfit where ranks or sizes disagree."""
     left, right = spec.split("->")
     if len(operands) > len(left.split(",")):
         raise Misfit(f"`{spec}` has {len(left.split(','))} operands, the call {len(operands)}")
-    known = {factor: _count(op, name) for name, factor in (counts or {}).items()}
-    known |= sizes or {}
+    counts, inner = options.get("counts", {}), options.get("inner", {})
+    known = {factor: _count(op, name) for name, factor in counts.items()}
+    known |= options.get("sizes", {})
     ins = bind(left, operands, known)
     outs = bind(right, results, known)
     if len(outs) != len(results):
@@ -229,23 +206,26 @@ def factors(
     kept = {name for dims in outs for dim in dims for name in dim}
 
     def kind(name: str) -> Kind:
-        if _listed(name, whole):
+        if _listed(name, options.get("whole", "")):
             return "whole"
-        if inner and name in inner:
+        if name in inner:
             return "inner"
-        return "map" if name in kept else "mean" if _listed(name, mean) else "sum"
+        return (
+            "map" if name in kept else "mean" if _listed(name, options.get("mean", "")) else "sum"
+        )
 
+    flops, uncounted = options.get("flops", 0.0), options.get("uncounted", "")
     return OpFactors(
         operands=ins,
         results=outs,
         sizes=known,
         kinds={name: kind(name) for name in known},
-        implementations={**(implementations or {}), **(inner or {})},
-        pinned=frozenset(i for i in pinned if i < len(operands)),
-        linear=tuple(frozenset(group) for group in linear),
+        implementations={**options.get("implementations", {}), **inner},
+        pinned=frozenset(i for i in options.get("pinned", ()) if i < len(operands)),
+        linear=tuple(frozenset(group) for group in options.get("linear", ())),
         flops=flops,
         flop_factors=tuple(f for f in known if not _listed(f, uncounted)) if flops else (),
-        counts=dict(counts or {}),
+        counts=dict(counts),
     )
 
 

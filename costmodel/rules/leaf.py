@@ -1,6 +1,6 @@
 """Leaves: modules and functions kept as one operator, what they cost and how they may be split.
 
-A leaf's rule is a spec of `rule_language.py`, one term for each tensor it takes (arguments, then
+A leaf's rule is a spec of `language.py`, one term for each tensor it takes (arguments, then
 parameters, then buffers, each in their order) and for each tensor it makes:
 
     "b s d, d n -> b s d"   every letter is a dim that may be split wherever it stands
@@ -24,13 +24,13 @@ from typing import Any
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, factors, replicated, words
 
-LEAF, RANDOM_LEAF = "leaf", "random_leaf"
+LEAF, RANDOM_LEAF = "leaf", "random_leaf"  # names of the operators
 LEAVES = frozenset((LEAF, RANDOM_LEAF))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one call does at the traced shapes: `kernels` launched in the forward, their FLOPs, the
+    """Work of one call at the traced shapes: `kernels` launched in the forward, their FLOPs, the
     bytes they read and write, of each tensor `taken` and of others (`nbytes`), and the bytes kept
     for the backward besides the tensors taken (`saves`: operand i as i, result k as -1-k). `numel`
     is the number of elements of the first result, with which all grows but what is taken: that

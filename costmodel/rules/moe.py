@@ -8,10 +8,10 @@ A grouped product may have biases [e, o], and matrices stored as [e, o, i]. Ever
 expert, so that its FLOPs are 2·b·s·k·i·o whatever e is. The tensor axis may split tokens (the
 weights' gradients are then partial), or i and o as in any product; it can't split e, whose copies
 would come from anywhere: that is the expert axis, which takes ranks of all other axes and exchanges
-the copies (`pricing.py`).
+the copies (`operators/communication.py`).
 
 Routers count their choices and mark them with operators that all models may use (`histc` in
-`rules.py`, `scatter` in `index_rules.py`). Counts of a split batch are summed: a load-balancing
+`registry.py`, `scatter` in `index.py`). Counts of a split batch are summed: a load-balancing
 loss is a product of two of them, and finds both whole.
 """
 
@@ -23,6 +23,7 @@ from types import MappingProxyType
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
+from meshwright.costmodel.rules.traits import traits_of
 
 DISPATCH, COMBINE, GROUPED = "dispatch", "combine", "grouped_linear"
 EXPERT_FACTOR = "e"
@@ -33,7 +34,9 @@ def copies_of(ops: Iterable[Op]) -> frozenset[str]:
     """The values made from a `dispatch` on and before its `combine`: what experts work on."""
     found: set[str] = set()
     for op in ops:
-        if op.short == DISPATCH or (op.short != COMBINE and not found.isdisjoint(op.operands)):
+        if traits_of(op).experts == "dispatch" or (
+            traits_of(op).experts != "combine" and not found.isdisjoint(op.operands)
+        ):
             found.update(op.results)
     return frozenset(found)
 

@@ -1,7 +1,8 @@
-"""Sharding rules: one line per operator, in the language of `rule_language.py`.
+"""Sharding rules: one line per operator, in the language of `language.py`.
 
-Here are those of products, norms, attention and losses; those of images are in `image_rules.py`.
-Most operators need none: `auto_rules.py` knows them by what they are.
+Rules of products, norms, attention and losses; those of images are in `image.py`, of experts in
+`moe.py`, of leaves in `leaf.py`. Most operators need none: `auto.py` knows their class. What else
+is special about an operator is in `traits.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import auto as auto_rules
@@ -103,7 +103,7 @@ def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
         whole="t d e" + (" s" if positional else ""),
         flops=4.0,
         uncounted="e",
-        sizes={"heads": key[-3], "group": query[-3] // key[-3]} if grouped else None,
+        sizes={"heads": key[-3], "group": query[-3] // key[-3]} if grouped else {},
     )(op, operands, results)
 
 
@@ -175,12 +175,11 @@ def _histc(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
 
 
 def _register() -> None:
-    mm: dict[str, Any] = {"flops": 2.0}
     written: dict[str, Rule] = {
-        "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], **mm),
+        "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0),
         "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
-        "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], **mm),
-        "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], **mm),
+        "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
+        "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
         "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
         "aten.embedding": _embedding,
         "aten.layer_norm": _norm("*b N, N, N -> *b N"),
@@ -200,8 +199,8 @@ def _register() -> None:
         "aten.binary_cross_entropy": _pointwise_loss(3),
         "aten.kl_div": _pointwise_loss(2),
         "aten.einsum": _einsum,
-        "aten.mv": ein("m i, i -> m", linear=[[0], [1]], **mm),
-        "aten.dot": ein("i, i -> ", linear=[[0], [1]], **mm),
+        "aten.mv": ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
+        "aten.dot": ein("i, i -> ", linear=[[0], [1]], flops=2.0),
         "aten.outer": ein("m, n -> m n", linear=[[0], [1]]),
         "aten.cdist": ein("*b m d, *b n d -> *b m n", whole="d"),
         "aten.prelu": ein("b c *x, c -> b c *x"),
@@ -214,6 +213,3 @@ def _register() -> None:
 
 
 _register()
-
-
-SIDE_EFFECTS = ("batch_norm", "instance_norm")  # update their buffers unseen

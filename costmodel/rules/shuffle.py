@@ -6,14 +6,13 @@ the part as a factor of its own, so that a fused projection can be split inside 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
-from meshwright.costmodel.rules.language import Dims, Kind, OpFactors, Rule, bind, ein
-
-Metas = Sequence[TensorMeta]
+from meshwright.costmodel.rules.language import Dims, Kind, Metas, OpFactors, Rule, bind, ein
 
 
 def _rearranged(
@@ -40,24 +39,40 @@ def _named(meta: TensorMeta) -> Dims:
     return tuple((f"d{d}",) if size != 1 else () for d, size in enumerate(meta.shape))
 
 
-def permutation(op: Op, rank: int) -> list[int]:
-    """Where each dim of a transposed tensor comes from."""
+Permutation = Callable[[Op, int], list[int]]
+
+
+def _last_two(op: Op, rank: int) -> list[int]:
     order = list(range(rank))
-    if op.short == "numpy_T":
-        order.reverse()
-    elif op.short in ("t", "mT"):
-        order = order[:-2] + order[-2:][::-1]
-    elif op.short in ("movedim", "moveaxis"):
-        source, target = ([a] if isinstance(a, int) else a for a in op.args[1:3])
-        moved = {int(to) % rank: int(d) % rank for d, to in zip(source, target, strict=True)}
-        rest = iter([d for d in order if d not in moved.values()])
-        order = [moved[to] if to in moved else next(rest) for to in order]
-    elif op.short == "permute":
-        order = [int(d) % rank for d in op.args[1]]
-    else:
-        a, b = (int(d) % rank for d in op.args[1:3])
-        order[a], order[b] = order[b], order[a]
+    return order[:-2] + order[-2:][::-1]
+
+
+def _swapped(op: Op, rank: int) -> list[int]:
+    order = list(range(rank))
+    a, b = (int(d) % rank for d in op.args[1:3])
+    order[a], order[b] = order[b], order[a]
     return order
+
+
+def _moved(op: Op, rank: int) -> list[int]:
+    source, target = ([a] if isinstance(a, int) else a for a in op.args[1:3])
+    moved = {int(to) % rank: int(d) % rank for d, to in zip(source, target, strict=True)}
+    rest = iter([d for d in range(rank) if d not in moved.values()])
+    return [moved[to] if to in moved else next(rest) for to in range(rank)]
+
+
+PERMUTATIONS: Mapping[str, Permutation] = MappingProxyType({
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _swapped),
+    **dict.fromkeys(("movedim", "moveaxis"), _moved),
+    **dict.fromkeys(("t", "mT"), _last_two),
+    "numpy_T": lambda op, rank: list(range(rank))[::-1],
+    "permute": lambda op, rank: [int(d) % rank for d in op.args[1]],
+})  # fmt: skip
+
+
+def permutation(op: Op, rank: int) -> list[int]:
+    """The operand's dim that each dim of a transposed tensor is."""
+    return PERMUTATIONS[op.short](op, rank)
 
 
 def transpose_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -81,43 +96,66 @@ def expand_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     )
     made = _rearranged(operands[:1], [outs], [ins], set())
     new = {f"e{d}": size for d, size in enumerate(after) if outs[d] == (f"e{d}",)}
-    return dataclasses.replace(
+    return replace(
         made,
         operands=(ins, *[outs for _ in operands[1:]]),  # the tensor whose shape is taken
         sizes={**made.sizes, **new},
         kinds={**made.kinds, **dict.fromkeys(new, "map")},
-        shape_arg=1 if op.short == "expand" else None,
+        shape_arg=1 if len(operands) == 1 else None,
     )
 
 
-# operator -> (position, default) of its dim argument
-ALONG_DIM: Mapping[str, tuple[int, int | tuple[()]]] = MappingProxyType({
-    "cat": (1, 0), "stack": (1, 0), "split": (2, 0), "split_with_sizes": (2, 0), "chunk": (2, 0),
-    "slice": (1, 0), "select": (1, 0), "unbind": (1, 0), "cumsum": (1, 0), "cumprod": (1, 0),
-    "gather": (1, 0), "diff": (2, -1), "roll": (2, ()), "flip": (1, 0), "topk": (2, -1),
-    "sort": (1, -1), "argsort": (1, -1), "cummax": (1, -1), "cummin": (1, -1),
-    "logcumsumexp": (1, -1),
-})  # fmt: skip
-LINEAR = frozenset({
-    "cat", "stack", "slice", "select", "unbind", "cumsum", "flip", "roll", "diff", "split",
-    "split_with_sizes", "chunk",
+@dataclass(frozen=True, slots=True)
+class Along:
+    """An operator along one dim: position, default and name of the argument that names it.
+
+    `effect` on the dim: "drop" and "add" it, take a "window" of it, cut it in "parts" (whose sizes
+    are at `sizes`, if given), take elements of a "corner" of the others, or "flatten" all dims if
+    none is named. `linear`: f(a + b) = f(a) + f(b).
+    """
+
+    position: int
+    default: int | tuple[()]
+    effect: Literal["", "drop", "add", "window", "parts", "corner", "flatten"] = ""
+    linear: bool = False
+    name: str = "dim"
+    sizes: int | None = None
+
+
+NOWHERE = Along(0, 0)
+ALONG_DIM: Mapping[str, Along] = MappingProxyType({
+    "cat": Along(1, 0, linear=True),
+    "stack": Along(1, 0, "add", linear=True),
+    "split": Along(2, 0, "parts", linear=True, sizes=1),
+    "split_with_sizes": Along(2, 0, "parts", linear=True, sizes=1),
+    "chunk": Along(2, 0, "parts", linear=True),
+    "slice": Along(1, 0, "window", linear=True),
+    "select": Along(1, 0, "drop", linear=True),
+    "unbind": Along(1, 0, "drop", linear=True),
+    "cumsum": Along(1, 0, linear=True),
+    "diff": Along(2, -1, linear=True),
+    "flip": Along(1, 0, linear=True, name="dims"),
+    "roll": Along(2, (), "flatten", linear=True, name="dims"),
+    "gather": Along(1, 0, "corner"),
+    "topk": Along(2, -1),
+    **dict.fromkeys(("sort", "argsort", "cummax", "cummin", "logcumsumexp"), Along(1, -1)),
+    "cumprod": Along(1, 0),
 })  # fmt: skip
 
 
 def along_dim_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """One dim is cut, joined, scanned or indexed: whole there, mapped elsewhere."""
-    name = op.short
-    rank = len(operands[0].shape) + (name == "stack")
-    position, default = ALONG_DIM[name]
-    where = argument(op, position, "dim" if name not in ("roll", "flip") else "dims", default)
+    along = ALONG_DIM[op.short]
+    rank = len(operands[0].shape) + (along.effect == "add")
+    where = argument(op, along.position, along.name, along.default)
     dims = {int(d) % rank for d in (where if isinstance(where, (list, tuple)) else [where])}
-    if name == "roll" and not dims:
-        dims = set(range(rank))  # rolls the flattened tensor
-    if name in ("split", "split_with_sizes", "chunk"):
-        return _equal_parts(op, operands, results, dims.pop())
-    if name == "slice" and operands[0].shape == results[0].shape:
+    if along.effect == "flatten" and not dims:
+        dims = set(range(rank))
+    if along.effect == "parts":
+        return _equal_parts(operands, results, dims.pop(), along)
+    if along.effect == "window" and operands[0].shape == results[0].shape:
         return _rearranged(operands, [_named(operands[0])], [_named(operands[0])], set())
-    return _whole_dims(op, operands, results, dims)
+    return _whole_dims(operands, results, dims, along)
 
 
 def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -148,14 +186,15 @@ def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     )
 
 
-def _whole_dims(op: Op, operands: Metas, results: Metas, whole: set[int]) -> OpFactors:
-    """Dims in `whole` stay together in every tensor, as do dims of unequal sizes (a corner is
-    gathered); `select`/`unbind` drop them, `stack` adds one."""
-    name = op.short
-    if name == "gather":
+def _whole_dims(
+    operands: Metas, results: Metas, whole: set[int], along: Along = NOWHERE
+) -> OpFactors:
+    """Dims in `whole` stay together in every tensor, as do dims of unequal sizes of which a corner
+    is gathered; some operators drop them, or add one."""
+    if along.effect == "corner":
         pairs = enumerate(zip(operands[0].shape, operands[1].shape, strict=True))
         whole = whole | {d for d, (a, b) in pairs if a != b}
-    drops = name in ("select", "unbind")
+    drops = along.effect == "drop"
     ins: list[Dims] = []
     sizes: dict[str, int] = {}
     kinds: dict[str, Kind] = {}
@@ -168,7 +207,7 @@ def _whole_dims(op: Op, operands: Metas, results: Metas, whole: set[int]) -> OpF
         kinds[key] = "whole" if label in whole else "map"
         return (key,)
 
-    added = min(whole) if name == "stack" else None
+    added = min(whole) if along.effect == "add" else None
     for i, meta in enumerate(operands):
         labels = [d for d in range(len(meta.shape) + (added is not None)) if d != added]
         ins.append(tuple(fresh(meta, d, f"x{i}_", label) for d, label in enumerate(labels)))
@@ -177,7 +216,7 @@ def _whole_dims(op: Op, operands: Metas, results: Metas, whole: set[int]) -> OpF
     for i, meta in enumerate(results):
         kept = [d for d in range(rank + (added is not None)) if not (drops and d in whole)]
         outs.append(tuple(fresh(meta, d, f"y{i}_", label) for d, label in enumerate(kept)))
-    linear = name in LINEAR and operands[0].dtype.is_floating_point
+    linear = along.linear and operands[0].dtype.is_floating_point
     group = (frozenset(range(len(operands))),) if linear else ()
     return OpFactors(
         operands=tuple(ins),
@@ -185,14 +224,14 @@ def _whole_dims(op: Op, operands: Metas, results: Metas, whole: set[int]) -> OpF
         sizes=sizes,
         kinds=kinds,
         linear=group,
-        view=name in ("slice", "select", "unbind"),
+        view=along.effect in ("window", "drop"),
     )
 
 
-def _equal_parts(op: Op, operands: Metas, results: Metas, dim: int) -> OpFactors:
+def _equal_parts(operands: Metas, results: Metas, dim: int, along: Along = NOWHERE) -> OpFactors:
     parts = {meta.shape[dim] for meta in results}
     if len(parts) != 1:
-        return _whole_dims(op, operands, results, {dim})
+        return _whole_dims(operands, results, {dim}, along)
     size = parts.pop()
     named = _named(operands[0])
     sizes = {f"d{d}": n for d, n in enumerate(operands[0].shape) if n != 1}
@@ -208,7 +247,7 @@ def _equal_parts(op: Op, operands: Metas, results: Metas, dim: int) -> OpFactors
         sizes=sizes,
         kinds=kinds,
         linear=(frozenset({0}),) if floating else (),
-        shape_arg=1 if op.short in ("split", "split_with_sizes") else None,
+        shape_arg=along.sizes,
         view=True,
     )
 
@@ -216,17 +255,28 @@ def _equal_parts(op: Op, operands: Metas, results: Metas, dim: int) -> OpFactors
 def glu_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Two halves of a dim, one the gate of the other: split inside each half."""
     dim = int(argument(op, 1, "dim", -1)) % len(operands[0].shape)
-    halves = _equal_parts(op, operands, (results[0], results[0]), dim)
-    return dataclasses.replace(halves, results=halves.results[:1], linear=(), view=False)
+    halves = _equal_parts(operands, (results[0], results[0]), dim)
+    return replace(halves, results=halves.results[:1], linear=(), view=False)
 
 
-def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    """Copies of a dim: (copy, element) in `repeat`, (element, copy) in `repeat_interleave`, which
-    may be told how many there will be."""
-    interleaved = op.short == "repeat_interleave"
-    dim = argument(op, 2, "dim", None) if interleaved else None
-    if interleaved and (dim is None or isinstance(op.args[1], Ref)):
+def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Copies of the dims one after the other: each is (copy, element)."""
+    return _repeated(op, operands, results, inner=False)
+
+
+def repeat_interleave_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+    """Copies of each element of one dim, (element, copy), where their number is fixed; the call may
+    say how many elements there will be."""
+    dim = argument(op, 2, "dim", None)
+    if dim is None or isinstance(op.args[1], Ref):
         return None
+    made = _repeated(op, operands, results, inner=True)
+    if op.kwargs.get("output_size") is None:
+        return made
+    return replace(made, counts={"output_size": f"d{int(dim) % len(operands[0].shape)}"})
+
+
+def _repeated(op: Op, operands: Metas, results: Metas, *, inner: bool) -> OpFactors:
     before, after = operands[0].shape, results[0].shape
     offset = len(after) - len(before)
     named = [*((),) * offset, *_named(operands[0])]
@@ -234,8 +284,7 @@ def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     made: list[tuple[str, ...]] = []
     for d, (name, count) in enumerate(zip(named, copies, strict=True)):
         copy = (f"c{d}",) if count != 1 else ()
-        made.append((*copy, *name) if op.short == "repeat" else (*name, *copy))
-    told = op.kwargs.get("output_size")
+        made.append((*name, *copy) if inner else (*copy, *name))
     sizes = {f"d{d}": n for d, n in enumerate(before) if n != 1}
     kinds: dict[str, Kind] = dict.fromkeys(sizes, "map")
     for d, count in enumerate(copies):
@@ -247,14 +296,13 @@ def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         sizes=sizes,
         kinds=kinds,
         linear=(frozenset({0}),) if operands[0].dtype.is_floating_point else (),
-        counts={} if told is None else {"output_size": f"d{int(dim) % len(before)}"},
     )
 
 
 def pad_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Dims that are padded or cropped, listed as pairs from the last dim on."""
     padded = {k // 2 for k, amount in enumerate(op.args[1]) if amount}
-    return _whole_dims(op, operands, results, {len(operands[0].shape) - 1 - k for k in padded})
+    return _whole_dims(operands, results, {len(operands[0].shape) - 1 - k for k in padded})
 
 
 def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -297,28 +345,37 @@ def unfold_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     )(op, operands, results)
 
 
-def complex_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _of_pairs(spec: str) -> Rule:
     """Pairs of reals as complex numbers, and back: the pair is whole."""
-    spec = "*d pair -> *d" if op.short == "view_as_complex" else "*d -> *d pair"
-    return dataclasses.replace(ein(spec, whole="pair")(op, operands, results), view=True)
+
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+        return replace(ein(spec, whole="pair")(op, operands, results), view=True)
+
+    return rule
 
 
-def fourier_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _fourier(default: int | tuple[int, int] | None) -> Rule:
     """A transform over one dim, the last two, or all; every frequency sees every place."""
-    rank = len(operands[0].shape)
-    default = -1 if op.short[-1] not in "2n" else (-2, -1) if op.short[-1] == "2" else None
-    given = argument(op, 2, "dim", default)
-    if given is None:
-        given = range(-len(op.args[1]), 0) if len(op.args) > 1 and op.args[1] else range(rank)
-    dims = {int(d) % rank for d in (given if isinstance(given, Iterable) else [given])}
-    sides = [" ".join(f"{p}{d}" if d in dims else f"d{d}" for d in range(rank)) for p in "wv"]
-    return ein(" -> ".join(sides), whole="w. v.")(op, operands, results)
+
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+        rank = len(operands[0].shape)
+        given = argument(op, 2, "dim", default)
+        if given is None:
+            given = range(-len(op.args[1]), 0) if len(op.args) > 1 and op.args[1] else range(rank)
+        dims = {int(d) % rank for d in (given if isinstance(given, Iterable) else [given])}
+        sides = [" ".join(f"{p}{d}" if d in dims else f"d{d}" for d in range(rank)) for p in "wv"]
+        return ein(" -> ".join(sides), whole="w. v.")(op, operands, results)
+
+    return rule
 
 
-FOURIER = [f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")]
+FOURIER = {
+    f"fft_{kind}fft{suffix}": _fourier(default)
+    for kind in ("", "i", "r", "ir", "h", "ih")
+    for suffix, default in (("", -1), ("2", (-2, -1)), ("n", None))
+}
 SHUFFLES: Mapping[str, Rule] = MappingProxyType({
-    **dict.fromkeys(("transpose", "permute", "t", "mT", "numpy_T"), transpose_rule),
-    **dict.fromkeys(("swapaxes", "swapdims", "movedim", "moveaxis"), transpose_rule),
+    **dict.fromkeys(PERMUTATIONS, transpose_rule),
     **dict.fromkeys(("expand", "expand_as"), expand_rule),
     **dict.fromkeys(ALONG_DIM, along_dim_rule),
     **dict.fromkeys(("slice_scatter", "select_scatter"), scatter_rule),
@@ -326,9 +383,11 @@ SHUFFLES: Mapping[str, Rule] = MappingProxyType({
     **dict.fromkeys(("arange", "scalar_tensor", "linspace", "eye"), arange_rule),
     **dict.fromkeys(("tril_indices", "triu_indices"), arange_rule),
     **dict.fromkeys(("tril", "triu"), triangle_rule),
-    **dict.fromkeys(FOURIER, fourier_rule),
-    **dict.fromkeys(("repeat", "repeat_interleave"), repeat_rule),
-    **dict.fromkeys(("view_as_complex", "view_as_real"), complex_rule),
+    **FOURIER,
+    "repeat": repeat_rule,
+    "repeat_interleave": repeat_interleave_rule,
+    "view_as_complex": _of_pairs("*d pair -> *d"),
+    "view_as_real": _of_pairs("*d -> *d pair"),
     "glu": glu_rule,
     "matmul": matmul_rule,
     "unfold": unfold_rule,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.rules.language import Metas, Misfit, OpFactors, factors
+from meshwright.costmodel.rules.language import Metas, Misfit, OpFactors, SpecOptions, factors
 
 
 class RuleError(ValueError):
@@ -20,7 +18,7 @@ class UserRule:
 
     target: str
     spec: str
-    options: Mapping[str, Any]
+    options: SpecOptions
     verify: bool = True
 
     def rule(self, op: Op, operands: Metas, results: Metas) -> OpFactors:

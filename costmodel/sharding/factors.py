@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules.language import Kind, OpFactors
-from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
-from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, EXPERT_FACTOR, GROUPED, copies_of
+from meshwright.costmodel.rules.leaf import leaf_of
+from meshwright.costmodel.rules.moe import EXPERT_FACTOR, copies_of
 from meshwright.costmodel.rules.registry import factors_of
+from meshwright.costmodel.rules.traits import traits_of
 
 AtomDims = tuple[tuple[int, ...], ...]
 
@@ -152,7 +153,7 @@ def analyse(graph: Graph) -> FactorTable:
     experts = frozenset(
         atom
         for op in graph.ops
-        if op.short == GROUPED
+        if traits_of(op).experts == "product"
         for atom in table[op.name].get(EXPERT_FACTOR, ())
     )
     return FactorTable(
@@ -169,7 +170,7 @@ def analyse(graph: Graph) -> FactorTable:
 
 
 def _has_rule(op: Op, made: OpFactors) -> bool:
-    return made.known and not (op.short in LEAVES and not leaf_of(op).rule)
+    return made.known and not (traits_of(op).leaf and not leaf_of(op).rule)
 
 
 def _pass_batch(
@@ -201,7 +202,7 @@ def _bound(
     products += [found for of_op in letters.values() for found in of_op.values()]
     bound = {a for found in products if len(found) > 1 for a in found}
     for op in graph.ops:
-        exchanged = op.short in (DISPATCH, COMBINE)
+        exchanged = traits_of(op).experts in ("dispatch", "combine")
         made = ops[op.name]
         equal = letters[op.name] if exchanged or made.equal else made.counts.values()
         bound |= {a for letter in equal for a in letters[op.name].get(letter, ())}

@@ -1,4 +1,4 @@
-"""Which operator call a rank really makes: shapes cut by strategy and rows, sizes localised.
+"""Local operator calls: shapes cut by strategy and rows, sizes localised, as signatures to time.
 
     local size of a dim = size, the largest of tp parts of it where its placement splits it,
                           times rows / traced rows where the batch atom is one of its factors
@@ -14,16 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op, map_refs
-from meshwright.costmodel.rules.draws import draws
 from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.rules.traits import IMPLEMENTATIONS, draws, traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import Placement, Strategy, largest_part
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
-
-COPIES = frozenset({"cat", "stack"})  # views by their rules, copies by what they do
-STRIDE_BOUND = frozenset({"contiguous", "clone", "detach", "alias"})
-REPLACED = frozenset({"cross_entropy", "batch_norm"})  # implementations that exchange data inside
 
 
 def signature(
@@ -34,10 +29,10 @@ def signature(
     None where there is nothing to time (see the module's docstring), or where `rows` gives no
     whole sizes.
     """
-    made = table.ops[op.name]
-    if (made.view and not made.matmul and op.short not in COPIES) or op.short in STRIDE_BOUND:
+    made, traits = table.ops[op.name], traits_of(op)
+    if (made.view and not made.matmul and not traits.copies) or traits.stride_bound:
         return None
-    if strategy.implementation in REPLACED or draws(op) or op.short in LEAVES:
+    if IMPLEMENTATIONS[strategy.implementation].exchanges or draws(op) or traits.leaf:
         return None
     operands: list[Operand] = []
     for value, placement in zip(op.operands, strategy.operands, strict=True):
@@ -59,7 +54,7 @@ def signature(
 def local_shape(
     graph: Graph, table: FactorTable, value: str, placement: Placement, *, rows: float, tp: int
 ) -> tuple[int, ...] | None:
-    """What a rank holds of a value; None where `rows` gives no whole size."""
+    """The local shape of a value; None where `rows` gives no whole size."""
     shape = []
     for d, size in enumerate(graph.values[value].shape):
         if table.batch is not None and table.batch in table.dims[value][d]:

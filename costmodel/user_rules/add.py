@@ -53,16 +53,16 @@ def rule(
     """Say how an operator can be split: `rule("mylib::op", "b s h, h o -> b s o", flops=2.0)`.
 
     `operator` is a name, with or without the overload, or the operator. `spec` names the dims of
-    every tensor taken and made (the language is that of `rule_language.py`): a factor splits in all
-    tensors that have it; one that no result has is summed, or averaged if `mean` lists it; those
-    listed in `whole` are never split. `pinned` operands are added once to a sum (biases), those of
-    a set in `linear` may be partial together. Forward FLOPs are `flops` times the product of all
-    factors but the `uncounted`. `counts` maps integer arguments to the factor that they count.
+    every tensor taken and made (its language: `costmodel/rules/language.py`): a factor splits in
+    all tensors that have it; one that no result has is summed, or averaged if `mean` lists it;
+    those listed in `whole` are never split. `pinned` operands are added once to a sum (biases),
+    those of a set in `linear` may be partial together. Forward FLOPs are `flops` times the product
+    of all factors but the `uncounted`. `counts` maps integer arguments to the factor that they
+    count.
 
     The rule is verified on small random tensors in two and in three parts, forward and backward,
     where a model that has the operator is planned, unless `verify` is False; factors are only split
-    into equal parts. A rule that is shipped is replaced only with
-    `override`. Raises RuleError.
+    into equal parts. A rule that is shipped is replaced only with `override`. Raises RuleError.
     """
     target = target_of(operator)
     given = UserRule(
@@ -121,7 +121,8 @@ def _shipped(target: str) -> bool:
 
 
 def _check_spec(given: UserRule) -> None:
-    """What can be said before a call is seen."""
+    """Raise RuleError for what no call can fit: syntax, names, operand numbers, counted
+    arguments."""
     place = f"rule of {given.target}, {given.spec!r}"
     if given.spec.count("->") != 1:
         raise RuleError(f"{place}: legal: 'operand, operand -> result', with one '->'")
@@ -137,8 +138,9 @@ def _check_spec(given: UserRule) -> None:
             raise RuleError(f"{place}: {term.strip()!r} names a dim twice; legal: once per tensor")
         named |= set(found)
     stars = {name[1:] for name in named if name.startswith("*")}
-    for option in ("whole", "mean", "uncounted"):
-        for pattern in given.options[option].split():
+    patterns = {name: given.options.get(name, "") for name in ("whole", "mean", "uncounted")}
+    for option, listed in patterns.items():
+        for pattern in str(listed).split():
             _check_pattern(pattern, f"{place}: {option}={pattern!r}")
             hits = any(re.fullmatch(pattern, name) for name in named)
             if not hits and not any(pattern.startswith(star) for star in stars):
@@ -173,7 +175,7 @@ def _check_pattern(pattern: str, place: str) -> None:
 
 
 def _most_operands(target: str) -> int | None:
-    """How many tensors an operator takes at most; None where it takes lists of them."""
+    """The most tensors that an operator takes; None where it takes lists of them."""
     namespace, name, *overload = target.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     most = 0
@@ -240,7 +242,7 @@ def _verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: 
 
 
 def _judge(given: UserRule, call: Op, trial: Trial) -> str:
-    """What of a rule was not tried; RuleError where it does not hold."""
+    """The part of a rule that was not tried, in words; RuleError where it does not hold."""
     metas = [meta_of(x) for x in trial.operands]
     local = given.rule(call, metas, [meta_of(y) for y in trial.whole.results])
     if wrong := faults(trial, local, DEGREES):

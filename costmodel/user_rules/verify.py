@@ -23,7 +23,8 @@ import torch
 
 from meshwright.costmodel.graph import Op, TensorMeta, map_refs
 from meshwright.costmodel.rules.language import OpFactors, divided
-from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
+from meshwright.costmodel.rules.leaf import leaf_of
+from meshwright.costmodel.rules.traits import traits_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
@@ -57,7 +58,7 @@ def meta_of(x: torch.Tensor) -> TensorMeta:
 
 def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
     """The operator itself; a leaf's own forward."""
-    if op.short in LEAVES:
+    if traits_of(op).leaf:
         return list(leaf_of(op).program(operands))
     given = iter(operands)
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))
@@ -68,12 +69,16 @@ def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
 
 def cut_dim(x: torch.Tensor, dim: int, split: int, parts: int, rank: int) -> torch.Tensor:
     """Part `rank` of a dim that is seen as (split, parts, rest)."""
-    return x.unflatten(dim, (split, parts, -1)).select(dim + 1, rank).flatten(dim, dim + 1)
+    each = x.shape[dim] // (split * parts)
+    shape = (*x.shape[:dim], split, parts, each, *x.shape[dim + 1 :])
+    return x.reshape(shape).select(dim + 1, rank).flatten(dim, dim + 1)
 
 
 def join_dim(pieces: Tensors, dim: int, split: int) -> torch.Tensor:
     """The inverse of `cut_dim`."""
-    rows = [piece.unflatten(dim, (split, -1)) for piece in pieces]
+    rows = [
+        x.reshape(*x.shape[:dim], split, x.shape[dim] // split, *x.shape[dim + 1 :]) for x in pieces
+    ]
     return torch.stack(rows, dim + 1).flatten(dim, dim + 2)
 
 
@@ -109,8 +114,8 @@ class Trial:
 
     @staticmethod
     def of(op: Op, operands: Tensors, needs: Sequence[bool] | None = None) -> Trial:
-        """Of a call and its backward to the operands that are in `needs`; by default to all that
-        torch has a derivative for."""
+        """The trial of a call and its backward to the operands that are in `needs`; by default to
+        all that torch has a derivative for."""
         shapes = called(op, operands)
         cotangents = tuple(
             torch.randn_like(y) if y.is_floating_point() else y for y in map(torch.detach, shapes)
@@ -138,7 +143,7 @@ class Trial:
         )
 
     def split_fault(self, made: OpFactors, factor: str, parts: int = 2) -> Fault | None:
-        """What goes wrong where a factor is split, if anything does."""
+        """The fault of splitting a factor; None where the parts give the whole."""
         kind = made.kinds[factor]
         summed = kind in ("sum", "mean")
         share = 1 / parts if kind == "mean" else 1.0
@@ -167,7 +172,7 @@ class Trial:
         return None
 
     def partial_fault(self, made: OpFactors, group: frozenset[int], parts: int = 2) -> Fault | None:
-        """What goes wrong where a set of operands is partial, if anything does."""
+        """The fault of a set of partial operands; None where the parts give the whole."""
         name = "linear " + " ".join(map(str, sorted(group)))
         held = [
             partials(x, parts) if i in group or i in made.pinned else [x] * parts
@@ -181,19 +186,16 @@ class Trial:
         except Exception as error:  # noqa: BLE001 - the operator's own; it is the finding
             return Fault(factor=name, kind="partial", what=f"a part does not run: {_first(error)}")
         for k, whole in enumerate(self.whole.results):
-            error = self._error([_total([run.results[k] for run in runs])], whole)
-            if error:
-                return Fault(factor=name, kind="partial", what=f"result {k} {error}")
+            if off := self._error([_total([run.results[k] for run in runs])], whole):
+                return Fault(factor=name, kind="partial", what=f"result {k} {off}")
         for i, gradient in enumerate(self.whole.gradients):
             if gradient is None:
                 continue
             found = [run.gradients[i] for run in runs]
             free = i in group or i in made.pinned
-            error = self._error(found if free else [_total(found)], gradient)
-            if error:
-                return Fault(
-                    factor=name, kind="partial", what=f"the gradient of operand {i} {error}"
-                )
+            if off := self._error(found if free else [_total(found)], gradient):
+                what = f"the gradient of operand {i} {off}"
+                return Fault(factor=name, kind="partial", what=what)
         return None
 
     def _cut(
@@ -210,14 +212,15 @@ class Trial:
     def _differences(
         self, made: OpFactors, factor: str, runs: Sequence[Run], share: float
     ) -> Iterator[str]:
-        kind = made.kinds[factor]
-        for k, (whole, dims) in enumerate(zip(self.whole.results, made.results, strict=True)):
-            found = [run.results[k] for run in runs]
+        summed = made.kinds[factor] in ("sum", "mean")
+        for k, (result, dims) in enumerate(zip(self.whole.results, made.results, strict=True)):
+            found: Sequence[torch.Tensor | None] = [run.results[k] for run in runs]
             if place := place_of_factor(dims, made.sizes, factor):
                 found = [_joined(found, *place)]
-            elif kind in ("sum", "mean"):
-                found = [_total(found) * share]
-            if error := self._error(found, whole):
+            elif summed:
+                total = _total(found)
+                found = [None if total is None else total * share]
+            if error := self._error(found, result):
                 yield f"result {k} {error}"
         for i, (whole, dims) in enumerate(zip(self.whole.gradients, made.operands, strict=True)):
             if whole is None:
@@ -225,7 +228,7 @@ class Trial:
             found = [run.gradients[i] for run in runs]
             if place := place_of_factor(dims, made.sizes, factor):
                 found = [_joined(found, *place)]
-            elif not (kind in ("sum", "mean") and i in made.pinned):
+            elif not (summed and i in made.pinned):
                 found = [_total(found)]
             if error := self._error(found, whole):
                 yield f"the gradient of operand {i} {error}"

@@ -102,5 +102,5 @@ class CompiledBlock(nn.Module):
 
 
 def _on_tensors(guards: Sequence[Any]) -> list[bool]:
-    """Which guards a call checks: those on its arguments and on torch's global state."""
+    """The guards that a call checks: those on its arguments and on torch's global state."""
     return [guard.guard_type in _CHECKED for guard in guards]

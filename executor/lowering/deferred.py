@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.costmodel.rules.traits import TRAITS
+
 Gradient = Callable[[], torch.Tensor]
 
 
@@ -29,7 +31,7 @@ class Later:
         self.items: list[tuple[torch.Tensor, Gradient]] = []
 
     def take(self) -> list[tuple[torch.Tensor, Gradient]]:
-        """What I has put off; the queue is empty after it."""
+        """The weight gradients that I has put off; the queue is empty after it."""
         taken, self.items = self.items, []
         return taken
 
@@ -63,8 +65,10 @@ class _Product(torch.autograd.Function):
         ctx.leaves, ctx.later = (weight, bias), later
         ctx.transposed, ctx.bias_too = transposed, bias_too
         if transposed:
-            return F.linear(x, weight, bias)
-        return x @ weight if bias is None else torch.addmm(bias, x, weight)
+            made: torch.Tensor = F.linear(x, weight, bias)
+        else:
+            made = x @ weight if bias is None else torch.addmm(bias, x, weight)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -73,7 +77,8 @@ class _Product(torch.autograd.Function):
 
         def of_weight() -> torch.Tensor:
             rows, out = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-            return out.t() @ rows if transposed else rows.t() @ out
+            left, right = (out, rows) if transposed else (rows, out)
+            return torch.mm(left.t(), right)
 
         if weight.requires_grad:
             ctx.later.items.append((weight, of_weight))
@@ -89,18 +94,21 @@ class _Product(torch.autograd.Function):
         return into, None, of_bias, None, None, None
 
 
+_product: Callable[..., torch.Tensor] = _Product.apply
+
+
 class DeferredProduct(nn.Module):
-    """`linear`, `addmm`, `mm` or `matmul` with a weight whose gradient is put off, and with `bias`
-    that of the bias, too."""
+    """A product of two dims with a weight whose gradient is put off, and with `bias` that of the
+    bias, too."""
 
     def __init__(self, operator: str, later: Later, *, bias: bool) -> None:
         super().__init__()
-        self.operator, self.later, self.bias = operator, later, bias
+        product = TRAITS[operator].product
+        assert product is not None
+        self.product, self.later, self.bias = product, later, bias
 
-    def forward(self, *args: torch.Tensor | None) -> torch.Tensor:
-        if self.operator == "addmm":
-            bias, x, weight = args
-        else:
-            x, weight, bias = (*args, None)[:3]
-        transposed = self.operator == "linear"
-        return _Product.apply(x, weight, bias, self.later, transposed, self.bias)
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        at = self.product
+        bias = args[at.bias] if len(args) > 2 else None
+        x, weight = args[at.x], args[at.weight]
+        return _product(x, weight, bias, self.later, at.transposed, self.bias)

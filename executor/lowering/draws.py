@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
-from meshwright.costmodel.rules.draws import DROPOUTS, FLAGS, INTEGERS, NORMAL, UNIFORM
+from meshwright.costmodel.rules.traits import Draw, traits_of
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.executor.lowering.reshard import local_part
 from meshwright.planner.plan.plan import PlanError
@@ -107,19 +107,22 @@ class CounterDraw(nn.Module):
 
     def __init__(self, op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> None:
         super().__init__()
-        self.name, self.dtype, self.grid, self.salt = op.short, dtype, grid, salt
-        self.low, self.high = _bounds(op)
+        draw = traits_of(op).draw
+        assert draw is not None
+        self.kind, self.dtype, self.grid, self.salt = draw.kind, dtype, grid, salt
+        self.low, self.high = _bounds(op, draw)
 
     def forward(self, rng: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
         index = self.grid(rng[1])
         bits = random_bits(index, rng[0], self.salt)
-        if self.name in INTEGERS:
+        if self.kind == "integers":
             return self._integers(index, bits, rng[0]).to(self.dtype)
-        if self.name == FLAGS:
-            chance = operands[-1] if self.high is None else self.high
+        if self.kind == "flags":
+            chance = operands[-1] if math.isnan(self.high) else self.high
             return (bits < torch.as_tensor(chance, dtype=torch.float64) * 2.0**32).to(self.dtype)
-        if self.name in UNIFORM:
-            return uniform(bits, self.dtype) * (self.high - self.low) + self.low
+        if self.kind == "uniform":
+            drawn = uniform(bits, self.dtype) * (self.high - self.low) + self.low
+            return drawn
         wide = torch.promote_types(self.dtype, torch.float32)
         angle = uniform(random_bits(index, rng[0], self.salt ^ _SECOND), wide)
         radius = (-2.0 * (1.0 - uniform(bits, wide)).log()).sqrt()  # Box and Muller, 1958
@@ -135,9 +138,10 @@ class CounterDraw(nn.Module):
         return low + (bits << 31 | more >> 1) % span
 
 
-def _bounds(op: Op) -> tuple[float, float | None]:
-    """What a call draws between; for flags their chance, None where a tensor holds it."""
-    if op.short in INTEGERS:
+def _bounds(op: Op, draw: Draw) -> tuple[float, float]:
+    """The numbers a call draws between; for flags 0 and their chance, NaN where a tensor holds
+    it."""
+    if draw.kind == "integers":
         numbers = [a for a in op.args if isinstance(a, int)]
         low, high = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
         if high - low >= 2**63:
@@ -146,18 +150,17 @@ def _bounds(op: Op) -> tuple[float, float | None]:
                 "ranges of less than 2**63"
             )
         return low, high
-    if op.short == FLAGS:
+    if draw.kind == "flags":
         chance = argument(op, 1, "p", None)
-        return 0.0, None if isinstance(chance, Ref) else chance
-    names = ("mean", "std") if op.short in NORMAL else ("from", "to")
-    given = op.args[1:] if op.short in ("uniform", "normal_functional") else ()
-    low, high = (*given, *(0.0, 1.0)[len(given) :])
-    return op.kwargs.get(names[0], low), op.kwargs.get(names[1], high)
+        return 0.0, math.nan if chance is None or isinstance(chance, Ref) else chance
+    names = ("mean", "std") if draw.kind == "normal" else ("from", "to")
+    at = len(op.args) if draw.bounds is None else draw.bounds
+    return argument(op, at, names[0], 0.0), argument(op, at + 1, names[1], 1.0)
 
 
 def single_rows(graph: Graph) -> frozenset[str]:
-    """Where a micro-batch has one row, so that no dim tells: the values that stand for it. They
-    come of a batched input, or of none at all with a first dim of one."""
+    """Values that carry the batch of a micro-batch of one row, which no dim tells: they come of a
+    batched input, or of none at all with a first dim of one."""
     if graph.batch_size != 1:
         return frozenset()
     found = set(graph.batched)
@@ -170,11 +173,11 @@ def single_rows(graph: Graph) -> frozenset[str]:
 
 
 def drawn(op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> nn.Module:
-    """The module that draws in the place of an operator of
-    `meshwright.costmodel.rules.draws.COUNTED`."""
-    if op.short in DROPOUTS:
+    """The module that draws by counter in the place of an operator."""
+    draw = traits_of(op).draw
+    if draw is not None and draw.kind in ("dropout", "channel dropout"):
         p = float(argument(op, 1, "p", 0.0))
-        return CounterDropout(grid, salt, p, features=op.short == "feature_dropout")
+        return CounterDropout(grid, salt, p, features=draw.kind == "channel dropout")
     return CounterDraw(op, dtype, grid, salt)
 
 

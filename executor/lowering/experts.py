@@ -15,7 +15,7 @@ copy takes part with none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules.auto import is_pointwise
-from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.operators.moe import expert_order, grouped_rows, grouped_weights, inverse_of
@@ -36,7 +36,8 @@ from meshwright.planner.plan.plan import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """Where the copies of a rank's tokens go, `copies` = (b, s, k), and what comes in their place.
+    """Permutations and counts of the copies of a rank's tokens on their way, `copies` = (b, s, k),
+    and what comes in their place.
 
     `order` sorts this rank's copies by expert, `arranged` those that arrive; `home` and `restored`
     undo them. `sent` and `received` are copies per rank, `counts` what arrived per expert.
@@ -160,15 +161,20 @@ class _Product(torch.autograd.Function):
         to_rows, to_weight, to_bias, *_ = ctx.needs_input_grad
         grad = grads[0].flatten(0, 2)
         back = weight if ctx.transposed else weight.transpose(1, 2)
-        sides = (grad, rows) if ctx.transposed else (rows, grad)
+        left, right = (grad, rows) if ctx.transposed else (rows, grad)
         ones = grad.new_ones(len(grad), 1)
         return (
             grouped_rows(grad, back, counts).view(-1, 1, 1, rows.shape[1]) if to_rows else None,
-            grouped_weights(*sides, counts) if to_weight else None,
+            grouped_weights(left, right, counts) if to_weight else None,
             grouped_weights(ones, grad, counts).squeeze(1) if to_bias else None,
             None,
             None,
         )
+
+
+_send: Callable[..., torch.Tensor] = _Send.apply
+_return: Callable[..., torch.Tensor] = _Return.apply
+_product: Callable[..., torch.Tensor] = _Product.apply
 
 
 class Send(nn.Module):
@@ -179,14 +185,14 @@ class Send(nn.Module):
         self.tokens = tokens
 
     def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
-        return _Send.apply(x, route, self.tokens)
+        return _send(x, route, self.tokens)
 
 
 class Return(nn.Module):
     """Results home, each token's copies added up."""
 
     def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
-        return _Return.apply(x, route)
+        return _return(x, route)
 
 
 class GroupedProduct(nn.Module):
@@ -199,7 +205,7 @@ class GroupedProduct(nn.Module):
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, route: Route
     ) -> torch.Tensor:
-        return _Product.apply(x, weight, bias, route.counts, self.transposed)
+        return _product(x, weight, bias, route.counts, self.transposed)
 
 
 # --- what runs on the way -------------------------------------------------------------------------
@@ -225,21 +231,21 @@ def legs(
     travelling: dict[str, Op] = {}  # value -> the dispatch it comes from
     for op in ops:
         sources = {travelling[v].name: travelling[v] for v in op.operands if v in travelling}
-        if op.short == DISPATCH and not sources:
+        if traits_of(op).experts == "dispatch" and not sources:
             found[op.name] = Leg(dispatch=op.name)
             travelling[op.results[0]] = op
             continue
         if not sources:
-            if op.short == GROUPED:
+            if traits_of(op).experts == "product":
                 raise refused(op, "its rows come from no dispatch of the same block")
             continue
         source, *others = sources.values()
-        if others or op.short == DISPATCH:
+        if others or traits_of(op).experts == "dispatch":
             raise refused(op, f"it mixes copies of {source.key} with others")
-        if op.short == COMBINE:
+        if traits_of(op).experts == "combine":
             found[op.name] = Leg(dispatch=source.name)
             continue
-        if op.short == GROUPED:
+        if traits_of(op).experts == "product":
             count = graph.values[op.operands[1]].shape[0]
             if experts.setdefault(source.name, count) != count:
                 raise refused(op, f"another product of these copies has {experts[source.name]}")
@@ -260,7 +266,7 @@ def _sent_after(
 ) -> frozenset[str]:
     """The operands of an operator on copies that have their dims, but were made outside."""
     chosen = source.operands[1]
-    if op.short == GROUPED:
+    if traits_of(op).experts == "product":
         if op.operands[2] != chosen or op.operands[0] not in travelling:
             raise refused(op, f"it takes other copies, or other experts, than {source.key} sends")
         return frozenset()

@@ -6,6 +6,8 @@ cross-entropy, masked embedding, synchronised batch norm; the loss normalised by
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,7 +66,8 @@ class _VocabularyLoss(torch.autograd.Function):
         kept = target != ignore_index
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), safe, outside, kept)
         ctx.dtype = logits.dtype
-        return ((total.log() - hit) * kept).sum()
+        loss: torch.Tensor = ((total.log() - hit) * kept).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -73,6 +76,9 @@ class _VocabularyLoss(torch.autograd.Function):
         inside = (~outside & kept).to(grad.dtype)
         grad.scatter_add_(1, safe.unsqueeze(1), -inside.unsqueeze(1))
         return (grad * grads[0]).to(ctx.dtype), None, None, None, None
+
+
+_vocabulary_loss: Callable[..., torch.Tensor] = _VocabularyLoss.apply
 
 
 class GlobalLoss(nn.Module):
@@ -105,9 +111,7 @@ class GlobalLoss(nn.Module):
         denominator: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.classes is not None:
-            loss = _VocabularyLoss.apply(
-                logits, target, ignore_index, self.classes, self.first_class
-            )
+            loss = _vocabulary_loss(logits, target, ignore_index, self.classes, self.first_class)
         else:
             loss = self._of_rows(logits, target, ignore_index, label_smoothing)
         if self.reduction == 2:
@@ -172,7 +176,16 @@ class SyncBatchNorm(nn.Module):
         out = centred * (batch_var + eps).rsqrt().view(shape)
         if weight is not None:
             out = out * weight.view(shape)
-        return (out if bias is None else out + bias.view(shape)).to(x.dtype)
+        out = out if bias is None else out + bias.view(shape)
+        narrow: torch.Tensor = out.to(x.dtype)
+        return narrow
+
+
+# implementation -> the module that runs it, for an axis that splits a factor of a size
+MODULES: Mapping[str, Callable[[Axis, int], nn.Module]] = MappingProxyType({
+    "embedding": lambda axis, size: ParallelEmbedding(axis.part(size)[0]),
+    "batch_norm": SyncBatchNorm,
+})  # fmt: skip
 
 
 class ScaledMean(nn.Module):

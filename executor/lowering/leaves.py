@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.rules.leaf import RANDOM_LEAF, leaf_of
+from meshwright.costmodel.rules.leaf import leaf_of
+from meshwright.costmodel.rules.traits import draws
 from meshwright.costmodel.sharding.strategies import Strategy
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.operators.leaf import Program
@@ -32,7 +33,7 @@ class LeafCall(nn.Module):
         super().__init__()
         program = leaf_of(op).program
         assert isinstance(program, Program)
-        self.random = op.short == RANDOM_LEAF
+        self.random = draws(op)
         self.salt, self.part, self.device = salt, part, device
         # in a tuple, so that the module, which has no weights of its own, is not registered
         self.held = (program, [(m, m.training) for m in _modules(program)])

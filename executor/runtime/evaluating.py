@@ -8,12 +8,8 @@ the model makes in training alone.
 
 from __future__ import annotations
 
-from meshwright.costmodel.blocks.stage import keeps_statistics
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.draws import ATTENTION, DROPOUTS, draws
-from meshwright.costmodel.rules.leaf import LEAVES
-
-FOLLOWING = DROPOUTS | LEAVES | {ATTENTION}
+from meshwright.costmodel.rules.traits import draws, traits_of, updates_statistics
 
 
 def check_evaluable(graph: Graph) -> None:
@@ -27,8 +23,9 @@ def check_evaluable(graph: Graph) -> None:
 
 
 def _as_in_training(op: Op) -> str:
-    if keeps_statistics(op):
+    if updates_statistics(op):
         return "takes the statistics of the batch and adds them to its buffers"
-    if draws(op) and op.short not in FOLLOWING:
+    draw = traits_of(op).draw
+    if draws(op) and not (draw and draw.training):
         return "draws random numbers"
     return ""

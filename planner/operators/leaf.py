@@ -1,4 +1,4 @@
-"""What a leaf runs: a module or a function called on a list of tensors.
+"""Programs of leaves: a module or a function called on a list of tensors.
 
 The operands are the tensors among the call's arguments, then the module's parameters, then its
 buffers; everything else that it was called with is kept from the trace. The module is the tracer's
@@ -143,7 +143,8 @@ def to_meta(module: nn.Module) -> None:
     """Leave of a module's tensors their shapes."""
     made: dict[int, torch.Tensor] = {}
     for below in module.modules():
-        for table in (below._parameters, below._buffers):
+        tables: tuple[dict[str, Any], ...] = (below._parameters, below._buffers)
+        for table in tables:
             for name, x in table.items():
                 if x is not None and id(x) not in made:
                     empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
@@ -159,7 +160,8 @@ class Applied:
     function: type[torch.autograd.Function]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
+        apply: Callable[..., Any] = self.function.apply
+        return apply(*args, **kwargs)
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:

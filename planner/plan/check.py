@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import (
@@ -46,7 +47,7 @@ def fingerprint(graph: Graph) -> str:
     parameters = sorted(
         f"{fqn}{graph.values[value].shape}" for value, fqn in graph.parameters.items()
     )
-    program = [op.key for op in graph.ops if op.short not in ("to", "_to_copy")]
+    program = [op.key for op in graph.ops if not traits_of(op).casts]
     text = "\n".join([*parameters, *program])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,5 @@
-"""Where a stage may share its experts out: over ranks that have tokens of their own.
+"""Expert parallelism: the ranks that a stage may share its experts out over have tokens of their
+own.
 
 The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
 of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism) and
@@ -13,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.moe import DISPATCH, EXPERT_FACTOR, GROUPED, TOKEN_FACTORS
+from meshwright.costmodel.rules.moe import EXPERT_FACTOR, TOKEN_FACTORS
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import stays_with_experts
@@ -22,24 +24,27 @@ from meshwright.planner.plan.plan import PlanError, StagePlan
 
 def has_experts(graph: Graph) -> bool:
     """Whether any operator has weights of several experts."""
-    return any(op.short == GROUPED for op in graph.ops)
+    return any(traits_of(op).experts == "product" for op in graph.ops)
 
 
 def fewest_experts(graph: Graph, table: FactorTable) -> int:
     """The fewest experts that any operator has weights of; 1 without such operators."""
-    ops = [op for op in graph.ops if op.short == GROUPED]
+    ops = [op for op in graph.ops if traits_of(op).experts == "product"]
     return min((table.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
 
 
 def expert_weights(graph: Graph) -> frozenset[str]:
     """The values that grouped products take their matrices and biases from."""
     return frozenset(
-        value for op in graph.ops if op.short == GROUPED for value in _weights(op.operands)
+        value
+        for op in graph.ops
+        if traits_of(op).experts == "product"
+        for value in _weights(op.operands)
     )
 
 
 def _weights(operands: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a grouped product's operands, its matrices and, where it has them, its biases."""
+    """The matrices of a grouped product and, where it has them, its biases."""
     return operands[1], *operands[3:]
 
 
@@ -63,11 +68,11 @@ def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, Assignment])
     )
     return whole and all(
         strategy.split_factor in TOKEN_FACTORS
-        if op.short == DISPATCH
+        if traits_of(op).experts == "dispatch"
         else not strategy.operands[1].sharded
         for block in blocks
         for op in block.ops
-        if op.short in (DISPATCH, GROUPED)
+        if traits_of(op).experts in ("dispatch", "product")
         for strategy in (assignments[block.name].strategies[op.name],)
     )
 
@@ -93,7 +98,7 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
     weights = expert_weights(graph)
     for block in graph.blocks:
         for op in block.ops if block.name in blocks else ():
-            own = _weights(op.operands) if op.short == GROUPED else ()
+            own = _weights(op.operands) if traits_of(op).experts == "product" else ()
             for value in op.operands:
                 parameter = value in graph.parameters
                 if value in weights and not (value in own and parameter):
@@ -124,7 +129,7 @@ def check_experts(
         for name, strategy in assignment.strategies.items()
     }
     for op in ops:
-        if op.short == GROUPED:
+        if traits_of(op).experts == "product":
             count = table.ops[op.name].sizes[EXPERT_FACTOR]
             if count % stage.ep:
                 raise PlanError(
@@ -137,7 +142,7 @@ def check_experts(
                     f"the tp={stage.tp} ranks split the matrices of {op.module}; legal: a divisor "
                     "of it, or whole matrices"
                 )
-        if op.short == DISPATCH:
+        if traits_of(op).experts == "dispatch":
             own = stage.tp if strategies[op.name].split_factor in TOKEN_FACTORS else 1
             ranks = stage.dp * stage.cp * own
             if ranks % stage.ep:

@@ -13,14 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.rules.moe import GROUPED
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.layouts import FOLLOW, Entry
 from meshwright.planner.plan.plan import PlanError
-
-# what `colwise` and the like mean for a module with several operators
-MAIN_OPS = frozenset(
-    ("linear", "addmm", "mm", "bmm", "matmul", "embedding", "conv1d", "conv2d", "conv3d")
-) | {GROUPED}
 
 
 @lru_cache(maxsize=1024)
@@ -75,7 +70,7 @@ def resolve_block(
     compiled = [(p, glob(p), ":" in p) for p in order]
     for op in block.ops:
         for pattern, regex, exact in compiled:
-            named = op.key if exact else op.module if op.short in MAIN_OPS else ""
+            named = op.key if exact else op.module if traits_of(op).main else ""
             if named and regex.match(named):
                 entries[op.name] = _entry(shardings[pattern], pattern, place)
                 matched.add(pattern)

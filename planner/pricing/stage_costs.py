@@ -29,6 +29,7 @@ from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.flops import ModelFlops, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
@@ -93,7 +94,7 @@ class StageCoster:
         self._shared = frozenset(shared)
         self._fusion = fuse(self.graph, self.table, self.target.fusion)
         self._crossing = [*crossing(self.graph), ()]
-        self._sums_statistics = any(op.short == "batch_norm" for op in self.graph.ops)
+        self._sums_statistics = any(traits_of(op).batch_statistics for op in self.graph.ops)
         work = [sum(op_flops(self.table, op) for op in block.ops) for block in self.graph.blocks]
         self._order = sorted(range(len(work)), key=lambda k: -work[k])
 
@@ -326,7 +327,7 @@ class StageCoster:
         """None where a sharding that the user decided is impossible: `refused` says why."""
         block = self.graph.blocks[k]
         # statistics of a batch that the data axis splits are summed over it
-        summed = setting.dp if any(op.short == "batch_norm" for op in block.ops) else 1
+        summed = setting.dp if any(traits_of(op).batch_statistics for op in block.ops) else 1
         # with tp = 1 nothing is re-sharded, and the program is the same for all ep > 1
         ep = min(setting.ep, 2) if setting.tp == 1 else setting.ep
         where = (setting.tp, setting.cp, ep, setting.rows, summed)

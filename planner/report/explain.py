@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
@@ -190,18 +191,18 @@ def _assumptions(evaluation: Evaluation, graph: Graph) -> list[str]:
         f"{'overlapped' if target.overlap_gradients else 'not overlapped'} with the backward; "
         f"sends {'overlapped' if target.overlap_sends else 'not overlapped'}",
     ]
-    ops = {op.short for op in graph.ops}
-    if "batch_norm" in ops:
+    traits = [traits_of(op) for op in graph.ops]
+    if any(each.batch_statistics for each in traits):
         lines.append(
             "batch norm statistics are per micro-batch, over all data-parallel ranks; its blocks "
             "are not recomputed"
         )
-    if "dispatch" in ops:
+    if any(each.experts == "dispatch" for each in traits):
         lines.append(
             "the busiest of the ranks that share experts out gets "
             f"{target.expert_imbalance:g} times the mean of tokens (expert_imbalance)"
         )
-    if "dropout" in ops:
+    if any(each.draw and each.draw.kind == "dropout" for each in traits):
         lines.append(
             "dropout masks come from a counter over global indices: the same under every plan"
         )

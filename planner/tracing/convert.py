@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from meshwright.costmodel.graph import Graph, Ref, TensorMeta, map_refs, short_name, verify_graph
 from meshwright.costmodel.rules.leaf import Leaf
+from meshwright.costmodel.rules.traits import traits_of_target
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.leaves.record import OPERATORS
 from meshwright.planner.tracing.similar.copied_calls import MARKS, CopiedCalls
@@ -290,7 +291,8 @@ class _Converter:
         short = short_name(str(node.target))
         if short.rstrip("_") == "detach":
             return not self.builder.values[self.slots.read(slot)].requires_grad
-        if short == "dropout" and (not node.args[2] or node.args[1] == 0.0):
+        draw = traits_of_target(str(node.target)).draw
+        if draw and draw.kind == "dropout" and (not node.args[2] or node.args[1] == 0.0):
             return True
         if short in ARRANGES:
             return False

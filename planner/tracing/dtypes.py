@@ -19,7 +19,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.rules.registry import SIDE_EFFECTS
+from meshwright.costmodel.rules.traits import traits_of_target
 from meshwright.planner.tracing.values.fx_nodes import ONE_DTYPE, share_memory
 
 CAST = ONE_DTYPE | {"__matmul__", "__rmatmul__", "layer_norm", "group_norm"}
@@ -97,6 +97,6 @@ def writes_floats(program: torch.export.ExportedProgram) -> bool:
 def _written(call: fx.Node) -> list[fx.Node]:
     if not isinstance(call.target, torch._ops.OpOverload):
         return []
-    if str(call.target).split(".")[1] in SIDE_EFFECTS:  # their schema does not say so
-        return [x for x in call.args[3:5] if isinstance(x, fx.Node)]
+    if statistics := traits_of_target(str(call.target)).statistics:  # its schema does not say so
+        return [x for k in statistics.running if isinstance(x := call.args[k], fx.Node)]
     return list(call.all_input_nodes[:1]) if call.target._schema.is_mutable else []

@@ -26,7 +26,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from meshwright.costmodel.graph import Graph, Op, Ref, argument, map_refs
-from meshwright.costmodel.rules.draws import draws
+from meshwright.costmodel.rules.traits import draws
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.moves import Enter, Leave, Run

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.costmodel.graph import TensorMeta, map_refs
-from meshwright.costmodel.rules.draws import draws
 from meshwright.costmodel.rules.language import Kind, OpFactors
 from meshwright.costmodel.rules.registry import factors_of
+from meshwright.costmodel.rules.traits import draws
 from meshwright.costmodel.user_rules.verify import meta_of
 from scripts.discovery.discover import SMALLEST, Proposal, discover
 from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total

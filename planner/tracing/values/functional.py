@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
-from meshwright.costmodel.rules.registry import SIDE_EFFECTS
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.planner.errors import TraceError
 
 # results that carry no gradient, whatever the operands do
@@ -374,4 +374,4 @@ def partition(calls: Sequence[Op], wanted: set[str], raw: set[str]) -> tuple[lis
 def _effectful(op: Op) -> bool:
     """Whether two calls may differ or leave a trace, so that stages can't each make their own."""
     random = torch.Tag.nondeterministic_seeded in overload(op.target).tags
-    return op.short in SIDE_EFFECTS or random
+    return traits_of(op).statistics is not None or random

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, TensorMeta
-from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.call import Call
+from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.storage import Held, Local, Storage, elementwise_strides, reshaped
 from meshwright.costmodel.rules.saves import saves_of
 from meshwright.planner.batch import input_leaves

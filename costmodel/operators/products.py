@@ -1,0 +1,100 @@
+"""Seconds of matrix products and of fused attention.
+
+matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted
+attention        backward 2.5 × the forward's FLOPs (scores are computed again)
+"""
+
+from __future__ import annotations
+
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.kernels.compute import attention_seconds, matmul_seconds
+from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.rules.language import Dims
+from meshwright.costmodel.rules.moe import EXPERT_FACTOR
+from meshwright.costmodel.rules.traits import Product, traits_of
+from meshwright.costmodel.sharding.strategies import Strategy, largest_part
+
+
+def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
+    """Seconds of Y = XW, of dX and dW where they are wanted, and of dW alone where it can wait."""
+    device, dtype = sizes.setting.cluster.device, sizes.dtype(op)
+    m, n, k, batch, scale = _extents(sizes, op, strategy)
+    if traits_of(op).experts == "product":
+        # tokens of all ranks of the expert axis come to a rank's experts
+        batch = sizes.table.ops[op.name].sizes[EXPERT_FACTOR] / sizes.setting.ep
+        m *= sizes.crowding(op.results[0]) / batch
+    first = _left(op)
+    pair = list(zip(op.operands, strategy.operands, strict=True))[first : first + 2]
+    moved = sizes.nbytes(op.results[0], strategy.results[0])
+    moved += sum(sizes.nbytes(v, p) for v, p in pair)
+
+    def seconds(rows: float, columns: float, inner: float) -> float:
+        busy_s = matmul_seconds(device, dtype, rows, columns, inner, batch, moved)
+        return scale * busy_s + device.launch_overhead_s
+
+    left, right = (sizes.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
+    second = seconds(k, n, m) * right
+    # a product of two activations has no gradient that could wait
+    weight = 0.0 if sizes.table.has_batch(pair[-1][0]) else second
+    return seconds(m, n, k), seconds(m, k, n) * left + second, weight
+
+
+def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
+    """Seconds of fused attention, forward and backward; it has no weights."""
+    device, made = sizes.setting.cluster.device, sizes.table.ops[op.name]
+    m, n, k, batch, scale = _extents(sizes, op, strategy)
+    flops = 2 * m * n * k * batch * scale
+    if op.kwargs.get("is_causal") or True in op.args[5:6]:
+        flops /= 2
+    keys = next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)
+    moved = sizes.moved_bytes(op, strategy)
+    dtype = sizes.dtype(op)
+    flops /= sizes.setting.target.attention_scale
+    launch = device.launch_overhead_s
+    return (
+        attention_seconds(device, dtype, flops, keys, moved) + launch,
+        attention_seconds(device, dtype, 2.5 * flops, keys, 2 * moved) + 2 * launch,
+        0.0,
+    )
+
+
+def _extents(
+    sizes: LocalSizes, op: Op, strategy: Strategy
+) -> tuple[float, float, float, float, float]:
+    """(m, n, k, batch, FLOPs over 2mnk·batch) of a product at local sizes: factors of the result
+    that only the left operand has, that only the right one has, summed ones, and those that all
+    have."""
+    made, atoms = sizes.table.ops[op.name], sizes.table.letters[op.name]
+    first = _left(op)
+    left, right = (_letters(dims) for dims in made.operands[first : first + 2])
+    result = _letters(made.results[0])
+    m = n = k = batch = 1.0
+    sequence_left = sizes.sequence
+    for letter in made.flop_factors:
+        size = float(made.sizes[letter])
+        found = atoms.get(letter, ())
+        if sizes.table.batch is not None and sizes.table.batch in found:
+            size *= sizes.setting.rows / sizes.graph.batch_size
+        if sequence_left is not None and sequence_left in found:
+            size, sequence_left = size / sizes.setting.cp, None
+        if letter == strategy.split_factor:
+            whole = made.sizes[letter]
+            size *= largest_part(whole, sizes.setting.tp) / whole
+        if letter not in result:
+            k *= size
+        elif letter not in right:
+            m *= size
+        elif letter not in left:
+            n *= size
+        else:
+            batch *= size
+    return m, n, k, batch, made.flops / 2
+
+
+def _left(op: Op) -> int:
+    """Position of a product's left operand."""
+    return (traits_of(op).product or Product()).x
+
+
+def _letters(dims: Dims) -> frozenset[str]:
+    return frozenset(letter for names in dims for letter in names)

@@ -1,0 +1,73 @@
+"""Seconds of moving values between states on the tensor axis, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.costmodel.kernels.collectives import Group
+from meshwright.costmodel.operators.cost import NOTHING, Cost
+from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.sharding.strategies import Placement, R, stays_with_experts, transition
+
+
+@dataclass(slots=True, kw_only=True)
+class ReshardPricer(LocalSizes):
+    """Prices of re-shards of one graph's values in one setting: those of their collectives
+    (`strategies.TRANSITIONS`)."""
+
+    tensor_group: Group = field(init=False)
+    _comm: dict[tuple[str, float], float] = field(default_factory=dict)
+    _moves: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        LocalSizes.__post_init__(self)
+        self.tensor_group = self.setting.group(size=self.setting.tp, stride=1)
+
+    def comm(self, kind: str, nbytes: float) -> float:
+        """Seconds of a collective over the tensor axis; `nbytes` is the full tensor's."""
+        if not kind or self.setting.tp == 1:
+            return 0.0
+        key = (kind, nbytes)
+        if key not in self._comm:
+            exposed = 1.0 - self.setting.target.overlap_tensor
+            self._comm[key] = exposed * self.setting.collective_s(kind, nbytes, self.tensor_group)
+        return self._comm[key]
+
+    def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
+        """Moving an activation between two states, once per micro-batch; None where it is
+        illegal."""
+        kinds = transition(source, target)
+        if kinds is None:
+            return None
+        if self.setting.ep > 1 and stays_with_experts(self.table, value, source, target):
+            return None
+        key = (value, *kinds)
+        if key not in self._moves:
+            self._moves[key] = self._moved(value, *kinds)
+        return self._moves[key]
+
+    def _moved(self, value: str, forward: str, backward: str) -> Cost:
+        nbytes = self.nbytes(value)
+        if not self.graph.values[value].requires_grad:
+            backward = ""
+        if not forward and not backward:
+            return NOTHING
+        f, b = self.comm(forward, nbytes), self.comm(backward, nbytes)
+        host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
+        return Cost(
+            forward_s=f,
+            backward_s=b,
+            forward_comm_s=f,
+            backward_comm_s=b,
+            forward_host_s=host * bool(forward),
+            backward_host_s=host * bool(backward),
+        )
+
+    def reshard_parameter(self, value: str, source: Placement, target: Placement) -> Cost | None:
+        """Moving a parameter: as `reshard`, but a gradient that comes out partial is reduced once
+        per step, not per micro-batch."""
+        if source == R and target.kind == "Rp" and self.table.has_experts(value):
+            return NOTHING  # reduced with all ranks that hold it, `parameter_cost`
+        if source == R and target.kind == "Rp":
+            return Cost(reduce_s=self.comm("all_reduce", self.numel(value) * 4))
+        return self.reshard(value, source, target)

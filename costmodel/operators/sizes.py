@@ -1,0 +1,69 @@
+"""Elements and bytes of values on one rank of a mesh, at its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, largest_part
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalSizes:
+    """Sizes of one graph's values in one setting. `sequence` is the factor that the context axis
+    splits, if any."""
+
+    graph: Graph
+    table: FactorTable
+    setting: Setting
+    sequence: int | None = field(init=False)
+    _numels: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sequence = self.table.sequence if self.setting.cp > 1 else None
+
+    def numel(self, value: str, placement: Placement = R) -> float:
+        """Local elements of a value at `rows` rows, on this mesh."""
+        key = value, placement.dim
+        if key not in self._numels:
+            self._numels[key] = self._numel(value, placement)
+        return self._numels[key]
+
+    def _numel(self, value: str, placement: Placement) -> float:
+        numel = float(self.graph.values[value].numel)
+        if self.table.has_batch(value):
+            numel *= self.setting.rows / self.graph.batch_size
+        if self.sequence is not None and self.table.find(value, self.sequence):
+            numel /= self.setting.cp
+        if self.table.has_experts(value):
+            numel /= self.setting.ep
+        numel *= self.crowding(value)
+        if not placement.sharded:
+            return numel
+        size = self.graph.values[value].shape[placement.dim]
+        return numel * largest_part(size, self.setting.tp) / size
+
+    def crowding(self, value: str) -> float:
+        """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;
+        1 for other values."""
+        shared = self.setting.ep > 1 and value in self.table.copies
+        return self.setting.target.expert_imbalance if shared else 1.0
+
+    def nbytes(self, value: str, placement: Placement = R) -> float:
+        """Local bytes of a value."""
+        return self.numel(value, placement) * self.graph.values[value].dtype.itemsize
+
+    def moved_bytes(self, op: Op, strategy: Strategy) -> float:
+        """Bytes of all operands and results."""
+        placed = [
+            *zip(op.operands, strategy.operands, strict=True),
+            *zip(op.results, strategy.results, strict=True),
+        ]
+        return sum(self.nbytes(value, placement) for value, placement in placed)
+
+    def dtype(self, op: Op) -> str:
+        """The precision an operator computes in: "bf16", "fp32", ..."""
+        itemsize = self.graph.values[op.results[0]].dtype.itemsize if op.results else 4
+        return self.setting.precision if itemsize == DTYPE_BYTES[self.setting.precision] else "fp32"
