@@ -1,8 +1,7 @@
-"""What a block keeps for its backward on one rank: its operators run in mind, as they will be run.
+"""Activation memory of a block on one rank: its steps (`costmodel.sharding.moves`) run in mind.
 
-The walk mirrors the executor's emitter: a value waits in one state on the tensor axis, is moved
-once per other state that a reader needs, and what was moved is shared. A move makes a new tensor,
-except where only the gradient's state changes. Kept allocations are counted once each:
+A move makes a new tensor, except where only the gradient's state changes, or a part is a window on
+the whole. Kept allocations are counted once each:
 
     saved bytes   made in the block and kept, except what leaves it
     inputs        held once per model, by whoever reads them (`BlockPrice.input_bytes`)
@@ -13,7 +12,7 @@ except where only the gradient's state changes. Kept allocations are counted onc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op, argument
@@ -30,19 +29,25 @@ from meshwright.costmodel.memory.storage import (
 )
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.moves import Enter, Leave, Move, Role, Run, Step
 from meshwright.costmodel.sharding.strategies import REPLICATE, Placement, R, Strategy, largest_part
 
 ALIASES = frozenset((("R", "Rp"), ("Rp", "R")))  # moves that change the gradient's state alone
+ORIGINS: Mapping[Role, Origin] = {
+    "input": "input",
+    "derived": "raw",
+    "parameter": "stored",
+    "buffer": "stored",
+}
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
-    """Allocations that a block's backward needs, and where the values that leave it lie.
+    """Allocations kept for a block's backward, and the memory of the values that leave it.
 
-    `outside` are the allocations of values that enter or leave. `makers` says which operator made
-    an allocation, `reads` which ones an operator's operands lie in.
+    `outside` are the allocations of values that enter or leave. `makers` is the operator that made
+    each allocation, `reads` the allocations of each operator's operands.
     """
 
     kept: frozenset[Storage]
@@ -67,15 +72,11 @@ class BlockMemory:
 
 
 def block_memory(
-    pricer: Pricer,
-    layouts: BlockLayouts,
-    assignment: Assignment,
-    inputs: Mapping[str, Placement],
-    given: Mapping[str, Held] | None = None,
+    pricer: Pricer, steps: Sequence[Step], given: Mapping[str, Held] | None = None
 ) -> BlockMemory:
-    """Run one block in mind. `inputs` are the states of its input activations; `given` says where
-    values from outside lie, which are contiguous tensors of their own where it doesn't."""
-    return _Walk(pricer, layouts, assignment).run(inputs, given or {})
+    """Run the steps of one block in mind. `given` says where values from outside lie, which are
+    contiguous tensors of their own where it doesn't."""
+    return _Walk(pricer).run(steps, given or {})
 
 
 def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
@@ -120,39 +121,34 @@ def _joined(stacked: Local, source: Placement) -> Held:
 
 
 class _Walk:
-    """One block on one rank. `states` are where values wait; `held` their memory, per state."""
+    """One block on one rank; `held` is the memory of each value, per state."""
 
-    def __init__(self, pricer: Pricer, layouts: BlockLayouts, assignment: Assignment) -> None:
-        self.pricer, self.layouts, self.assignment = pricer, layouts, assignment
-        self.graph, self.block = layouts.graph, layouts.block
-        self.states: dict[str, Placement] = {}
+    def __init__(self, pricer: Pricer) -> None:
+        self.pricer, self.graph, self.table = pricer, pricer.graph, pricer.table
         self.held: dict[tuple[str, Placement], Held] = {}
-        self.entered: set[Storage] = set()
         self.kept: set[Storage] = set()
         self.makers: dict[Storage, str] = {}
         self.reads: dict[str, tuple[Storage, ...]] = {}
 
-    def run(self, inputs: Mapping[str, Placement], given: Mapping[str, Held]) -> BlockMemory:
-        block, chosen = self.block, self.assignment.strategies
-        for value in block.inputs:
-            self._enter(value, inputs.get(value, R), "input", given)
-            self._settle(value)
-        for value in block.derived:
-            self._enter(value, R, "raw", given)
-        for value in block.parameters:
-            self._enter(value, self.assignment.states[value], "stored", given)
-        for value in block.buffers:
-            targets = self.layouts.targets(value, chosen)
-            alone = len(targets) == 1 and targets[0].sharded
-            self._enter(value, targets[0] if alone else R, "stored", given)
-        for op in block.ops:
-            self._op(op)
-        leaving = {v: self._value(v, self.assignment.states.get(v, R)) for v in block.outputs}
-        outside = self.entered.union(x.storage for x in leaving.values())
+    def run(self, steps: Sequence[Step], given: Mapping[str, Held]) -> BlockMemory:
+        entered: set[Storage] = set()
+        leaving: dict[str, Held] = {}
+        for step in steps:
+            match step:
+                case Enter(value, state, role):
+                    outside = fresh(local(self.pricer, value, state), origin=ORIGINS[role])
+                    self.held[value, state] = made = given.get(value, outside)
+                    entered.add(made.storage)
+                case Move(value, source, target) if not step.known:
+                    self.held[value, target] = self._moved(value, source, target)
+                case Run(op, strategy):
+                    self._run(op, strategy)
+                case Leave(value, state):
+                    leaving[value] = self.held[value, state]
         return BlockMemory(
             kept=frozenset(self._written()),
             leaving=leaving,
-            outside=frozenset(outside),
+            outside=frozenset(entered.union(x.storage for x in leaving.values())),
             makers=self.makers,
             reads=self.reads,
         )
@@ -172,31 +168,6 @@ class _Walk:
             else:
                 found.add(storage)
         return found
-
-    # --- values ---
-
-    def _enter(
-        self, value: str, state: Placement, origin: Origin, given: Mapping[str, Held]
-    ) -> None:
-        self.states[value] = state
-        made = given.get(value) or fresh(local(self.pricer, value, state), origin=origin)
-        self.held[value, state] = made
-        self.entered.add(made.storage)
-
-    def _settle(self, value: str) -> None:
-        """Moved to the state in which its readers share it."""
-        if self.layouts.fixed(value):
-            return
-        targets = self.layouts.targets(value, self.assignment.strategies)
-        hub = default_state(self.states[value], targets, False)
-        self._value(value, hub)
-        self.states[value] = hub
-
-    def _value(self, value: str, wanted: Placement) -> Held:
-        if (value, wanted) not in self.held:
-            source = self.states[value]
-            self.held[value, wanted] = self._moved(value, source, wanted)
-        return self.held[value, wanted]
 
     def _moved(self, value: str, source: Placement, target: Placement) -> Held:
         """What the executor's re-shard makes: a part is a window on the whole where that is
@@ -220,20 +191,19 @@ class _Walk:
         whole = _joined(replace(mine, shape=(tp, *mine.shape)), source)
         return _part(whole, target, tp) if target.sharded else whole
 
-    # --- operators ---
-
-    def _op(self, op: Op) -> None:
-        chosen = self.assignment.strategies[op.name]
-        operands = [self._value(v, p) for v, p in zip(op.operands, chosen.operands, strict=True)]
-        results = zip(op.results, chosen.results, strict=True)
+    def _run(self, op: Op, strategy: Strategy) -> None:
+        operands = tuple(
+            self.held[each] for each in zip(op.operands, strategy.operands, strict=True)
+        )
+        results = list(zip(op.results, strategy.results, strict=True))
         call = Call(
-            op=self._counted_here(op, chosen),
-            operands=tuple(operands),
-            results=tuple(local(self.pricer, v, p) for v, p in results),
-            saves=self.layouts.table.ops[op.name].saves,
+            op=self._counted_here(op, strategy),
+            operands=operands,
+            results=tuple(local(self.pricer, *each) for each in results),
+            saves=self.table.ops[op.name].saves,
             device=self.pricer.setting.cluster.device.kind,
-            implementation=self._implementation(op),
-            counted=self._counted(op),
+            implementation=self._implementation(op, strategy),
+            counted=self._counted(op, strategy),
             counter_dropout=self.pricer.setting.target.counter_dropout,
         )
         found = keep(call)
@@ -242,44 +212,30 @@ class _Walk:
         for storage in (*found.storages, *(x.storage for x in found.results)):
             if storage not in read:
                 self.makers.setdefault(storage, op.name)
-        for value, state, held in zip(op.results, chosen.results, found.results, strict=True):
-            self._bind(value, state, held)
+        self.held |= dict(zip(results, found.results, strict=True))
 
-    def _counted_here(self, op: Op, chosen: Strategy) -> Op:
+    def _counted_here(self, op: Op, strategy: Strategy) -> Op:
         """The call as a rank makes it, with its own part of what arguments count (groups)."""
-        made, split = self.layouts.table.ops[op.name], chosen.split_factor
+        made, split = self.table.ops[op.name], strategy.split_factor
         if split not in made.counts.values() or split not in made.sizes:
             return op
-        part = largest_part(made.sizes[split], self.layouts.degree)
+        part = largest_part(made.sizes[split], self.pricer.setting.tp)
         args, kwargs = divided(op, made, op.args, op.kwargs, {split: part})
         return replace(op, args=tuple(args), kwargs=kwargs)
 
-    def _bind(self, value: str, state: Placement, held: Held) -> None:
-        """Each result moved to the state in which it waits for its readers."""
-        self.states[value], self.held[value, state] = state, held
-        hub = self.assignment.states[value]
-        targets = self.layouts.targets(value, self.assignment.strategies)
-        leaves = value in self.block.outputs
-        direct = len(targets) == 1 and not leaves and hub in (state, targets[0])
-        if hub != state and not direct:
-            self._value(value, hub)
-            self.states[value] = hub
-        if leaves:
-            self._settle(value)
-
-    def _implementation(self, op: Op) -> str:
+    def _implementation(self, op: Op, strategy: Strategy) -> str:
         """What stands in the operator's place, if the batch or the operator is split."""
-        name = self.assignment.strategies[op.name].implementation
-        made = self.layouts.table.ops[op.name]
+        name = strategy.implementation
+        made = self.table.ops[op.name]
         if name or self.pricer.setting.dp == 1 or "batch_norm" not in made.implementations.values():
             return name
-        batch = self.layouts.table.letters[op.name].get("b", ())
-        return "batch_norm" if self.layouts.table.batch in batch else ""
+        batch = self.table.letters[op.name].get("b", ())
+        return "batch_norm" if self.table.batch in batch else ""
 
-    def _counted(self, op: Op) -> bool:
+    def _counted(self, op: Op, strategy: Strategy) -> bool:
         """Whether a loss is divided by a count over ranks and micro-batches."""
         if op.short not in LOSSES or argument(op, 3, "reduction", 1) == 0:
             return False
         setting = self.pricer.setting
-        split = setting.dp > 1 or self.assignment.strategies[op.name].name != REPLICATE
-        return (split or setting.num_microbatches > 1) and self.layouts.table.ops[op.name].known
+        split = setting.dp > 1 or strategy.name != REPLICATE
+        return (split or setting.num_microbatches > 1) and self.table.ops[op.name].known

@@ -1,8 +1,8 @@
-"""What a block costs on one rank, recomputed from an assignment alone, as the executor will run it.
+"""Seconds and bytes of a block on one rank: the sum over the operators and re-shards of its steps.
 
-The planner's program (`intra_op.py`) and this are two roads to the same number: the cost of a plan
-is the sum of its operators and re-shards. What a block costs per micro-batch does not depend on the
-data axis (`price_pass`), what its parameters cost once per step does (`price_block`).
+The planner's program (`planner.intra_op.program`) and this are two roads to the same number. The
+price per micro-batch does not depend on the data axis (`price_pass`), that of the parameters once
+per step does (`price_block`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from meshwright.costmodel.blocks.selective import repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators.cost import Cost, Setting, total
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
-from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
+from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.moves import Move, Run, Step, moves
+from meshwright.costmodel.sharding.strategies import Placement, R, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """What a recompute policy runs again, on the device and for the host, and no longer keeps."""
+    """Seconds of the operators that a recompute policy runs again, on the device and on the host,
+    and the bytes that it frees."""
 
     seconds: float
     host_s: float
@@ -42,7 +44,7 @@ class PassPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPrice:
-    """What a block costs on one rank under an assignment, recomputed from the assignment alone.
+    """Cost and memory of a block on one rank under an assignment.
 
     `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters, of which
     `shard_parameters` where ZeRO divides them; `frozen_bytes` of the rest; `saved_bytes` kept for
@@ -68,8 +70,8 @@ def price_block(
     *,
     passes: PassPrice | None = None,
 ) -> BlockPrice:
-    """Cost and memory of a block from its assignment alone, as the executor will run it; `passes`
-    is its price per micro-batch, where it is known."""
+    """Cost and memory of a block under an assignment, as the executor will run it; `passes` is its
+    price per micro-batch, where it is known. Raises ValueError where a re-shard does not exist."""
     block, graph, states = layouts.block, layouts.graph, assignment.states
     passes = passes or price_pass(pricer, layouts, assignment, inputs)
     trained = [value for value in block.parameters if graph.values[value].requires_grad]
@@ -99,18 +101,15 @@ def price_pass(
     *,
     repeated: Mapping[str, frozenset[str]] | None = None,
 ) -> PassPrice:
-    """What a block costs per micro-batch, with the re-shards of its parameters. `repeated` is its
-    `repeated_by_policy`, where it is known."""
+    """Cost and memory of a block per micro-batch, with the re-shards of its parameters. `repeated`
+    is its `repeated_by_policy`, where it is known. Raises ValueError where a re-shard does not
+    exist."""
     block, chosen = layouts.block, assignment.strategies
-    memory = block_memory(pricer, layouts, assignment, inputs)
-    found = [*_activations(pricer, layouts, assignment, inputs)]
-    for value in block.parameters:
-        targets = layouts.targets(value, chosen)
-        alone = all(t == RP for t in targets) or len(layouts.readers[value]) == 1
-        price = pricer.reshard_parameter if alone else pricer.reshard
-        found += [_legal(price(value, assignment.states[value], t), value) for t in targets]
+    steps = moves(layouts, assignment, inputs)
+    cost = total(_costs(pricer, block, steps))
+    memory = block_memory(pricer, steps)
     return PassPrice(
-        cost=total(found),
+        cost=cost,
         saved_bytes=memory.saved_bytes,
         input_bytes=sum(pricer.nbytes(v, inputs.get(v, R)) for v in block.inputs),
         transient_bytes=max(
@@ -124,8 +123,9 @@ def price_pass(
 
 
 def pass_depends_on(setting: Setting, block: Block) -> tuple[float, ...]:
-    """What of a setting the price of a pass depends on, on one cluster and target: not on the data
-    axis, except where statistics are summed over it or a loss is divided by a count over it."""
+    """Cache key of a pass' price on one cluster and target: the fields of a setting that it depends
+    on. The data axis is not among them, except where statistics are summed over it or a loss is
+    divided by a count over it."""
     names = {op.short for op in block.ops}
     found = (setting.tp, setting.cp, setting.ep, setting.rows, setting.spread)
     if "batch_norm" in names:
@@ -135,24 +135,31 @@ def pass_depends_on(setting: Setting, block: Block) -> tuple[float, ...]:
     return found
 
 
-def _activations(
-    pricer: Pricer, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
-) -> Iterator[Cost]:
-    """Operators, and re-shards of what they make and read."""
-    block, chosen = layouts.block, assignment.strategies
-    for op in block.ops:
-        yield pricer.op_cost(op, chosen[op.name])
-        for value, placement in zip(op.results, chosen[op.name].results, strict=True):
-            state, leaves = assignment.states[value], value in block.outputs
-            targets = layouts.targets(value, chosen)
-            if len(targets) == 1 and not leaves:
-                yield from _moved(pricer, value, placement, targets[0], via=state)
-                continue
-            yield _legal(pricer.reshard(value, placement, state), value)
-            yield from _read(pricer, value, state, targets, hub=leaves)
-    for value in block.inputs:
-        targets = layouts.targets(value, chosen)
-        yield from _read(pricer, value, inputs.get(value, R), targets, hub=True)
+def _costs(pricer: Pricer, block: Block, steps: Sequence[Step]) -> Iterator[Cost]:
+    """Prices of operators, each followed by those of its results' moves; then of the moves of what
+    enters."""
+    moved: dict[str, list[Move]] = {}
+    for step in steps:
+        if isinstance(step, Move):
+            moved.setdefault(step.value, []).append(step)
+    for step in steps:
+        if isinstance(step, Run):
+            yield pricer.op_cost(step.op, step.strategy)
+            for value in step.op.results:
+                yield from (_move_cost(pricer, move) for move in moved.get(value, ()))
+    for value in (*block.inputs, *block.parameters):
+        yield from (_move_cost(pricer, move) for move in moved.get(value, ()))
+
+
+def _move_cost(pricer: Pricer, move: Move) -> Cost:
+    """Price of a re-shard. Raises ValueError where there is none between its states."""
+    price = pricer.reshard_parameter if move.once else pricer.reshard
+    cost = price(move.value, move.source, move.target)
+    if cost is None:
+        raise ValueError(
+            f"value {move.value}: no re-shard exists between the states the plan gives it"
+        )
+    return cost
 
 
 def repeated_by_policy(pricer: Pricer, block: Block) -> dict[str, frozenset[str]]:
@@ -193,31 +200,3 @@ def _gradient_bytes(pricer: Pricer, op: Op, strategy: Strategy) -> float:
         for value, placement in placed
         if graph.values[value].requires_grad and value not in graph.parameters
     )
-
-
-def _legal(cost: Cost | None, value: str) -> Cost:
-    if cost is None:
-        raise ValueError(f"value {value}: no re-shard exists between the states the plan gives it")
-    return cost
-
-
-def _moved(
-    pricer: Pricer, value: str, source: Placement, target: Placement, via: Placement
-) -> Iterator[Cost]:
-    if via in (source, target):
-        yield _legal(pricer.reshard(value, source, target), value)
-        return
-    yield _legal(pricer.reshard(value, source, via), value)
-    yield _legal(pricer.reshard(value, via, target), value)
-
-
-def _read(
-    pricer: Pricer, value: str, state: Placement, targets: Sequence[Placement], *, hub: bool
-) -> Iterator[Cost]:
-    """Re-shards from a value's state to its readers; a boundary value goes through one more."""
-    if hub:
-        inner = default_state(state, targets, False)
-        yield _legal(pricer.reshard(value, state, inner), value)
-        state = inner
-    for target in targets:
-        yield _legal(pricer.reshard(value, state, target), value)

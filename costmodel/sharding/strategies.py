@@ -110,9 +110,7 @@ def strategies(
     left out.
     """
     made = table.ops[op.name]
-    found = [
-        Strategy(name=REPLICATE, operands=(R,) * len(op.operands), results=(R,) * len(op.results))
-    ]
+    found = [replicated(op)]
     if degree == 1:
         return found
     for letter, atoms in table.letters[op.name].items():
@@ -132,6 +130,13 @@ def strategies(
             found.append(replace(split, name=shown))
     found += _partial(graph, table, op)
     return found
+
+
+def replicated(op: Op) -> Strategy:
+    """Every rank runs the whole operator."""
+    return Strategy(
+        name=REPLICATE, operands=(R,) * len(op.operands), results=(R,) * len(op.results)
+    )
 
 
 def indivisible(table: FactorTable, op: Op, degree: int) -> dict[str, int]:

@@ -1,275 +1,233 @@
-"""Writes one block as a local fx graph: operators at local shapes, re-shards where states change.
+"""Code generation: the steps of one block (`costmodel.sharding.moves`) as a local fx graph, with
+operators at local shapes and re-shards where states change.
 
-A value waits in one state per axis (data, tensor) and is moved once per state that a reader needs;
-what was moved is kept, so readers share it. The tensor axis is moved first, then the data axis.
+The steps are those of the tensor axis. On the data axis a value is in the state in which it was
+made, and is moved from there, last, for each other state that a reader needs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument, map_refs
-from meshwright.costmodel.rules.draws import ATTENTION, COUNTED, draws
+from meshwright.costmodel.rules.draws import draws
 from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.rules.leaf import LEAVES
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
-from meshwright.costmodel.sharding.strategies import COPY_DIMS, Placement, R, Strategy
-from meshwright.executor.lowering.deferred import DeferredProduct
-from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
+from meshwright.costmodel.sharding.moves import Enter, Leave, Move, Run, Step
+from meshwright.costmodel.sharding.strategies import COPY_DIMS, Placement
+from meshwright.executor.lowering.context import Context, State, local_view
 from meshwright.executor.lowering.experts import (
     FindRoute,
     GroupedProduct,
-    Leg,
     Return,
     Send,
+    legs,
     refused,
 )
-from meshwright.executor.lowering.implementations import (
-    GlobalLoss,
-    ParallelEmbedding,
-    ScaledMean,
-    SyncBatchNorm,
-)
-from meshwright.executor.lowering.leaves import LeafCall, part_number
-from meshwright.executor.lowering.no_grad import read_by
-from meshwright.executor.lowering.reshard import Axis, Reshard
+from meshwright.executor.lowering.implementations import ScaledMean
+from meshwright.executor.lowering.losses import is_counted
+from meshwright.executor.lowering.replacements import Call, replacement
+from meshwright.executor.lowering.reshard import Reshard
 from meshwright.planner.plan.plan import PlanError
 
-if TYPE_CHECKING:
-    from meshwright.executor.lowering.lower import Lowering
 
-State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
-PRODUCTS = ("linear", "addmm", "mm", "matmul")
-LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss": "nll", "nll_loss_nd": "nll"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A local graph. After its values it takes the global counts of `losses` (positions of
+    operators), then the random state if `random`. `made` are its nodes by operator, re-shards
+    included; `exchanges` says whether it sends tokens to other ranks' experts."""
+
+    module: fx.GraphModule
+    losses: tuple[int, ...]
+    random: bool
+    made: Mapping[str, Sequence[fx.Node]]
+    exchanges: bool
 
 
 class Emitter:
-    """Writes one local fx graph."""
+    """Writes one local fx graph. `on_data` are the states on the data axis of what enters."""
 
     def __init__(
-        self,
-        lowering: Lowering,
-        ops: Sequence[Op],
-        states: Mapping[str, State],
-        assignment: Assignment | None,
-        layouts: BlockLayouts | None,
+        self, context: Context, steps: Sequence[Step], on_data: Mapping[str, Placement]
     ) -> None:
-        self.low, self.ops, self.assignment, self.layouts = lowering, ops, assignment, layouts
-        self.graph, self.table = lowering.graph, lowering.table
+        self.context, self.steps = context, steps
+        self.graph, self.table = context.graph, context.table
         self.out = fx.Graph()
         self.root = nn.Module()
-        self.states: dict[str, State] = dict(states)
+        self.on_data = dict(on_data)
         self.nodes: dict[tuple[str, State], fx.Node] = {}
-        self.losses: list[Op] = []
-        self.rng: fx.Node | None = None
-        self.counts: dict[str, fx.Node] = {}
         self.made: dict[str, list[fx.Node]] = {}
-        self.legs: Mapping[str, Leg] = {}  # operators on copies that have been sent away
+        self.ops = [step.op for step in steps if isinstance(step, Run)]
+        self.positions = {op.name: k for k, op in enumerate(self.ops)}
+        self.strategies = {
+            step.op.name: (context.data.strategies[step.op.name], step.strategy)
+            for step in steps
+            if isinstance(step, Run)
+        }
+        self.counts: dict[str, fx.Node] = {}
+        self.rng: fx.Node | None = None
+        outputs = [step.value for step in steps if isinstance(step, Leave)]
+        shared_out = context.exchange is not None
+        self.legs = legs(self.ops, self.graph, self.table, outputs) if shared_out else {}
         self.routes: dict[str, fx.Node] = {}
         self.sent: dict[tuple[str, State, str], fx.Node] = {}
         self.away: set[str] = set()  # values between a dispatch and its combine
 
-    def module(self, arguments: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
-        for i, name in enumerate(arguments):
-            self.nodes[name, self.states[name]] = self.out.placeholder(f"a{i}")
-        known = set(arguments)
-        self.losses = [op for op in self.ops if self._counted(op, known)]
-        self.counts = {op.name: self.out.placeholder(f"n{i}") for i, op in enumerate(self.losses)}
+    def write(self, outputs: Sequence[str]) -> Written:
+        """The graph that takes what enters, in order, and gives `outputs`."""
+        entering = {step.value: step.state for step in self.steps if isinstance(step, Enter)}
+        for i, (name, state) in enumerate(entering.items()):
+            self.nodes[name, (self.on_data[name], state)] = self.out.placeholder(f"a{i}")
+        losses = [op for op in self.ops if self._counted(op) and op.operands[1] in entering]
+        self.counts = {op.name: self.out.placeholder(f"n{i}") for i, op in enumerate(losses)}
         if any(draws(op) for op in self.ops):
             self.rng = self.out.placeholder("rng")
-        for name in arguments:
-            if name in self.graph.values and not self._parameter_like(name):
-                self._settle(name)
-        for position, op in enumerate(self.ops):
+        leaving: dict[str, fx.Node] = {}
+        for step in self.steps:
             before = len(self.out.nodes)
-            self._emit(op, position, outputs)
-            written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
-            self.made[op.name] = list(written)
-        results = [self.value(name, self._leaving(name)) for name in outputs]
-        self.out.output(tuple(results))
+            match step:
+                case Run():
+                    self._run(step.op)
+                    self._note(step.op.name, before)
+                case Move(value, source, target, op) if not step.known:
+                    data = self.on_data[value]
+                    self._move(value, (data, source), (data, target))
+                    self._note(op, before)
+                case Leave(value, state, op):
+                    leaving[value] = self.value(value, self.context.boundary(value, state))
+                    self._note(op, before)
+        self.out.output(tuple(leaving[name] for name in outputs))
         self.out.lint()
-        return fx.GraphModule(self.root, self.out)
+        return Written(
+            module=fx.GraphModule(self.root, self.out),
+            losses=tuple(self.positions[op.name] for op in losses),
+            random=self.rng is not None,
+            made=self.made,
+            exchanges=bool(self.legs),
+        )
 
-    def _parameter_like(self, name: str) -> bool:
-        return name in self.graph.parameters or name in self.graph.buffers
+    def _note(self, op: str, before: int) -> None:
+        """Count what was written since there were `before` nodes as made for an operator."""
+        written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
+        self.made.setdefault(op, []).extend(written)
 
-    def _settle(self, name: str) -> None:
-        """Move a value that crosses the block's boundary to the state in which its readers share
-        it."""
-        if self.assignment is None or self.layouts is None or self.layouts.fixed(name):
-            return
-        state = self.states[name]
-        targets = self.layouts.targets(name, self.assignment.strategies)
-        hub = default_state(state[1], targets, False)
-        if hub != state[1]:
-            moved = (state[0], hub)
-            self.nodes[name, moved] = self._move(name, self.nodes[name, state], state, moved)
-            self.states[name] = moved
+    def _counted(self, op: Op) -> bool:
+        return is_counted(op, self.context, self.strategies[op.name])
 
-    def _leaving(self, name: str) -> State:
-        tensor = self.assignment.states.get(name, R) if self.assignment else R
-        return self.low.boundary(name, tensor)
-
-    # --- values in the state that a reader needs ---
+    # --- values ---
 
     def value(self, name: str, wanted: State) -> fx.Node:
-        """The node of a value in a state, re-sharded where needed: tensor axis first, then data."""
-        if (name, wanted) in self.nodes:
-            return self.nodes[name, wanted]
-        state = self.states[name]
-        middle = (state[0], wanted[1])
-        node = self.nodes[name, state]
-        if middle != state:
-            node = self._move(name, node, state, middle)
-        if wanted != middle:
-            node = self._move(name, node, middle, wanted)
-        return node
+        """The node of a value that is in a state on the tensor axis, in that state on both."""
+        return self._move(name, (self.on_data[name], wanted[1]), wanted)
 
-    def _move(self, name: str, node: fx.Node, source: State, target: State) -> fx.Node:
-        if (name, target) in self.nodes:
-            return self.nodes[name, target]
-        k = 0 if source[0] != target[0] else 1
-        axis = (self.low.data_axis, self.low.tensor_axis)[k]
-        other = (self.low.tensor_axis, self.low.data_axis)[k]
-        moved = node
-        differentiable = self.graph.values[name].requires_grad
-        if source[k].kind == "Rp" and target[k] == R and name in self.graph.parameters:
-            raise AssertionError(
-                f"parameter {name} is stored with a partial gradient but read whole"
-            )
-        ends = source[k], target[k]
-        if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in ends):
+    def _move(self, name: str, source: State, target: State) -> fx.Node:
+        """The node of a value moved on one axis, once."""
+        if (name, target) not in self.nodes:
+            node = self.nodes[name, source]
+            k = 0 if source[0] != target[0] else 1
+            self._check_at_home(name, source[k], target[k])
+            axis, other = self.context.axes[k], self.context.axes[1 - k]
+            differentiable = self.graph.values[name].requires_grad
+            if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
+                local = [local_view(p[k], p[1 - k], other.size) for p in (source, target)]
+                size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
+                uneven = size if size % axis.size else None
+                node = self._call(Reshard(*local, axis, uneven), (node,))
+            self.nodes[name, target] = node
+        return self.nodes[name, target]
+
+    def _check_at_home(self, name: str, source: Placement, target: Placement) -> None:
+        if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in (source, target)):
             raise PlanError(
-                f"plan: ep > 1: {name} goes from {ends[0]} to {ends[1]} between dispatch and "
+                f"plan: ep > 1: {name} goes from {source} to {target} between dispatch and "
                 "combine, where copies of tokens stay with their experts; legal: splits of what "
                 "stands behind the copies' dims, or ep=1"
             )
-        if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
-            local = [local_view(p[k], p[1 - k], other.size) for p in (source, target)]
-            moved = self._call(Reshard(*local, axis, self._uneven(name, source[k], axis)), (node,))
-        self.nodes[name, target] = moved
-        return moved
 
-    def _uneven(self, name: str, source: Placement, axis: Axis) -> int | None:
-        """The size of a split dim that its axis doesn't divide."""
-        size = self.graph.values[name].shape[source.dim] if source.sharded else 0
-        return size if size % axis.size else None
-
-    def _call(self, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
+    def _call(self, module: nn.Module, args: Sequence[Any]) -> fx.Node:
         name = f"m{len(list(self.root.children()))}"
         self.root.add_module(name, module)
-        return self.out.create_node("call_module", name, args)
+        return self.out.create_node("call_module", name, tuple(args))
 
     # --- operators ---
 
-    def _strategies(self, op: Op) -> tuple[Strategy, Strategy]:
-        data = self.low.data.strategies[op.name]
-        if self.assignment is not None:
-            return data, self.assignment.strategies[op.name]
-        return data, Strategy(
-            name="replicate", operands=(R,) * len(op.operands), results=(R,) * len(op.results)
-        )
+    def _run(self, op: Op) -> None:
+        call = self._called(op)
+        node = self._travelling(call)
+        if node is None and (found := replacement(call, self.context)):
+            node = self._call(*found)
+        if node is None:
+            node = self.out.call_function(_callable(op), tuple(call.args), call.kwargs)
+        node = self._scaled(call, node)
+        if op.name in self.legs and op.short != COMBINE:
+            self.away.update(op.results)
+        several = len(op.results) > 1 or op.results != (op.name,)
+        for k, (value, state) in enumerate(zip(op.results, call.results, strict=True)):
+            self.on_data[value] = state[0]
+            self.nodes[value, state] = (
+                self.out.call_function(_getitem, (node, k)) if several else node
+            )
 
-    def _emit(self, op: Op, position: int, outputs: Sequence[str]) -> None:
-        data, tensor = self._strategies(op)
+    def _called(self, op: Op) -> Call:
+        """The call with local operands, sizes and device."""
+        data, tensor = self.strategies[op.name]
         states = zip(data.operands, tensor.operands, strict=True)
-        wanted = iter(zip(op.operands, states, strict=True))
-        leg = self.legs.get(op.name)
-
-        def operand(name: str) -> fx.Node:
-            value, state = next(wanted)
-            assert value == name
-            if leg is not None and name in leg.sent:
-                return self._sent(name, state, leg.dispatch)
-            return read_by(op, name, self.value(name, state), self.graph)
-
-        args, kwargs = map_refs((op.args, dict(op.kwargs)), operand)
-        results = [(d, t) for d, t in zip(data.results, tensor.results, strict=True)]
+        operands = iter(
+            [self._operand(op, *each) for each in zip(op.operands, states, strict=True)]
+        )
+        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(operands))
+        results = list(zip(data.results, tensor.results, strict=True))
         args = self._localized(op, [self._here(a) for a in args], results)
         kwargs = {name: self._here(a) for name, a in kwargs.items()}
         made = self.table.ops[op.name]
         sizes = dict(made.sizes)
-        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
+        for strategy, axis in zip((data, tensor), self.context.axes, strict=True):
             if strategy.split_factor in sizes:
                 sizes[strategy.split_factor] = axis.part(sizes[strategy.split_factor])[1]
         args, kwargs = divided(op, made, args, kwargs, sizes)
-        node = self._travelling(op, args, results)
-        if node is None:
-            node = self._replaced(op, position, args, kwargs, data, tensor, results)
-        if node is None:
-            node = self.out.call_function(_callable(op), tuple(args), kwargs)
-        self._bind(op, self._scaled(op, node, data, tensor), results, outputs)
+        return Call(
+            op=op,
+            position=self.positions[op.name],
+            strategies=(data, tensor),
+            args=args,
+            kwargs=kwargs,
+            results=results,
+            count=self.counts.get(op.name),
+            rng=self.rng,
+            travels=op.name in self.legs,
+        )
+
+    def _operand(self, op: Op, name: str, state: State) -> fx.Node:
+        leg = self.legs.get(op.name)
+        if leg is not None and name in leg.sent:
+            return self._sent(name, state, leg.dispatch)
+        node = self.value(name, state)
+        return self._detached(node) if self._without_history(op, name) else node
+
+    def _without_history(self, op: Op, name: str) -> bool:
+        """Whether an operator ran under `torch.no_grad` in the user's model, on an operand with a
+        gradient. The graph records that by floating-point results without one."""
+        results = [self.graph.values[r] for r in op.results]
+        return (
+            self.graph.values[name].requires_grad
+            and op.short != "detach"
+            and not any(meta.requires_grad for meta in results)
+            and any(meta.dtype.is_floating_point or meta.dtype.is_complex for meta in results)
+        )
+
+    def _detached(self, node: fx.Node) -> fx.Node:
+        """So that autograd keeps nothing for the reader, and no gradient takes a closed way."""
+        return self.out.call_function(torch.ops.aten.detach.default, (node,))
 
     def _here(self, argument: Any) -> Any:
         """Traced on meta, run on this rank's device."""
-        return self.low.device if isinstance(argument, torch.device) else argument
-
-    def _bind(
-        self, op: Op, node: fx.Node, results: Sequence[State], outputs: Sequence[str]
-    ) -> None:
-        """Name the results, and move each to the state in which it waits for its readers."""
-        several = len(op.results) > 1 or op.results != (op.name,)
-        if op.name in self.legs and op.short != COMBINE:
-            self.away.update(op.results)
-        for k, (value, state) in enumerate(zip(op.results, results, strict=True)):
-            made = self.out.call_function(_getitem, (node, k)) if several else node
-            self.states[value] = state
-            self.nodes[value, state] = made
-            if self.assignment is None or self.layouts is None:
-                continue
-            hub = self.assignment.states[value]
-            targets = self.layouts.targets(value, self.assignment.strategies)
-            direct = len(targets) == 1 and value not in outputs and hub in (state[1], targets[0])
-            if hub != state[1] and not direct:
-                moved = (state[0], hub)
-                self.nodes[value, moved] = self._move(value, made, state, moved)
-                self.states[value] = moved
-            if value in outputs:
-                leaving = self._leaving(value)
-                self.nodes[value, leaving] = self.value(value, leaving)
-                self._settle(value)
-
-    # --- copies of tokens at their experts ---
-
-    def _travelling(self, op: Op, args: list[Any], results: Sequence[State]) -> fx.Node | None:
-        """The module standing in for an operator that sends copies of tokens away, or back, or
-        multiplies them there."""
-        leg = self.legs.get(op.name)
-        if leg is None:
-            return None
-        assert self.low.exchange is not None
-        if op.short == DISPATCH:
-            if self.low.data_axis.size > 1 and not results[0][0].sharded:
-                raise refused(op, "the data ranks have no tokens of their own")
-            self.routes[op.name] = self._call(FindRoute(self.low.exchange, leg.experts), (args[1],))
-            return self._call(Send(tokens=True), (args[0], self.routes[op.name]))
-        route = self.routes[leg.dispatch]
-        if op.short == GROUPED:
-            x, weight, _, bias, transposed = (*args, *(None, False)[len(args) - 3 :])
-            return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
-        return self._call(Return(), (args[0], route)) if op.short == COMBINE else None
-
-    def _sent(self, name: str, state: State, dispatch: str) -> fx.Node:
-        """A value of copies that was made outside, sent after them."""
-        key = name, state, dispatch
-        if key not in self.sent:
-            given = self.value(name, state), self.routes[dispatch]
-            self.sent[key] = self._call(Send(tokens=False), given)
-        return self.sent[key]
-
-    def _sizes(self, op: Op, value: str, state: State) -> list[int]:
-        """The local shape of a result; copies at their experts are as many as arrived."""
-        shape = self.low.local_shape(value, state)
-        travels = op.name in self.legs and op.short != COMBINE
-        return [-1, 1, 1, *shape[3:]] if travels else shape
+        return self.context.device if isinstance(argument, torch.device) else argument
 
     def _localized(self, op: Op, args: Sequence[Any], results: Sequence[State]) -> list[Any]:
         """Arguments that hold sizes, rewritten with the local ones."""
@@ -293,170 +251,51 @@ class Emitter:
             args[index] = shapes[0]
         return args
 
-    def _scaled(self, op: Op, node: fx.Node, data: Strategy, tensor: Strategy) -> fx.Node:
+    def _sizes(self, op: Op, value: str, state: State) -> list[int]:
+        """The local shape of a result; copies at their experts are as many as arrived."""
+        shape = self.context.local_shape(value, state)
+        travels = op.name in self.legs and op.short != COMBINE
+        return [-1, 1, 1, *shape[3:]] if travels else shape
+
+    def _scaled(self, call: Call, node: fx.Node) -> fx.Node:
         """A mean over a split factor is this rank's share of the mean."""
-        kinds = self.table.ops[op.name].kinds
+        made = self.table.ops[call.op.name]
         scale = 1.0
-        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
-            if kinds.get(strategy.split_factor) == "mean":
-                size = self.table.ops[op.name].sizes[strategy.split_factor]
+        for strategy, axis in zip(call.strategies, self.context.axes, strict=True):
+            if made.kinds.get(strategy.split_factor) == "mean":
+                size = made.sizes[strategy.split_factor]
                 scale *= axis.part(size)[1] / size
         return node if scale == 1.0 else self._call(ScaledMean(scale), (node,))
 
-    def _replaced(
-        self,
-        op: Op,
-        position: int,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        data: Strategy,
-        tensor: Strategy,
-        results: Sequence[State],
-    ) -> fx.Node | None:
-        """The module standing in for an operator, if its strategy or its nature asks for one."""
-        if op.short in LEAVES:
-            axes = ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
-            call = LeafCall(op, self.low.device, position, part_number(axes))
-            return self._call(call, (*args[1], *([self.rng] if draws(op) else ())))
-        if draws(op):
-            return self._drawn(op, position, args, kwargs, results[0])
-        if self._normalised(op) and self._global(op, data, tensor):
-            return self._loss(op, args, data, tensor)
-        if tensor.implementation == "embedding":
-            start, _ = self.low.tensor_axis.part(self.graph.values[op.operands[0]].shape[0])
-            return self._call(ParallelEmbedding(start), tuple(args))
-        for strategy, axis in ((data, self.low.data_axis), (tensor, self.low.tensor_axis)):
-            if strategy.implementation == "batch_norm":
-                size = self.table.ops[op.name].sizes[strategy.split_factor]
-                return self._call(SyncBatchNorm(axis, size), tuple(args))
-        if self.low.later is not None:
-            return self._deferred(op, args, kwargs)
-        return None
+    # --- copies of tokens at their experts ---
 
-    def _deferred(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> fx.Node | None:
-        """A product whose weight's gradient is put off: the weight is read as it is stored."""
-        assert self.low.later is not None
-        if op.short not in PRODUCTS or kwargs or len(args) != len(op.operands):
+    def _travelling(self, call: Call) -> fx.Node | None:
+        """The module standing in for an operator that sends copies of tokens away, or back, or
+        multiplies them there."""
+        op, args = call.op, call.args
+        leg = self.legs.get(op.name)
+        if leg is None:
             return None
-        weight = 2 if op.short == "addmm" else 1
-        given = [
-            node.op == "placeholder" and value in self.low.deferrable
-            for node, value in zip(args, op.operands, strict=True)
-        ]
-        sizes = [len(self.graph.values[v].shape) for v in op.operands]
-        biased = len(args) == 3 and sizes[0 if op.short == "addmm" else 2] != 1
-        if not given[weight] or sizes[weight] != 2 or biased:
-            return None
-        bias = given[0 if op.short == "addmm" else 2] if len(args) == 3 else False
-        return self._call(DeferredProduct(op.short, self.low.later, bias=bias), tuple(args))
+        assert self.context.exchange is not None
+        if op.short == DISPATCH:
+            if self.context.data_axis.size > 1 and not call.results[0][0].sharded:
+                raise refused(op, "the data ranks have no tokens of their own")
+            find = FindRoute(self.context.exchange, leg.experts)
+            self.routes[op.name] = self._call(find, (args[1],))
+            return self._call(Send(tokens=True), (args[0], self.routes[op.name]))
+        route = self.routes[leg.dispatch]
+        if op.short == GROUPED:
+            x, weight, _, bias, transposed = (*args, *(None, False)[len(args) - 3 :])
+            return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
+        return self._call(Return(), (args[0], route)) if op.short == COMBINE else None
 
-    def _drawn(
-        self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State
-    ) -> fx.Node | None:
-        """Draws that are the same under every plan; others run on one device alone."""
-        if op.name in self.legs:
-            raise refused(op, "its mask is by token, and it does not know which it has")
-        if op.short == ATTENTION:
-            return self._attention(op, position, args, kwargs, state)
-        if op.short in COUNTED:
-            dtype = self.graph.values[op.results[0]].dtype
-            module = drawn(op, dtype, self._grid(op.results[0], state), position)
-            return self._call(module, (self.rng, *(a for a in args if isinstance(a, fx.Node))))
-        if self.low.data_axis.size * self.low.tensor_axis.size == 1:
-            return None
-        raise PlanError(
-            f"plan: {op.key} ({op.target}) draws random numbers in a way of its own, which would "
-            "differ from rank to rank; legal: dropout, rand, randn, bernoulli and the like, or "
-            "dp=1 and tp=1"
-        )
-
-    def _attention(
-        self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State
-    ) -> fx.Node:
-        given = dict(zip(("q", "k", "v", "mask", "p", "causal"), args, strict=False)) | kwargs
-        q, k = (self.graph.values[name].shape for name in op.operands[:2])
-        scores = (*q[:-1], k[-2])
-        grid = self._grid(op.results[0], state, scores)
-        call = (
-            given["q"],
-            given["k"],
-            given["v"],
-            given.get("mask", given.get("attn_mask")),
-            given.get("p", given.get("dropout_p", 0.0)),
-            given.get("causal", given.get("is_causal", False)),
-            given.get("scale"),
-            q[-3] != k[-3],
-            self.rng,
-        )
-        return self._call(DropoutAttention(grid, position), call)
-
-    def _grid(self, value: str, state: State, shape: Sequence[int] | None = None) -> IndexGrid:
-        axes = (self.low.data_axis, self.low.tensor_axis)
-        cuts = [
-            (
-                local_view(state[k], state[0], axes[0].size) if k else state[k],
-                axes[k].size,
-                axes[k].rank,
-            )
-            for k in (0, 1)
-        ]
-        shape = tuple(shape or self.graph.values[value].shape)
-        batched = self.table.has_batch(value) or value in self._single_rows
-        return IndexGrid(shape, cuts, math.prod(shape) // self.graph.batch_size if batched else 0)
-
-    @cached_property
-    def _single_rows(self) -> frozenset[str]:
-        return single_rows(self.graph)
-
-    # --- losses ---
-
-    def _global(self, op: Op, data: Strategy, tensor: Strategy) -> bool:
-        split = data.name != "replicate" or tensor.name != "replicate"
-        return split or self.low.microbatches > 1
-
-    def _normalised(self, op: Op) -> bool:
-        """Whether an operator is a loss over rows that are counted globally: reduced,
-        unweighted."""
-        reduced = op.short in LOSSES and argument(op, 3, "reduction", 1) != 0
-        return reduced and self.table.ops[op.name].known
-
-    def _counted(self, op: Op, known: Iterable[str]) -> bool:
-        """Whether the loss's rows are counted up front, over all micro-batches: its target is an
-        input."""
-        if not self._normalised(op) or argument(op, 3, "reduction", 1) != 1:
-            return False
-        data, tensor = self._strategies(op)
-        return self._global(op, data, tensor) and op.operands[1] in known
-
-    def _loss(self, op: Op, args: list[Any], data: Strategy, tensor: Strategy) -> fx.Node:
-        on_axes = ((data, self.low.data_axis), (tensor, self.low.tensor_axis))
-        # the data axis splits classes too where they are rows, as in a contrastive loss
-        vocabulary = next((axis for x, axis in on_axes if x.implementation), None)
-        sizes = self.table.ops[op.name].sizes
-        count = tuple(axis for x, axis in on_axes if x.split_factor and not x.implementation)
-        module = GlobalLoss(
-            LOSSES[op.short],
-            int(argument(op, 3, "reduction", 1)),
-            vocabulary,
-            count,
-            first_class=vocabulary.part(sizes["vocab"])[0] if vocabulary else 0,
-        )
-        ignore = argument(op, 4, "ignore_index", -100)
-        smoothing = argument(op, 5, "label_smoothing", 0.0)
-        return self._call(module, (args[0], args[1], ignore, smoothing, self.counts.get(op.name)))
-
-
-def local_view(placement: Placement, other: Placement, other_size: int) -> Placement:
-    """A placement as seen on a tensor already split by the other axis: parts before it are
-    fewer."""
-    if (
-        placement.sharded
-        and other.sharded
-        and other.dim == placement.dim
-        and other.split < placement.split
-    ):
-        return Placement("S", placement.dim, placement.split // other_size)
-    return placement
+    def _sent(self, name: str, state: State, dispatch: str) -> fx.Node:
+        """A value of copies that was made outside, sent after them."""
+        key = name, state, dispatch
+        if key not in self.sent:
+            given = self.value(name, state), self.routes[dispatch]
+            self.sent[key] = self._call(Send(tokens=False), given)
+        return self.sent[key]
 
 
 def _callable(op: Op) -> Any:

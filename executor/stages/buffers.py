@@ -9,8 +9,9 @@ from torch import nn
 
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.moves import buffer_state
 from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.lowering.lower import Lowered, buffer_state
+from meshwright.executor.lowering.lower import Lowered
 from meshwright.executor.lowering.reshard import local_part
 from meshwright.executor.ranks.meshes import Place
 

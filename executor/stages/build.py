@@ -17,8 +17,8 @@ from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.deferred import Later
-from meshwright.executor.lowering.emitter import State
 from meshwright.executor.lowering.lower import Lowered, Lowering
 from meshwright.executor.parameters.parameters import StageParameter, expose
 from meshwright.executor.parameters.zero3 import shard_stage
@@ -144,7 +144,7 @@ class Builder:
         place, stage = self.place, self.plan.stages[k]
         policies = dict(zip(stage.blocks, stage.policies, strict=True))
         repeatable = [b for b in blocks if recomputable(b)]
-        return Lowering(
+        context = Context(
             graph=self.graph,
             table=self.table,
             data=data,
@@ -154,8 +154,11 @@ class Builder:
             device=place.device,
             microbatches=self.plan.num_microbatches,
             later=self.later,
-            backend=self.backend,
             deferrable=self._deferrable(blocks),
+        )
+        return Lowering(
+            context=context,
+            backend=self.backend,
             repeated_whole=frozenset(b.name for b in repeatable if policies[b.name] == "full"),
             repeated={
                 b.name: selective_ops(b, self.graph, self.table, place.device.type)

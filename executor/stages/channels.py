@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules.schedule import Action
 from meshwright.costmodel.sharding.data_axis import DataLayout
-from meshwright.executor.lowering.lower import crossing
+from meshwright.executor.lowering.context import boundary_placement
 from meshwright.executor.ranks.meshes import BACKWARD, FORWARD, Edge, Place
 from meshwright.executor.stages.transfer import Channel, held, slices
 
@@ -30,7 +30,9 @@ def stage_channels(
         if k not in edge or source.ranks == target.ranks:
             continue
         meta = graph.values[name]
-        ends = [(mesh, crossing(graph, data_of(mesh.dp), name)) for mesh in (source, target)]
+        ends = [
+            (mesh, boundary_placement(graph, data_of(mesh.dp), name)) for mesh in (source, target)
+        ]
         mesh, placement = ends[edge.index(k)]
         mine = held(meta.shape, placement, mesh.dp, mesh.coordinate(place.rank)[0])
         sends = k == edge[0]

@@ -22,6 +22,7 @@ program.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
+from meshwright.costmodel.sharding.moves import Route, routes
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
 from meshwright.planner.intra_op.elimination import Elimination, PairwiseProblem, Scope, restricted
 from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
@@ -40,8 +42,8 @@ from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """How a value waits for its readers: in `state`, and in `copy`, made from it once for all who
-    read that. Legal only from `source` and for readers of `kinds`, where given."""
+    """A hub's state: a value waits for its readers in `state`, and in `copy`, made from it once for
+    all who read that. Legal only from `source` and for readers of `kinds`, where given."""
 
     state: Placement
     copy: Placement | None = None
@@ -51,9 +53,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """What a parameter's node adds to the program: the `states` it may be stored in, one for each
-    of the node's; moving it to its readers, as factor `scope`, costs `each` per micro-batch and
-    `once` per step. Where several operators read it, `scope` is the node alone."""
+    """Costs of a parameter: the `states` it may be stored in, one for each of its node's; moving it
+    to its readers, as factor `scope`, takes `each` seconds per micro-batch and `once` per step.
+    Where several operators read it, `scope` is the node alone."""
 
     value: str
     states: Sequence[Placement]
@@ -86,6 +88,7 @@ class BlockProgram:
         self.inputs, self.outputs = inputs, outputs
         self.allowed = allowed or (lambda name, state: True)
         self.problem = PairwiseProblem()
+        self._routes = routes(layouts)
         several = pricer.setting.ep > 1
         moved = (DISPATCH, COMBINE, GROUPED) if several else ()
         self._shared_out = [op for op in self.block.ops if op.short in moved]
@@ -97,23 +100,16 @@ class BlockProgram:
     # --- building ---
 
     def _build(self) -> None:
-        made: dict[str, tuple[str, int]] = {}
         for op in self.block.ops:
             self.problem.node(op.name, self.layouts.options(op), self._computing(op, self.pricer))
-            made |= {value: (op.name, k) for k, value in enumerate(op.results)}
-        for value in self.block.inputs:
-            states = self.inputs[value]
-            self.problem.node(f"in:{value}", states, [0.0] * len(states))
-            self._attach(value, f"in:{value}", states, first=False)
-        for value, (op_name, k) in made.items():
-            results = [s.results[k] for s in self.problem.states[op_name]]
-            self._attach(value, op_name, results, first=k == 0)
+        for route in self._routes.values():
+            self._connect(route)
 
     def _computing(self, op: Op, pricer: Pricer) -> list[float]:
         """Seconds of an operator, by strategy."""
         return [
-            self._seconds(pricer.op_cost(op, s)) + self._slicing(op.operands, s)
-            if self.allowed(op.name, s)
+            self._seconds(pricer.op_cost(op, s))
+            if self.allowed(op.name, s) and self._readable(op, s)
             else np.inf
             for s in self.layouts.options(op)
         ]
@@ -121,29 +117,25 @@ class BlockProgram:
     def _seconds(self, cost: Cost | None, microbatches: float = 1) -> float:
         return np.inf if cost is None else cost.seconds(microbatches)
 
-    def _slicing(self, operands: Sequence[str], strategy: Strategy) -> float:
+    def _readable(self, op: Op, strategy: Strategy) -> bool:
         """Derived values and buffers are replicated: readable in any state but partial."""
-        for value, target in zip(operands, strategy.operands, strict=True):
-            if self.layouts.fixed(value) and target.kind == "P":
-                return np.inf
-        return 0.0
+        operands = zip(op.operands, strategy.operands, strict=True)
+        return not any(self.layouts.fixed(v) and target.kind == "P" for v, target in operands)
 
-    def _attach(
-        self, value: str, source: str, sources: Sequence[Placement], *, first: bool
-    ) -> None:
-        """Connect a value's source node to its readers, through a hub where it has several or
-        leaves. `first` results of operators may wait in any state, since a plan can name it."""
-        readers = self.layouts.readers.get(value, [])
-        named = first
-        if value in self.block.outputs:
+    def _connect(self, route: Route) -> None:
+        """Nodes for the stops of a value, and edges on to its readers. The first result of an
+        operator may wait in any state, since a plan can name it."""
+        value, first = route.value, route.maker is not None and route.result == 0
+        source, sources = self._source(route)
+        if route.leaves:
             states, hub = self.outputs[value], f"hub:{value}"
             may = [self.allowed(value, s) and (first or s == R) for s in states]
-            costs = [0.0 if ok else np.inf for ok in may]
-            self.problem.node(hub, states, costs)
+            self.problem.node(hub, states, [0.0 if ok else np.inf for ok in may])
             self._edge(value, source, sources, hub, states)
-            source, sources, named = hub, states, False
-        if len(readers) > 1 or (named and readers and self._forced(value, sources)):
-            name = f"read:{value}" if value in self.block.outputs else f"hub:{value}"
+            source, sources = hub, states
+        named = first and not route.crosses
+        if route.shared or (named and route.readers and self._forced(value, sources)):
+            name = f"read:{value}" if route.leaves else f"hub:{value}"
             waits = self._waits(value, sources) if named else self._settled(value, sources)
             may = [not named or self.allowed(value, w.state) for w in waits]
             self.problem.node(name, waits, [0.0 if ok else np.inf for ok in may])
@@ -151,20 +143,28 @@ class BlockProgram:
             self.problem.edge(source, name, np.array([into[s] for s in sources]))
             self._read(value, name, waits)
             return
-        for op, i in readers:
-            targets = [s.operands[i] for s in self.layouts.options(op)]
-            self._edge(value, source, sources, op.name, targets)
+        for op, i in route.readers:
+            self._edge(value, source, sources, op.name, self._targets(op, i))
+
+    def _source(self, route: Route) -> tuple[str, Sequence[Placement]]:
+        """The node that a value comes from, and the value's state in each of the node's."""
+        if route.maker is not None:
+            options = self.layouts.options(route.maker)
+            return route.maker.name, [s.results[route.result] for s in options]
+        node, states = f"in:{route.value}", self.inputs[route.value]
+        self.problem.node(node, states, [0.0] * len(states))
+        return node, states
 
     def _forced(self, value: str, sources: Sequence[Placement]) -> bool:
         return not all(self.allowed(value, s) for s in {*sources, R})
 
-    def _wanted(self, value: str) -> dict[Placement, int]:
+    def _targets(self, op: Op, i: int) -> list[Placement]:
+        """States in which an operator takes its operand i, by strategy."""
+        return [s.operands[i] for s in self.layouts.options(op)]
+
+    def _wanted(self, value: str) -> Counter[Placement]:
         """States that readers may take a value in, and how many readers each."""
-        count: dict[Placement, int] = {}
-        for op, i in self.layouts.readers[value]:
-            for t in {s.operands[i] for s in self.layouts.options(op)}:
-                count[t] = count.get(t, 0) + 1
-        return count
+        return Counter(t for op, i in self.layouts.readers[value] for t in {*self._targets(op, i)})
 
     def _waits(self, value: str, sources: Sequence[Placement]) -> list[Wait]:
         """Any state; with three readers or more also a copy in another, for two that share it."""
@@ -213,7 +213,7 @@ class BlockProgram:
     def _read(self, value: str, name: str, waits: Sequence[Wait]) -> None:
         """Edges from a hub to all readers of its value."""
         for op, i in self.layouts.readers[value]:
-            targets = [s.operands[i] for s in self.layouts.options(op)]
+            targets = self._targets(op, i)
             cost = {t: [self._reading(value, w, t) for w in waits] for t in set(targets)}
             self.problem.edge(name, op.name, np.array([cost[t] for t in targets]).T)
 
@@ -247,8 +247,7 @@ class BlockProgram:
             moves = np.array([self._copying(value, wait) for wait in waits])
         else:
             op, i = readers[0]
-            targets = [s.operands[i] for s in self.layouts.options(op)]
-            moves = _for_all(partial(self._moving, value), states, targets)
+            moves = _for_all(partial(self._moving, value), states, self._targets(op, i))
             self.problem.node(node, states, np.zeros(len(states)))
             self.problem.edge(node, op.name, moves[..., 0])
         return _Stored(
@@ -310,9 +309,7 @@ class BlockProgram:
         return self._storable[value]
 
     def _states(self, value: str) -> list[Placement]:
-        readers = self.layouts.readers[value]
-        wanted = {s.operands[i] for op, i in readers for s in self.layouts.options(op)}
-        return sorted({R} | {t for t in wanted if t.sharded})
+        return sorted({R} | {t for t in self._wanted(value) if t.sharded})
 
     # --- solving ---
 
@@ -326,9 +323,8 @@ class BlockProgram:
         """The cheapest assignment for every pair of boundary states; None if there is none at all.
 
         `pricer`, on any data axis with the program's tensor axis and rows, prices parameters and
-        experts;
-        `allowed` restricts how they are stored. Once-per-step work is spread over `microbatches`,
-        by default the pricer's; infinitely many leave it out.
+        experts; `allowed` restricts how they are stored. Once-per-step work is spread over
+        `microbatches`, by default the pricer's; infinitely many leave it out.
         """
         m = microbatches or pricer.setting.num_microbatches
         factors = self._priced(pricer, allowed, m)
@@ -351,24 +347,21 @@ class BlockProgram:
 
     def assignment(self, table: BlockTable, index: tuple[int, ...]) -> Assignment:
         """The solution for given boundary states as strategies and states."""
-        chosen: dict[str, Strategy] = {}
-        states: dict[str, Placement] = {}
         picked = {name: table.problem.states[name][s] for name, s in table.choices[index].items()}
-        for op in self.block.ops:
-            chosen[op.name] = picked[op.name]
-        for op in self.block.ops:
-            made = zip(op.results, chosen[op.name].results, strict=True)
-            for k, (value, placement) in enumerate(made):
-                hub = picked.get(f"hub:{value}")
-                hub = hub.state if isinstance(hub, Wait) else hub
-                targets = self.layouts.targets(value, chosen)
-                default = default_state(placement, targets, value in self.block.outputs)
-                if k > 0 or hub is None or (hub == RP and targets == [RP]):
-                    states[value] = default
-                else:  # readers of a replicated value share one re-shard per kind anyway
-                    states[value] = R if hub == RP and placement == R else hub
-        for value in self.block.parameters:
-            states[value] = table.stored(index, value)
+        chosen = {op.name: picked[op.name] for op in self.block.ops}
+        states: dict[str, Placement] = {}
+        for route in self._routes.values():
+            if route.maker is None:
+                continue
+            value, made = route.value, chosen[route.maker.name].results[route.result]
+            hub = picked.get(f"hub:{value}")
+            hub = hub.state if isinstance(hub, Wait) else hub
+            targets = self.layouts.targets(value, chosen)
+            if route.result > 0 or hub is None or (hub == RP and targets == [RP]):
+                states[value] = default_state(made, targets, route.leaves)
+            else:  # readers of a replicated value share one re-shard per kind anyway
+                states[value] = R if hub == RP and made == R else hub
+        states |= {value: table.stored(index, value) for value in self.block.parameters}
         return Assignment(strategies=chosen, states=states)
 
 

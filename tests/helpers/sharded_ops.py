@@ -28,11 +28,18 @@ from meshwright.costmodel.graph import Graph, Op, Ref, argument, map_refs
 from meshwright.costmodel.rules.traits import draws
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import REPLICATE, RP, R, Strategy, strategies
+from meshwright.costmodel.sharding.moves import Enter, Leave, Run
+from meshwright.costmodel.sharding.strategies import (
+    RP,
+    Placement,
+    R,
+    Strategy,
+    replicated,
+    strategies,
+)
 from meshwright.costmodel.user_rules.verify import called
-from meshwright.executor.lowering.emitter import Emitter, State
-from meshwright.executor.lowering.lower import Lowering
+from meshwright.executor.lowering.context import Context, State
+from meshwright.executor.lowering.emitter import Emitter
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.tracing.trace import trace
@@ -137,11 +144,11 @@ def double_by_default() -> Iterator[None]:
 # --- one operator on shards ----------------------------------------------------------------------
 
 
-class _OneOp(Emitter):
-    """The lowering of one operator whose operands come, and results stay, as its strategies say."""
+class _AsMade(Context):
+    """Values cross the boundary as they were made."""
 
-    def _leaving(self, name: str) -> State:
-        return self.states[name]
+    def boundary(self, value: str, tensor: Placement = R) -> State:
+        return self.data.states[value], tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +174,6 @@ class _Whole(nn.Module):
 class OperatorCheck:
     """One operator of a sample, alone: each operand has a name of its own; the whole is known."""
 
-    emitter = _OneOp
-
     def __init__(self, sample: Sample, op: Op) -> None:
         self.sample = sample
         names = [f"{name}_{i}" for i, name in enumerate(op.operands)]
@@ -187,9 +192,7 @@ class OperatorCheck:
             torch.randn(meta.shape, dtype=torch.promote_types(meta.dtype, PRECISION))
             for meta in (sample.graph.values[name] for name in op.results)
         ]
-        self.replicated = Strategy(
-            name=REPLICATE, operands=(R,) * len(names), results=(R,) * len(op.results)
-        )
+        self.replicated = replicated(self.op)
         self.microbatches = 1
         with double_by_default():
             self.expected = self._expected()
@@ -214,28 +217,32 @@ class OperatorCheck:
     ) -> tuple[nn.Module, list[torch.Tensor]]:
         """The lowered operator of one rank, and what it takes besides its operands."""
         op = self.op
-        low = Lowering(
+        states = dict(zip(op.results, data.results, strict=True))
+        context = _AsMade(
             graph=self.graph,
             table=self.sample.table,
-            data=DataLayout(strategies={op.name: data}, states={}, gathered=()),
+            data=DataLayout(strategies={op.name: data}, states=states, gathered=()),
             data_axis=data_axis,
             tensor_axis=tensor_axis,
             device=torch.device("cpu"),
             microbatches=self.microbatches,
         )
-        states = dict(
-            zip(op.operands, zip(data.operands, tensor.operands, strict=True), strict=True)
-        )
-        assignment = Assignment(strategies={op.name: tensor}, states={})
-        emitter = self.emitter(low, (op,), states, assignment, None)
-        module = emitter.module(op.operands, op.results)
+        operands = zip(op.operands, tensor.operands, strict=True)
+        results = zip(op.results, tensor.results, strict=True)
+        steps = [
+            *(Enter(value, state, "input") for value, state in operands),
+            Run(op, tensor),
+            *(Leave(value, state, op.name) for value, state in results),
+        ]
+        on_data = dict(zip(op.operands, data.operands, strict=True))
+        written = Emitter(context, steps, on_data).write(op.results)
         extras: list[torch.Tensor] = []
-        if emitter.losses:
+        if written.losses:
             ignored = argument(op, 4, "ignore_index", -100)
             extras.append((self.operands[1] != ignored).sum())
-        if emitter.rng is not None:
+        if written.random:
             extras.append(torch.tensor([12345, 0]))
-        return module, extras
+        return written.module, extras
 
     def check(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from meshwright.costmodel.sharding.strategies import P, Placement, R
-from meshwright.executor.lowering.emitter import State, local_view
+from meshwright.executor.lowering.context import State, local_view
 from meshwright.executor.lowering.reshard import join_parts, local_part
 from tests.helpers.threaded_ranks import Mesh, Rank
 

@@ -22,6 +22,7 @@ from meshwright.costmodel.blocks.selective import selective_ops
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import Pricer, Setting
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
+from meshwright.costmodel.sharding.moves import moves
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
 from tests.costmodel.memory.saved_tensors import (
@@ -275,9 +276,8 @@ def test_values_inside_a_fused_kernel_are_not_kept() -> None:
     fused.fusion = fuse(graph, table, "pointwise")
     for block in of.blocks[:layers]:
         layouts, assignment = of.layouts[block.name], of.assignments[block.name]
-        apart, together = (
-            block_memory(prices, layouts, assignment, {}).saved_bytes for prices in (plain, fused)
-        )
+        steps = moves(layouts, assignment, {})
+        apart, together = (block_memory(prices, steps).saved_bytes for prices in (plain, fused))
         assert apart == 4 * 4 * rows * width  # gate, its activation, up, their product
         assert together == 3 * 4 * rows * width
 

@@ -22,9 +22,10 @@ from meshwright.costmodel.memory.storage import Held, Storage
 from meshwright.costmodel.operators.pricing import Pricer, Setting
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
+from meshwright.costmodel.sharding.moves import buffer_state, moves
 from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.executor.lowering.emitter import State
-from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state
+from meshwright.executor.lowering.context import Context, State
+from meshwright.executor.lowering.lower import Lowered, Lowering
 from meshwright.executor.lowering.reshard import Axis, local_part
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageProgram, StageValues
@@ -149,7 +150,8 @@ def memories(of: Setup) -> dict[str, BlockMemory]:
     found = {}
     for block in of.blocks:
         layouts, assignment = of.layouts[block.name], of.assignments[block.name]
-        found[block.name] = block_memory(prices, layouts, assignment, of.inputs(block), passed)
+        steps = moves(layouts, assignment, of.inputs(block))
+        found[block.name] = block_memory(prices, steps, passed)
         passed |= found[block.name].leaving
     return found
 
@@ -181,7 +183,7 @@ def counted(
     graph, table = of.of.graph, of.of.table
     data, tensor = data or Axis("data", 1, 0), tensor or Axis("tensor", 1, 0)
     layout = data_layout(graph, table, data.size)
-    lowering = Lowering(
+    context = Context(
         graph=graph,
         table=table,
         data=layout,
@@ -189,8 +191,8 @@ def counted(
         tensor_axis=tensor,
         device=torch.device("cpu"),
         microbatches=of.microbatches,
-        repeated_whole=of.recompute,
     )
+    lowering = Lowering(context=context, repeated_whole=of.recompute)
     stored = parameter_states(graph, of.blocks, of.assignments, layout)
     lowered = [
         lowering.block(
@@ -220,11 +222,11 @@ def _stored(of: Setup, lowering: Lowering, states: Mapping[str, State]) -> dict[
     held = {name: tensor.clone() for name, tensor in graph.constants.items()}
     for name, state in states.items():
         meta = graph.values[name]
-        weight = torch.randn(lowering.local_shape(name, state), dtype=meta.dtype)
+        weight = torch.randn(lowering.context.local_shape(name, state), dtype=meta.dtype)
         held[name] = weight.requires_grad_(meta.requires_grad)
     for block in of.blocks:
         for name, state in _buffer_states(of, block).items():
-            shape = lowering.local_shape(name, (lowering.data.states[name], state))
+            shape = lowering.context.local_shape(name, (lowering.context.data.states[name], state))
             held[name] = torch.ones(shape, dtype=graph.values[name].dtype)
     for name in graph.buffers:
         if name not in held:

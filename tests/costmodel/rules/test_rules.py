@@ -7,7 +7,7 @@ models; views and broadcasting also on random shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
@@ -23,6 +23,7 @@ from meshwright.costmodel.rules.auto import refine
 from meshwright.costmodel.rules.registry import RULES, ein
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import indivisible
+from meshwright.executor.lowering import emitter
 from meshwright.executor.lowering.implementations import GlobalLoss, SyncBatchNorm
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.tracing.trace import trace
@@ -40,7 +41,7 @@ from tests.costmodel.rules.rule_cases import (
 )
 from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
 from tests.costmodel.rules.rule_cases_image import IMAGES
-from tests.helpers.sharded_ops import PRECISION, OperatorCheck, Sample, _OneOp, sampled
+from tests.helpers.sharded_ops import PRECISION, OperatorCheck, Sample, sampled
 from tests.helpers.threaded_ranks import Ranks, talking_ranks
 from tests.models import models
 
@@ -96,15 +97,11 @@ def test_indivisible_factors_are_named() -> None:
 # --- implementations, beyond what a strategy of one operator reaches -----------------------------
 
 
-class _Uncounted(_OneOp):
-    """The lowering of a loss whose target is not known before the step."""
-
-    def _counted(self, op: Op, known: Iterable[str]) -> bool:
-        return False
-
-
 @pytest.mark.parametrize("split", ["n", "vocab"])
-def test_loss_counts_its_rows_over_every_axis_that_splits_them(ranks: Ranks, split: str) -> None:
+def test_loss_counts_its_rows_over_every_axis_that_splits_them(
+    ranks: Ranks, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its target is not known before the step."""
     tokens = case(
         "ce",
         "",
@@ -113,7 +110,7 @@ def test_loss_counts_its_rows_over_every_axis_that_splits_them(ranks: Ranks, spl
         ids(3, 4, 6),
     )
     check = operator(tokens)
-    check.emitter = _Uncounted
+    monkeypatch.setattr(emitter, "is_counted", lambda *_: False)
     _, data = check.options(2, data=True)
     tensor = next(s for s in check.options(2) if s.split_factor == split)
     check.check((2, 2), data, tensor, ranks, talking=True)

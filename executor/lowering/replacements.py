@@ -1,0 +1,144 @@
+"""Modules that replace operators: leaves, random draws, losses over split rows, vocabulary-parallel
+embeddings, synchronised batch norms, products whose weight's gradient is put off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.rules.draws import ATTENTION, COUNTED, draws
+from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.sharding.strategies import Strategy
+from meshwright.executor.lowering.context import Context, State, local_view
+from meshwright.executor.lowering.deferred import DeferredProduct
+from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
+from meshwright.executor.lowering.experts import refused
+from meshwright.executor.lowering.implementations import ParallelEmbedding, SyncBatchNorm
+from meshwright.executor.lowering.leaves import LeafCall, part_number
+from meshwright.executor.lowering.losses import global_loss, is_global
+from meshwright.planner.plan.plan import PlanError
+
+PRODUCTS = ("linear", "addmm", "mm", "matmul")
+Replacement = tuple[nn.Module, Sequence[Any]]  # a module and the arguments of its call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """An operator as this rank calls it.
+
+    `strategies` and the states of `results` are by axis; `position` is its number in the block;
+    `count` the global count of a loss's rows, if it is known beforehand; `rng` the block's random
+    state; `travels` says whether it works on copies of tokens at their experts.
+    """
+
+    op: Op
+    position: int
+    strategies: tuple[Strategy, Strategy]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: list[State]
+    count: fx.Node | None
+    rng: fx.Node | None
+    travels: bool
+
+
+def replacement(call: Call, context: Context) -> Replacement | None:
+    """The module standing in for an operator, with its arguments; None where it runs as traced."""
+    op, args = call.op, call.args
+    on_axes = list(zip(call.strategies, context.axes, strict=True))
+    if op.short in LEAVES:
+        leaf = LeafCall(op, context.device, call.position, part_number(on_axes))
+        return leaf, (*args[1], *([call.rng] if draws(op) else ()))
+    if draws(op):
+        return _drawn(call, context)
+    if is_global(op, context, call.strategies):
+        ignore = argument(op, 4, "ignore_index", -100)
+        smoothing = argument(op, 5, "label_smoothing", 0.0)
+        loss = global_loss(op, context, call.strategies)
+        return loss, (args[0], args[1], ignore, smoothing, call.count)
+    if call.strategies[1].implementation == "embedding":
+        rows = context.graph.values[op.operands[0]].shape[0]
+        return ParallelEmbedding(context.tensor_axis.part(rows)[0]), args
+    for strategy, axis in on_axes:
+        if strategy.implementation == "batch_norm":
+            size = context.table.ops[op.name].sizes[strategy.split_factor]
+            return SyncBatchNorm(axis, size), args
+    return _deferred(call, context)
+
+
+def _deferred(call: Call, context: Context) -> Replacement | None:
+    """A product whose weight's gradient is put off: the weight is read as it is stored."""
+    op, args = call.op, call.args
+    if context.later is None or op.short not in PRODUCTS:
+        return None
+    if call.kwargs or len(args) != len(op.operands):
+        return None
+    weight, bias = (2, 0) if op.short == "addmm" else (1, 2)
+    stored = [
+        node.op == "placeholder" and value in context.deferrable
+        for node, value in zip(args, op.operands, strict=True)
+    ]
+    sizes = [len(context.graph.values[v].shape) for v in op.operands]
+    biased = len(args) == 3
+    if not stored[weight] or sizes[weight] != 2 or (biased and sizes[bias] != 1):
+        return None
+    return DeferredProduct(op.short, context.later, bias=biased and stored[bias]), args
+
+
+def _drawn(call: Call, context: Context) -> Replacement | None:
+    """Draws that are the same under every plan; others run on one device alone."""
+    op, (state, *_) = call.op, call.results
+    if call.travels:
+        raise refused(op, "its mask is by token, and it does not know which it has")
+    if op.short == ATTENTION:
+        return _attention(call, context)
+    if op.short in COUNTED:
+        dtype = context.graph.values[op.results[0]].dtype
+        module = drawn(op, dtype, _grid(context, op.results[0], state), call.position)
+        return module, (call.rng, *(a for a in call.args if isinstance(a, fx.Node)))
+    if math.prod(axis.size for axis in context.axes) == 1:
+        return None
+    raise PlanError(
+        f"plan: {op.key} ({op.target}) draws random numbers in a way of its own, which would "
+        "differ from rank to rank; legal: dropout, rand, randn, bernoulli and the like, or "
+        "dp=1 and tp=1"
+    )
+
+
+def _attention(call: Call, context: Context) -> Replacement:
+    op = call.op
+    given = dict(zip(("q", "k", "v", "mask", "p", "causal"), call.args, strict=False)) | call.kwargs
+    q, k = (context.graph.values[name].shape for name in op.operands[:2])
+    grid = _grid(context, op.results[0], call.results[0], (*q[:-1], k[-2]))
+    args = (
+        given["q"],
+        given["k"],
+        given["v"],
+        given.get("mask", given.get("attn_mask")),
+        given.get("p", given.get("dropout_p", 0.0)),
+        given.get("causal", given.get("is_causal", False)),
+        given.get("scale"),
+        q[-3] != k[-3],
+        call.rng,
+    )
+    return DropoutAttention(grid, call.position), args
+
+
+def _grid(
+    context: Context, value: str, state: State, shape: Sequence[int] | None = None
+) -> IndexGrid:
+    """Where this rank's elements of a result, or of a tensor of `shape` split as it, lie."""
+    (data, tensor), (outer, inner) = state, context.axes
+    cuts = [
+        (data, outer.size, outer.rank),
+        (local_view(tensor, data, outer.size), inner.size, inner.rank),
+    ]
+    shape = tuple(shape or context.graph.values[value].shape)
+    batched = context.table.has_batch(value) or value in single_rows(context.graph)
+    numel = math.prod(shape)
+    return IndexGrid(shape, cuts, numel // context.graph.batch_size if batched else 0)
