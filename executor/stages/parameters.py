@@ -11,7 +11,7 @@ from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import RP, Placement, R
-from meshwright.executor.lowering.emitter import State
+from meshwright.executor.lowering.context import State
 from meshwright.executor.parameters.gradients import Layout
 from meshwright.executor.parameters.parameters import StageParameter, expose, make_parameter
 from meshwright.executor.ranks.meshes import Place

@@ -249,7 +249,11 @@ class EqualStages:
         uneven = even.slowest_s * groups / even.least_s
         sent = 0.0 if schedule.hides_sends else _sent_s(setup, stages)
         turn = per_group * (costs.amortised_s(m) + sent)
-        fill = schedule.fill_s(costs.forward_s + costs.backward_s, costs.weight_s, m, groups)
+        passes_s, weight_s = (
+            np.asarray(costs.forward_s + costs.backward_s),
+            np.asarray(costs.weight_s),
+        )
+        fill = float(schedule.fill_s(passes_s, weight_s, m, groups))
         estimate = m * turn * uneven + (groups - 1) * per_group * fill
         return Combination(
             setup=setup,
