@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memory.kept import Call, keep
 from meshwright.costmodel.memory.storage import (
     Held,
@@ -29,6 +29,7 @@ from meshwright.costmodel.memory.storage import (
 )
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.rules.language import divided
+from meshwright.costmodel.rules.traits import row_reduction
 from meshwright.costmodel.sharding.moves import Enter, Leave, Move, Role, Run, Step
 from meshwright.costmodel.sharding.strategies import REPLICATE, Placement, R, Strategy, largest_part
 
@@ -39,7 +40,6 @@ ORIGINS: Mapping[Role, Origin] = {
     "parameter": "stored",
     "buffer": "stored",
 }
-LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ class _Walk:
 
     def _counted(self, op: Op, strategy: Strategy) -> bool:
         """Whether a loss is divided by a count over ranks and micro-batches."""
-        if op.short not in LOSSES or argument(op, 3, "reduction", 1) == 0:
+        if not row_reduction(op):
             return False
         setting = self.pricer.setting
         split = setting.dp > 1 or strategy.name != REPLICATE

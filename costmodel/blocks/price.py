@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.costmodel.blocks.memory import LOSSES, BlockMemory, block_memory
+from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.blocks.selective import repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators.cost import Cost, Setting, total
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.moves import Move, Run, Step, moves
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy
@@ -126,11 +127,11 @@ def pass_depends_on(setting: Setting, block: Block) -> tuple[float, ...]:
     """Cache key of a pass' price on one cluster and target: the fields of a setting that it depends
     on. The data axis is not among them, except where statistics are summed over it or a loss is
     divided by a count over it."""
-    names = {op.short for op in block.ops}
+    traits = [traits_of(op) for op in block.ops]
     found = (setting.tp, setting.cp, setting.ep, setting.rows, setting.spread)
-    if "batch_norm" in names:
+    if any(each.batch_statistics for each in traits):
         return (*found, setting.dp, setting.num_microbatches > 1)
-    if not names.isdisjoint(LOSSES):
+    if any(each.loss for each in traits):
         return (*found, setting.dp > 1, setting.num_microbatches > 1)
     return found
 

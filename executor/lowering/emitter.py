@@ -16,9 +16,8 @@ import torch
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument, map_refs
-from meshwright.costmodel.rules.draws import draws
 from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.rules.traits import draws, runs_as_reshape, traits_of
 from meshwright.costmodel.sharding.moves import Enter, Leave, Move, Run, Step
 from meshwright.costmodel.sharding.strategies import COPY_DIMS, Placement
 from meshwright.executor.lowering.context import Context, State, local_view
@@ -165,7 +164,7 @@ class Emitter:
         if node is None:
             node = self.out.call_function(_callable(op), tuple(call.args), call.kwargs)
         node = self._scaled(call, node)
-        if op.name in self.legs and op.short != COMBINE:
+        if self._at_experts(op):
             self.away.update(op.results)
         several = len(op.results) > 1 or op.results != (op.name,)
         for k, (value, state) in enumerate(zip(op.results, call.results, strict=True)):
@@ -233,18 +232,17 @@ class Emitter:
         """Arguments that hold sizes, rewritten with the local ones."""
         index = self.table.ops[op.name].shape_arg
         args = list(args)
-        if op.short == "squeeze":  # as a reshape: a dim of one local element is not one to drop
+        if runs_as_reshape(op):  # squeeze too: a dim of one local element is not one to drop
             return [args[0], self._sizes(op, op.results[0], results[0])]
         if index is None or index >= len(args):
             return args
         shapes = [self._sizes(op, v, s) for v, s in zip(op.results, results, strict=True)]
-        if op.short in ("split", "split_with_sizes"):
+        holds = traits_of(op).sizes
+        if holds == "parts":
             dim = int(argument(op, 2, "dim", 0)) % len(shapes[0])
             sizes = [shape[dim] for shape in shapes]
-            args[index] = (
-                sizes[0] if op.short == "split" and isinstance(args[index], int) else sizes
-            )
-        elif op.short == "unflatten":
+            args[index] = sizes[0] if isinstance(args[index], int) else sizes
+        elif holds == "dims":
             dim = int(op.args[1]) % len(self.graph.values[op.operands[0]].shape)
             args[index] = shapes[0][dim : dim + len(args[index])]
         else:
@@ -254,8 +252,7 @@ class Emitter:
     def _sizes(self, op: Op, value: str, state: State) -> list[int]:
         """The local shape of a result; copies at their experts are as many as arrived."""
         shape = self.context.local_shape(value, state)
-        travels = op.name in self.legs and op.short != COMBINE
-        return [-1, 1, 1, *shape[3:]] if travels else shape
+        return [-1, 1, 1, *shape[3:]] if self._at_experts(op) else shape
 
     def _scaled(self, call: Call, node: fx.Node) -> fx.Node:
         """A mean over a split factor is this rank's share of the mean."""
@@ -269,25 +266,29 @@ class Emitter:
 
     # --- copies of tokens at their experts ---
 
+    def _at_experts(self, op: Op) -> bool:
+        """Whether an operator's results are copies at their experts."""
+        return op.name in self.legs and traits_of(op).experts != "combine"
+
     def _travelling(self, call: Call) -> fx.Node | None:
         """The module standing in for an operator that sends copies of tokens away, or back, or
         multiplies them there."""
-        op, args = call.op, call.args
+        op, args, part = call.op, call.args, traits_of(call.op).experts
         leg = self.legs.get(op.name)
         if leg is None:
             return None
         assert self.context.exchange is not None
-        if op.short == DISPATCH:
+        if part == "dispatch":
             if self.context.data_axis.size > 1 and not call.results[0][0].sharded:
                 raise refused(op, "the data ranks have no tokens of their own")
             find = FindRoute(self.context.exchange, leg.experts)
             self.routes[op.name] = self._call(find, (args[1],))
             return self._call(Send(tokens=True), (args[0], self.routes[op.name]))
         route = self.routes[leg.dispatch]
-        if op.short == GROUPED:
+        if part == "product":
             x, weight, _, bias, transposed = (*args, *(None, False)[len(args) - 3 :])
             return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
-        return self._call(Return(), (args[0], route)) if op.short == COMBINE else None
+        return self._call(Return(), (args[0], route)) if part == "combine" else None
 
     def _sent(self, name: str, state: State, dispatch: str) -> fx.Node:
         """A value of copies that was made outside, sent after them."""
@@ -299,9 +300,9 @@ class Emitter:
 
 
 def _callable(op: Op) -> Any:
+    if runs_as_reshape(op):  # a shard's memory need not allow a view
+        return torch.ops.aten.reshape.default
     namespace, name, overload = op.target.split(".")
-    if name in ("view", "_unsafe_view", "squeeze") and overload != "dtype":
-        name, overload = "reshape", "default"  # a shard's memory need not allow a view
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 

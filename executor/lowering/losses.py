@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.costmodel.graph import Op, argument
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.rules.traits import row_reduction, traits_of
 from meshwright.costmodel.sharding.strategies import REPLICATE, Strategy
 from meshwright.executor.lowering.context import Context
 from meshwright.executor.lowering.implementations import GlobalLoss
 
-LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss": "nll", "nll_loss_nd": "nll"}
-MEAN = 1  # of the argument `reduction`; 0 is none, 2 the sum
+MEAN = 1  # of `row_reduction`
 
 
 def is_global(op: Op, context: Context, strategies: Sequence[Strategy]) -> bool:
     """Whether an operator is a loss, reduced and without class weights, of which a rank or a
     micro-batch has some rows or classes only. `strategies` are its own, by axis."""
-    reduced = op.short in LOSSES and argument(op, 3, "reduction", MEAN) != 0
-    if not reduced or not context.table.ops[op.name].known:
+    if not row_reduction(op) or not context.table.ops[op.name].known:
         return False
     return context.microbatches > 1 or any(s.name != REPLICATE for s in strategies)
 
@@ -25,8 +24,7 @@ def is_global(op: Op, context: Context, strategies: Sequence[Strategy]) -> bool:
 def is_counted(op: Op, context: Context, strategies: Sequence[Strategy]) -> bool:
     """Whether such a loss is a mean, whose rows are counted over all micro-batches beforehand if
     its target is known by then."""
-    mean = argument(op, 3, "reduction", MEAN) == MEAN
-    return mean and is_global(op, context, strategies)
+    return row_reduction(op) == MEAN and is_global(op, context, strategies)
 
 
 def global_loss(op: Op, context: Context, strategies: Sequence[Strategy]) -> GlobalLoss:
@@ -34,10 +32,11 @@ def global_loss(op: Op, context: Context, strategies: Sequence[Strategy]) -> Glo
     on_axes = list(zip(strategies, context.axes, strict=True))
     # the data axis splits classes too where they are rows, as in a contrastive loss
     vocabulary = next((axis for x, axis in on_axes if x.implementation), None)
-    sizes = context.table.ops[op.name].sizes
+    sizes, loss = context.table.ops[op.name].sizes, traits_of(op).loss
+    assert loss is not None
     return GlobalLoss(
-        LOSSES[op.short],
-        int(argument(op, 3, "reduction", MEAN)),
+        loss.kind,
+        row_reduction(op),
         vocabulary,
         tuple(axis for x, axis in on_axes if x.split_factor and not x.implementation),
         first_class=vocabulary.part(sizes["vocab"])[0] if vocabulary else 0,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.costmodel.graph import Block, Op, class_hash
-from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.moves import Step, moves, replicated_steps
 from meshwright.costmodel.sharding.strategies import Placement, R
@@ -100,7 +100,7 @@ class Lowering:
             module = repeat(module, (n for name in ops for n in written.made[name]))
         if block.name in self.repeated_whole:
             module = repeat_whole(module)
-        opaque = written.exchanges or any(op.short in LEAVES for op in block.ops)
+        opaque = written.exchanges or any(traits_of(op).leaf for op in block.ops)
         if self.backend is None or opaque:  # what a compiler can't look into
             return module
         return CompiledBlock(module, name=block.name, backend=self.backend)

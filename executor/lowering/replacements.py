@@ -11,19 +11,17 @@ from typing import Any
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules.draws import ATTENTION, COUNTED, draws
-from meshwright.costmodel.rules.leaf import LEAVES
+from meshwright.costmodel.rules.traits import draws, traits_of
 from meshwright.costmodel.sharding.strategies import Strategy
 from meshwright.executor.lowering.context import Context, State, local_view
 from meshwright.executor.lowering.deferred import DeferredProduct
 from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
 from meshwright.executor.lowering.experts import refused
-from meshwright.executor.lowering.implementations import ParallelEmbedding, SyncBatchNorm
+from meshwright.executor.lowering.implementations import MODULES
 from meshwright.executor.lowering.leaves import LeafCall, part_number
 from meshwright.executor.lowering.losses import global_loss, is_global
 from meshwright.planner.plan.plan import PlanError
 
-PRODUCTS = ("linear", "addmm", "mm", "matmul")
 Replacement = tuple[nn.Module, Sequence[Any]]  # a module and the arguments of its call
 
 
@@ -51,7 +49,7 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     """The module standing in for an operator, with its arguments; None where it runs as traced."""
     op, args = call.op, call.args
     on_axes = list(zip(call.strategies, context.axes, strict=True))
-    if op.short in LEAVES:
+    if traits_of(op).leaf:
         leaf = LeafCall(op, context.device, call.position, part_number(on_axes))
         return leaf, (*args[1], *([call.rng] if draws(op) else ()))
     if draws(op):
@@ -61,24 +59,21 @@ def replacement(call: Call, context: Context) -> Replacement | None:
         smoothing = argument(op, 5, "label_smoothing", 0.0)
         loss = global_loss(op, context, call.strategies)
         return loss, (args[0], args[1], ignore, smoothing, call.count)
-    if call.strategies[1].implementation == "embedding":
-        rows = context.graph.values[op.operands[0]].shape[0]
-        return ParallelEmbedding(context.tensor_axis.part(rows)[0]), args
     for strategy, axis in on_axes:
-        if strategy.implementation == "batch_norm":
-            size = context.table.ops[op.name].sizes[strategy.split_factor]
-            return SyncBatchNorm(axis, size), args
+        if make := MODULES.get(strategy.implementation):
+            return make(axis, context.table.ops[op.name].sizes[strategy.split_factor]), args
     return _deferred(call, context)
 
 
 def _deferred(call: Call, context: Context) -> Replacement | None:
     """A product whose weight's gradient is put off: the weight is read as it is stored."""
     op, args = call.op, call.args
-    if context.later is None or op.short not in PRODUCTS:
+    product = traits_of(op).product
+    if context.later is None or product is None:
         return None
     if call.kwargs or len(args) != len(op.operands):
         return None
-    weight, bias = (2, 0) if op.short == "addmm" else (1, 2)
+    weight, bias = product.weight, product.bias
     stored = [
         node.op == "placeholder" and value in context.deferrable
         for node, value in zip(args, op.operands, strict=True)
@@ -92,12 +87,12 @@ def _deferred(call: Call, context: Context) -> Replacement | None:
 
 def _drawn(call: Call, context: Context) -> Replacement | None:
     """Draws that are the same under every plan; others run on one device alone."""
-    op, (state, *_) = call.op, call.results
+    op, draw, (state, *_) = call.op, traits_of(call.op).draw, call.results
     if call.travels:
         raise refused(op, "its mask is by token, and it does not know which it has")
-    if op.short == ATTENTION:
+    if draw is not None and draw.kind == "attention dropout":
         return _attention(call, context)
-    if op.short in COUNTED:
+    if draw is not None and draw.by_counter:
         dtype = context.graph.values[op.results[0]].dtype
         module = drawn(op, dtype, _grid(context, op.results[0], state), call.position)
         return module, (call.rng, *(a for a in call.args if isinstance(a, fx.Node)))

@@ -32,7 +32,7 @@ import numpy as np
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
+from meshwright.costmodel.rules.traits import traits_of
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.moves import Route, routes
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
@@ -90,8 +90,7 @@ class BlockProgram:
         self.problem = PairwiseProblem()
         self._routes = routes(layouts)
         several = pricer.setting.ep > 1
-        moved = (DISPATCH, COMBINE, GROUPED) if several else ()
-        self._shared_out = [op for op in self.block.ops if op.short in moved]
+        self._shared_out = [op for op in self.block.ops if several and traits_of(op).experts]
         self._build()
         self._storable = {value: self._states(value) for value in self.block.parameters}
         self._stored = [self._store(value) for value in self.block.parameters]

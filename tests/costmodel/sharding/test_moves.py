@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.graph import Block
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, default_state
 from meshwright.costmodel.sharding.moves import (
     Enter,
@@ -149,7 +150,7 @@ def test_gradients_of_parameters_wait_for_the_step_where_all_are_partial(
         targets = {v: layouts.targets(v, assignment.strategies) for v in parameters}
         for step in moves(layouts, assignment, inputs):
             if isinstance(step, Move):
-                readers = len(layouts.readers[step.value])
+                readers = len(layouts.readers.get(step.value, ()))
                 alone = readers == 1 or targets.get(step.value) == [RP]
                 assert step.once == (step.value in parameters and alone)
         partial = {v: RP for v in parameters if targets[v] == [RP]}
@@ -182,9 +183,20 @@ class Shared(nn.Module):
 
 
 def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
-    """Re-shards of the value between a product by rows, which makes it partial, and two others."""
+    """Re-shards of the value between a product by rows, which makes it partial, and two others.
+    `state` names its hub."""
     of = cut(Shared(), (torch.empty(4, 8), torch.empty(4, 8)), F.mse_loss, precision="fp32")
-    layouts = BlockLayouts(of.graph, of.table, of.graph.blocks[0], 2)
+    block = Block(
+        name="all",
+        ops=of.graph.ops,
+        inputs=(),
+        outputs=(),
+        derived=tuple(of.graph.inputs),
+        parameters=tuple(of.graph.parameters),
+        buffers=(),
+        class_id="all",
+    )
+    layouts = BlockLayouts(of.graph, of.table, block, 2)
     first, *others = [op for op in layouts.block.ops if op.short == "linear"]
     entries = {first.name: Entry.parse(f"rowwise{state}")}
     entries |= {op.name: Entry.parse(name) for op, name in zip(others, readers, strict=True)}
@@ -195,7 +207,7 @@ def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
 
 def test_readers_of_one_state_share_its_re_shard() -> None:
     assert moved("", "rowwise", "rowwise") == [(P, COLUMNS)]
-    assert moved("", "colwise", "colwise") == [(P, RP)]
+    assert moved("", "colwise", "colwise") == [(P, R), (R, RP)]
 
 
 def test_a_hub_is_passed_through_where_it_is_neither_end() -> None:
