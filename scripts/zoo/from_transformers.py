@@ -397,9 +397,3 @@ vision(
         "window_size": 7,
     },
 )
-vision(
-    "ConvNeXt",
-    "ConvNext",
-    small={"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "drop_path_rate": 0.0},
-    published={"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 3, 27, 3]},
-)

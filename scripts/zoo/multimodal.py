@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
-from scripts.zoo.from_transformers import built, decoder, transformers_library
+from scripts.zoo.from_transformers import built, decoder, transformers_library, vision
 from scripts.zoo.registry import IMAGES, SMALL, VOCAB, Built, entry, ids, pixels, random_numbers
+
+
+vision(
+    "ConvNeXt",
+    "ConvNext",
+    small={"hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2, "drop_path_rate": 0.0},
+    published={"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 3, 27, 3]},
+)
 
 
 @entry("SegFormer", "transformers", IMAGES)

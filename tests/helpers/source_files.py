@@ -42,11 +42,19 @@ class SourceFile:
         """The package that the module lies in; a package lies in itself."""
         return self.module if self.is_package else self.module.rpartition(".")[0]
 
-    def imports(self) -> Iterator[tuple[int, str]]:
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> tuple[tuple[int, str], ...]:
         """Line and absolute name of every import, in functions and under TYPE_CHECKING too."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.stmt | ast.expr):
-                yield from ((node.lineno, name) for name in self.imported(node))
+        return tuple(
+            (node.lineno, name)
+            for node in self.nodes
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)
+            for name in self.imported(node)
+        )
 
     def imported(self, node: ast.AST) -> list[str]:
         """Absolute names that one statement asks for, `from a import b` being `a.b`; also the
@@ -100,7 +108,7 @@ def defined_in(name: str, modules: Mapping[str, SourceFile]) -> str | None:
         return None
     file, rest = modules[module], name[len(module) + 1 :]
     if file.is_package and rest:
-        for _, exported in file.imports():
+        for _, exported in file.imports:
             if exported.rpartition(".")[2] == rest and exported != name:
                 return defined_in(exported, modules)
     return module
