@@ -329,13 +329,13 @@ class Emitter:
             if strategy.implementation == "batch_norm":
                 size = self.table.ops[op.name].sizes[strategy.split_factor]
                 return self._call(SyncBatchNorm(axis, size), tuple(args))
-        if self.low.later is not None:
+        if self.low.weight_gradients is not None:
             return self._deferred(op, args, kwargs)
         return None
 
     def _deferred(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> fx.Node | None:
         """A product whose weight's gradient is put off: the weight is read as it is stored."""
-        assert self.low.later is not None
+        assert self.low.weight_gradients is not None
         if op.short not in PRODUCTS or kwargs or len(args) != len(op.operands):
             return None
         weight = 2 if op.short == "addmm" else 1
@@ -348,7 +348,9 @@ class Emitter:
         if not given[weight] or sizes[weight] != 2 or biased:
             return None
         bias = given[0 if op.short == "addmm" else 2] if len(args) == 3 else False
-        return self._call(DeferredProduct(op.short, self.low.later, bias=bias), tuple(args))
+        return self._call(
+            DeferredProduct(op.short, self.low.weight_gradients, defer_bias=bias), tuple(args)
+        )
 
     def _drawn(
         self, op: Op, position: int, args: list[Any], kwargs: dict[str, Any], state: State

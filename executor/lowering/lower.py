@@ -24,7 +24,7 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement, R
 from meshwright.executor.lowering.compile import CompiledBlock
-from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.deferred import WeightGradientQueue
 from meshwright.executor.lowering.emitter import Emitter, State
 from meshwright.executor.lowering.experts import legs
 from meshwright.executor.lowering.regions import repeat, repeat_whole, with_keepers
@@ -48,8 +48,8 @@ class Lowered:
 class Lowering:
     """Lowers the parts of one stage for one rank.
 
-    `microbatches` is m, for losses that are means. `later` takes the weight gradients of
-    `deferrable` parameters where the schedule splits the backward; `repeated` names the operators
+    `microbatches` is m, for losses that are means. `weight_gradients` queues those of `deferrable`
+    parameters where the schedule splits the backward; `repeated` names the operators
     that selective recompute runs again, by block, `repeated_whole` the blocks that full recompute
     does; `backend` of torch.compile compiles the blocks. `exchange` are the ranks that share the
     experts out: what is sent to them depends on the data, so that no block which does is compiled.
@@ -63,7 +63,7 @@ class Lowering:
     device: torch.device
     microbatches: int
     exchange: Axis | None = None
-    later: Later | None = None
+    weight_gradients: WeightGradientQueue | None = None
     deferrable: frozenset[str] = frozenset()
     repeated: Mapping[str, frozenset[str]] = field(default_factory=dict)
     repeated_whole: frozenset[str] = frozenset()

@@ -17,12 +17,17 @@ from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.strategies import RP, Placement, R
-from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.deferred import WeightGradientQueue
 from meshwright.executor.lowering.emitter import State
 from meshwright.executor.lowering.lower import Lowered, Lowering, buffer_state, crossing
 from meshwright.executor.lowering.reshard import local_part
-from meshwright.executor.parameters.gradients import Layout
-from meshwright.executor.parameters.parameters import StageParameter, expose, make_parameter
+from meshwright.executor.parameters.parameters import (
+    ParameterSpec,
+    StageParameter,
+    expose,
+    make_parameter,
+)
+from meshwright.executor.parameters.tied import TiedLayout
 from meshwright.executor.parameters.zero3 import shard_stage
 from meshwright.executor.ranks.meshes import BACKWARD, FORWARD, Edge, Place
 from meshwright.executor.stages.stage import BlockModule, StageProgram
@@ -89,7 +94,7 @@ class Builder:
         self.edges = crossings(plan, graph)
         self.owners = stages_of_parameters(plan, graph)
         splits = SCHEDULES[plan.schedule].splits_backward and backend is None
-        self.later = Later() if splits else None
+        self.weight_gradients = WeightGradientQueue() if splits else None
         self.dtype = COMPUTE[plan.precision]
         self.shared: dict[str, StageParameter] = {}
         self.states: dict[str, State] = {}  # of the shared ones
@@ -117,7 +122,7 @@ class Builder:
             exchange=place.exchange,
             device=place.device,
             microbatches=self.plan.num_microbatches,
-            later=self.later,
+            weight_gradients=self.weight_gradients,
             backend=self.backend,
             deferrable=self._deferrable(blocks),
             repeated_whole=frozenset(
@@ -229,12 +234,10 @@ class Builder:
             if experts and self.place.here.folded:
                 on_tensor = Placement("S", 0)
             dtype = self.graph.values[value].dtype
-            p = make_parameter(
+            spec = ParameterSpec(
                 value=value,
                 fqn=fqn,
-                source=named[fqn],
                 placement=on_tensor if on_tensor.sharded else R,
-                place=self.place,
                 sum_data=on_data == RP,
                 sum_tensor=on_tensor == RP,
                 zero=self.plan.stages[k].zero,
@@ -244,6 +247,7 @@ class Builder:
                 gatherable=len(here) == 1 and dtype == self.dtype,
                 reached=value in self.reached,
             )
+            p = make_parameter(spec, named[fqn], self.place)
             if len(here) == 1:
                 made.append(p)
             else:
@@ -251,17 +255,17 @@ class Builder:
                 expose(p, self.place)
         return tuple(made)
 
-    def _tied(self) -> dict[str, dict[int, Layout]]:
-        found: dict[str, dict[int, Layout]] = {}
+    def _tied(self) -> dict[str, dict[int, TiedLayout]]:
+        found: dict[str, dict[int, TiedLayout]] = {}
         for block in self.graph.blocks:
             k = self.owner[block.name]
             for value in block.parameters:
                 if len(self.owners[value]) > 1:
                     state = self.assignments[k][block.name].states[value]
                     per = found.setdefault(self.graph.parameters[value], {})
-                    divided = bool(self.plan.stages[k].zero)
+                    zero = bool(self.plan.stages[k].zero)
                     per.setdefault(
-                        k, Layout(placement=state if state.sharded else R, divided=divided)
+                        k, TiedLayout(placement=state if state.sharded else R, zero=zero)
                     )
         return found
 
@@ -297,7 +301,7 @@ class Builder:
 
         def channel(a: int, b: int, way: str) -> Channel:
             moved = slices(meta.shape, *ends[a], *ends[b])
-            group = place.links[edge, way]
+            group = place.edge_groups[edge, way]
             return Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
 
         sends = k == edge[0]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.schedules.schedule import Action, Instruction
-from meshwright.executor.lowering.deferred import Later, accumulate
-from meshwright.executor.parameters.gradients import Reducer
-from meshwright.executor.ranks.watch import progress
+from meshwright.executor.lowering.deferred import WeightGradientQueue, accumulate
+from meshwright.executor.parameters.reducer import Reducer
+from meshwright.executor.ranks.watchdog import progress
 from meshwright.executor.stages.stage import Pass, StageProgram
 from meshwright.executor.stages.transfer import Channel
 
@@ -67,12 +67,13 @@ class PipelineRun:
         *,
         rng: Callable[[int], tuple[int, int]],
         scale: float,
-        later: Later,
+        weight_gradients: WeightGradientQueue,
         observe: Observer | None = None,
     ) -> None:
         """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction."""
         self.stages, self.stream = stages, stream
-        self.rng, self.scale, self.later, self.observe = rng, scale, later, observe
+        self.rng, self.scale, self.observe = rng, scale, observe
+        self.weight_gradients = weight_gradients
         self.passes: dict[Unit, Pass] = {}
         self.activations: dict[Unit, dict[str, torch.Tensor]] = {}
         self.gradients: dict[Unit, dict[str, torch.Tensor]] = {}
@@ -135,9 +136,9 @@ class PipelineRun:
         whole, last = instruction.action is Action.BACKWARD, k == stage.last
         stage.reducer.before_backward(last=last, whole=whole)
         found = stage.program.backward(done, self.gradients.pop(unit, {}), self.scale)
-        taken = self.later.take()
+        taken = self.weight_gradients.take()
         if whole:
-            accumulate(taken, stage.reducer.made)
+            accumulate(taken, stage.reducer.take_gradient)
             if not last:
                 stage.reducer.after_backward()
         else:
@@ -154,12 +155,12 @@ class PipelineRun:
         stage = self.stages[s]
         last = k == stage.last
         stage.reducer.before_backward(last=last, whole=False)
-        accumulate(self.put_off.pop(unit), stage.reducer.made)
+        accumulate(self.put_off.pop(unit), stage.reducer.take_gradient)
         if not last:
             stage.reducer.after_backward()
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.stages[instruction.stage].reducer.close()
+        self.stages[instruction.stage].reducer.flush()
 
     # --- messages ---
 
