@@ -1,4 +1,4 @@
-"""The traced model as plain data: tensors, operators, blocks.
+"""The operator graph of a traced model as plain data: values, operators, blocks.
 
 A `Graph` holds no torch modules and no weights, only names, shapes and wiring, so that it can be
 priced, hashed and rewritten without a device. It is traced for one micro-batch of `batch_size`
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ OWN_NAMESPACES = ("aten", "meshwright")  # whose operators are recognised by nam
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor argument of an operator, by value name."""
+    """A reference to a value by name, in place of a tensor argument of an operator."""
 
     name: str
 
@@ -36,21 +37,22 @@ class TensorMeta:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Op:
     """One operator call.
 
     `args` and `kwargs` are the call's arguments with every tensor replaced by a `Ref`. `results`
     has one name per output tensor. `key` is the stable name used by plans: the module's FQN, the
-    operator, and its occurrence there (`transformer.h.0.mlp.c_fc:addmm`). `operands` are the names
-    of the tensor arguments in call order, repeats included; `short` is `short_name(target)`.
+    operator, and its occurrence there (`transformer.h.0.mlp.c_fc:addmm`).
     """
 
     name: str
@@ -61,12 +63,16 @@ class Op:
     key: str = ""
     module: str = ""
     source: str = ""
-    operands: tuple[str, ...] = field(init=False, compare=False)
-    short: str = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "operands", (*refs(self.args), *refs(self.kwargs)))
-        object.__setattr__(self, "short", short_name(self.target))
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensor arguments in call order, repeats included."""
+        return (*refs(self.args), *refs(self.kwargs))
+
+    @cached_property
+    def short(self) -> str:
+        """`short_name(target)`."""
+        return short_name(self.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +122,13 @@ class Graph:
     notes: tuple[str, ...] = ()
 
     def num_parameters(self) -> int:
+        """Elements of all parameters; tied ones count once."""
         return sum(self.values[name].numel for name in self.parameters)
 
 
 def short_name(target: str) -> str:
-    """`add` of `aten.add.Tensor`; `mylib.add` of `mylib.add.default`, whose name says nothing."""
+    """An operator's name: `add` for `aten.add.Tensor`; with its namespace for others' operators,
+    `mylib.add` for `mylib.add.default`."""
     namespace, name = target.split(".")[:2]
     return name if namespace in OWN_NAMESPACES else f"{namespace}.{name}"
 
@@ -151,14 +159,14 @@ def map_refs(tree: Any, fn: Any) -> Any:
 
 
 def argument(op: Op, index: int, name: str, default: Any) -> Any:
-    """A non-tensor argument by position or keyword."""
+    """A non-tensor argument of a call by position or keyword, or its default."""
     if name in op.kwargs:
         return op.kwargs[name]
     return op.args[index] if index < len(op.args) else default
 
 
 def verify_graph(graph: Graph) -> None:
-    """Check what every reader of a Graph relies on; a violation is a bug of the tracer.
+    """Raise AssertionError for an inconsistent graph, which is a bug of the tracer.
 
     Every operand is defined before it is read, by one definition of known shape; names and keys are
     unique; derived operators read no parameter and no activation; the loss is a scalar; blocks, if
@@ -191,6 +199,7 @@ def verify_graph(graph: Graph) -> None:
 
 
 def _declared(graph: Graph, sources: tuple[str, ...]) -> set[str]:
+    """The names of inputs, parameters, buffers and constants, checked."""
     _check(len(set(sources)) == len(sources), "a value is of two kinds")
     for name in sources:
         _check(name in graph.values, f"{name} has no shape")
@@ -198,6 +207,7 @@ def _declared(graph: Graph, sources: tuple[str, ...]) -> set[str]:
 
 
 def _define(graph: Graph, op: Op, defined: set[str]) -> None:
+    """Check an operator's reads, and add its results to the `defined` names."""
     for name in op.operands:
         _check(name in defined, f"{op.name} ({op.key}) reads {name} before it is defined")
     for name in op.results:
@@ -211,18 +221,20 @@ def _check(holds: bool, what: str) -> None:
         raise AssertionError(f"inconsistent graph: {what}")
 
 
+# a float scalar in a call's text
 FLOAT = r"(?<![\w.])-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)(?![\w.])"
 
 
 def class_hash(graph: Graph, block: Block, *, exact: bool = False) -> str:
-    """Hash of a block's program with local names; float scalars are masked unless `exact`."""
-    local: dict[str, int] = {}
+    """Structural hash of a block: equal for the same program on other values. Float scalars are
+    masked unless `exact`."""
+    local: dict[str, int] = {}  # value name -> its number in the block
 
     def number(name: str) -> str:
         meta = graph.values[name]
         kind = "p" if name in graph.parameters else "b" if name in graph.buffers else "v"
-        at = local.setdefault(name, len(local))
-        return f"{kind}{at}{meta.shape}{meta.dtype}{meta.requires_grad}"
+        index = local.setdefault(name, len(local))
+        return f"{kind}{index}{meta.shape}{meta.dtype}{meta.requires_grad}"
 
     lines = [str([number(n) for n in block.inputs])]
     for op in block.ops:

@@ -1,4 +1,4 @@
-"""Target: how the software that runs a plan executes it, apart from the hardware.
+"""Target: how a training framework executes a plan, apart from the hardware.
 
 Two frameworks run the same plan on the same devices at different speeds, because one fuses its
 pointwise kernels and the other doesn't, one hides its gradient reduction behind the backward and
@@ -100,10 +100,10 @@ class Target:
                 f"target {self.name!r}: expert_imbalance={self.expert_imbalance!r}; legal: from 1 "
                 "(balanced), the busiest rank's tokens over the mean"
             )
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
-                raise ValueError(f"target {self.name!r}: {each.name}={value!r}; legal: 0 or more")
+                raise ValueError(f"target {self.name!r}: {field.name}={value!r}; legal: 0 or more")
 
 
 EAGER = Target(name="eager", counter_dropout=True)
@@ -130,7 +130,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def target_named(name: str) -> Target:
-    """A target by its name; ValueError with the legal ones for another."""
+    """A target by its name. Raises ValueError for an unknown one, with the legal names."""
     try:
         return TARGETS[name]
     except (KeyError, TypeError):

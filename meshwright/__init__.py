@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshwright.api import auto_parallelize as auto_parallelize
     from meshwright.costmodel.rules.user import RuleError as RuleError
     from meshwright.costmodel.user_rules.add import rule as rule
-    from meshwright.executor.parameters.reduced import Reduced as Reduced
+    from meshwright.executor.parameters.partial_dtensors import Reduced as Reduced
     from meshwright.executor.ranks.launch import distributed as distributed
     from meshwright.model import ParallelModel as ParallelModel
     from meshwright.planner.errors import TraceError as TraceError
@@ -34,7 +34,7 @@ _HOMES = {
     "ParallelModel": "model",
     "Plan": "planner.plan.plan",
     "PlanError": "planner.plan.plan",
-    "Reduced": "executor.parameters.reduced",
+    "Reduced": "executor.parameters.partial_dtensors",
     "RuleError": "costmodel.rules.user",
     "TraceError": "planner.errors",
     "auto_parallelize": "api",

@@ -17,7 +17,7 @@ from meshwright.executor.checkpoint import checkpoint, weights
 from meshwright.executor.checkpoint.checkpoint import Saving
 from meshwright.executor.parameters.norms import clip_
 from meshwright.executor.ranks import launch
-from meshwright.executor.ranks.watch import progress
+from meshwright.executor.ranks.watchdog import progress
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
 from meshwright.planner.batch import batch_rows, input_leaves
@@ -199,7 +199,7 @@ class ParallelModel:
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
         norm before, equal on all ranks. Collective.
         """
-        return clip_(self.runtime.held, self.runtime.place, max_norm, norm_type)
+        return clip_(self.runtime.stage_parameters, self.runtime.place, max_norm, norm_type)
 
     @property
     def skipped_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads the shipped hardware catalog: one JSON file per device and per node, checked key by key.
+"""Reader of the hardware catalog: one JSON file per device and per node, checked key by key.
 
 Every number in a file is an object `{"value", "unit", "source", "kind", "date"}`. One that depends
 on a size may be a curve, `{"points": [[x, y], ...], "x_unit", "unit", "source", "kind", "date"}`.
@@ -281,7 +281,7 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
 
 
 def _factor(unit: object, place: str, dimension: str) -> float:
-    """What one `unit` is in the SI unit of `dimension`."""
+    """The factor from `unit` to the SI unit of `dimension`. Raises ValueError for another."""
     units = sorted(name for name, (of, _) in _UNITS.items() if of == dimension)
     if unit not in units:
         raise ValueError(f"{place} is {unit!r}; legal for {dimension}: {', '.join(units)}")
@@ -289,7 +289,7 @@ def _factor(unit: object, place: str, dimension: str) -> float:
 
 
 def _number(value: object, place: str, dimension: str) -> float:
-    """`value` as a float inside the range of its dimension."""
+    """`value` as a float. Raises ValueError outside the range of its dimension."""
     legal = "0 or more" if dimension in _MAY_BE_ZERO else "above 0"
     legal += ", up to 1" if dimension in _UP_TO_ONE else ""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -317,7 +317,7 @@ def _curve(points: object, place: str, dimension: str, x_factor: float, y_factor
 
 
 def _tiles(value: object, place: str) -> Tiles:
-    """`value` as pairs; their range is the device's to check."""
+    """`value` as pairs (rows, columns), whose range Device checks."""
     if not isinstance(value, list) or not all(isinstance(tile, list) for tile in value):
         raise ValueError(f"{place}: value is {value!r}; legal: [[rows, columns], ...]")
     return tuple(tuple(tile) for tile in value)

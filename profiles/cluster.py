@@ -189,7 +189,7 @@ class Cluster:
 
 
 def _device(entry: Entry, host_s: float | None) -> Device:
-    """`host_s`: what its node says of its own host, where it does."""
+    """The device of a catalog entry; `host_s` is its node's host overhead, if that has its own."""
     prefix = "peak_flops."
     with _naming(entry):
         return Device(
@@ -232,7 +232,7 @@ def _link(entry: Entry, key: str) -> Link:
 
 @contextmanager
 def _naming(entry: Entry) -> Iterator[None]:
-    """Put the catalog file's name before whatever a Device or Link refuses."""
+    """Put the catalog file's name before the message of a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -240,7 +240,8 @@ def _naming(entry: Entry) -> Iterator[None]:
 
 
 def _profiled(cluster: Cluster, n: int) -> Cluster:
-    """`cluster` with its CPU device's rates measured, and shared out among `n` ranks."""
+    """`cluster` with its CPU device's rates measured, divided among `n` ranks where these are more
+    than cores."""
     rates, cores = measure_cpu(), os.cpu_count() or 1
     share = min(1.0, cores / n)
     device = dataclasses.replace(
@@ -296,7 +297,8 @@ def _table(value: Any, place: str) -> Mapping[str, Any]:
 
 
 def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
-    """`base` (a Device or Link) with the values of a TOML table put over its fields."""
+    """`base` (a Device or Link) with fields replaced by those of a TOML table. Raises ValueError
+    with the `place` for unknown keys and illegal values."""
     legal = [field.name for field in dataclasses.fields(base)]
     for key in table:
         if key not in legal:
@@ -312,7 +314,7 @@ def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in plain JSON types, dataclasses by field."""
+    """`value` in JSON types, dataclasses by field."""
     if isinstance(value, Curve):
         return value.to_plain()
     if isinstance(value, Rates):

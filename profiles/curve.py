@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -23,39 +24,54 @@ FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
 Points = tuple[tuple[float, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Curve:
-    """y at x for every x >= 0, from `points` in increasing order of x.
+    """y at x for every x >= 0, from `points` (x, y) in increasing order of x.
 
     Raises ValueError where there is no point, x does not increase from above 0, or a y is not a
     finite number above 0.
     """
 
     points: Points
-    _x: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    _log_x: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    _y: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    _slope: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        points = _checked(self.points)
-        xs, ys = zip(*points, strict=True)
-        logs = tuple(math.log(x) for x in xs)
-        # The line left of the first point and right of the last one is level.
-        steps = zip(logs, logs[1:], ys, ys[1:], strict=False)
-        slope = (0.0, *((y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in steps), 0.0)
-        derived = {"points": points, "_x": xs, "_log_x": logs, "_y": ys, "_slope": slope}
-        for name, value in (derived | {"_hash": hash(points)}).items():
-            object.__setattr__(self, name, value)
+        if _checked(self.points) != self.points:
+            raise ValueError(f"curve: points are {self.points!r}; legal: a tuple of pairs (x, y)")
 
     def __hash__(self) -> int:
         return self._hash
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.points)
+
+    @cached_property
+    def _x(self) -> tuple[float, ...]:
+        return tuple(x for x, _ in self.points)
+
+    @cached_property
+    def _y(self) -> tuple[float, ...]:
+        return tuple(y for _, y in self.points)
+
+    @cached_property
+    def _log_x(self) -> tuple[float, ...]:
+        return tuple(math.log(x) for x in self._x)
+
+    @cached_property
+    def _slope(self) -> tuple[float, ...]:
+        """Slopes of y over log x, (len(points) + 1,): level before the first and after the last."""
+        steps = zip(self._log_x, self._log_x[1:], self._y, self._y[1:], strict=False)
+        return (0.0, *((y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in steps), 0.0)
+
+    @classmethod
+    def through(cls, points: object) -> Curve:
+        """The curve through a sequence of pairs (x, y). Raises ValueError as the class does."""
+        return cls(points=_checked(points))
+
     @classmethod
     def constant(cls, y: float) -> Curve:
         """The curve that is `y` everywhere."""
-        return cls(points=((1.0, y),))
+        return cls.through(((1.0, y),))
 
     @property
     def is_constant(self) -> bool:
@@ -68,7 +84,7 @@ class Curve:
         return max(self._y)
 
     def __call__(self, x: FloatOrArray) -> FloatOrArray:
-        """y at `x`, 0 or more; a number for a number, an array for an array."""
+        """y at `x` >= 0, a number or an array, of the same shape."""
         if isinstance(x, np.ndarray):
             logs = np.log(np.maximum(x, self._x[0]))
             return np.interp(logs, self._log_x, self._y)
@@ -83,17 +99,18 @@ class Curve:
         )
 
     def to_plain(self) -> float | list[list[float]]:
-        """A number if constant, else [[x, y], ...]: what `as_curve` reads."""
+        """A number if constant, else [[x, y], ...]; `as_curve` reads both."""
         return self._y[0] if self.is_constant else [list(point) for point in self.points]
 
 
 def as_curve(value: object) -> Curve:
-    """`value` as a Curve: one already, a number, or a sequence of (x, y) pairs."""
+    """`value` as a Curve: one already, a number, or a sequence of (x, y) pairs. Raises ValueError
+    for anything else."""
     if isinstance(value, Curve):
         return value
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return Curve(points=value)  # type: ignore[arg-type]
-    return Curve.constant(value)  # type: ignore[arg-type]
+        return Curve.through(value)
+    return Curve.through(((1.0, value),))
 
 
 def _checked(points: object) -> Points:

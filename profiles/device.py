@@ -1,4 +1,4 @@
-"""Device and Link: what one accelerator and one wire can do.
+"""Device and Link: the performance model of one accelerator and of one interconnect.
 
 Values are SI (bytes, seconds, FLOP/s, bytes/s). Both are frozen, hashable and equal by value, and
 refuse a number out of its range when they are made, whoever makes them.
@@ -157,17 +157,17 @@ class Link:
 
 
 def check_number(what: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:
-    """Raise unless `value` is a finite number above 0 (or `zero`), up to `most`."""
+    """Raise ValueError unless `value` is a finite number above 0 (or `zero`), up to `most`."""
     legal = f"{'0 or more' if zero else 'above 0'}{f', up to {most:g}' if most < math.inf else ''}"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{what} is {value!r}; legal: a finite number, {legal}")
-    if value < 0 or (value == 0 and not zero) or value > most:  # type: ignore[operator]
+    if value < 0 or (value == 0 and not zero) or value > most:
         raise ValueError(f"{what} is {value!r}; legal: {legal}")
 
 
 def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
-    """`value` as a Curve of fractions which, if over an amount of `work`, never outruns it."""
+    """`value` as a Curve of fractions in (0, 1]. Over an amount of `work` it may rise by at most
+    its first power, so that more work never takes less time. Raises ValueError otherwise."""
     if isinstance(value, int | float):
         check_number(what, value, most=1.0)
     try:
@@ -185,7 +185,8 @@ def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
 
 
 def checked_tiles(what: str, value: object) -> tuple[tuple[int, int], ...]:
-    """`value` as a tuple of (rows, columns), the largest area first."""
+    """`value` as a tuple of (rows, columns), the largest area first. Raises ValueError for anything
+    else."""
     legal = "legal: pairs of whole numbers (rows, columns), the largest area first"
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"{what} is {value!r}; {legal}")
@@ -201,6 +202,6 @@ def checked_tiles(what: str, value: object) -> tuple[tuple[int, int], ...]:
 
 
 def check_whole(what: str, value: object, *, least: int = 1) -> None:
-    """Raise unless `value` is a whole number, `least` or more."""
+    """Raise ValueError unless `value` is a whole number, `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{what} is {value!r}; legal: a whole number, {least} or more")

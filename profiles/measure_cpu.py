@@ -1,4 +1,4 @@
-"""Measures what one core of this machine achieves, in well under a second.
+"""Measurement of one CPU core's FLOP/s, memory bandwidth and call overhead, in under a second.
 
 A rank on a CPU runs one thread, so that is what is timed: a square matmul in fp32 and bf16, a copy
 too large for the caches, and an operator so small that only its call costs. The best of several

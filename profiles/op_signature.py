@@ -1,4 +1,4 @@
-"""What is measured: one operator call at local shapes, as a value that is its own cache key.
+"""Signature of an operator call at local shapes: the cache key of its measured time.
 
 Two calls with equal signatures take equal time. The text form is canonical JSON, so that a cache
 file needs no code to be read, and a call can be rebuilt from its key alone:
@@ -25,8 +25,8 @@ Operand = tuple[str, tuple[int, ...], bool]  # dtype name, local shape, requires
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSignature:
-    """One operator call: `target` (`aten.add.Tensor`), its tensors, and everything else it is
-    given, as canonical JSON (`arguments`)."""
+    """One operator call: `target` (`aten.add.Tensor`), its tensor `operands`, and all of its
+    `arguments` as canonical JSON."""
 
     target: str
     operands: tuple[Operand, ...]
@@ -44,12 +44,12 @@ class OpSignature:
 
     @property
     def short(self) -> str:
-        """`add` of `aten.add.Tensor`."""
+        """The operator's name: `add` for `aten.add.Tensor`."""
         return self.target.split(".")[1]
 
     @property
     def dtype(self) -> str:
-        """The dtype it computes in: of the first floating operand, else of the first one."""
+        """The compute dtype: of the first floating operand, else of the first one."""
         names = [dtype for dtype, _, _ in self.operands]
         return next((n for n in names if is_floating(n)), names[0] if names else "none")
 
@@ -62,6 +62,7 @@ class OpSignature:
 
     @property
     def differentiable(self) -> bool:
+        """Whether a gradient flows into an operand."""
         return any(grad for _, _, grad in self.operands)
 
     @staticmethod
@@ -81,7 +82,7 @@ class OpSignature:
         try:
             data = json.loads(text)
             target, operands = data.pop("op"), data.pop("operands")
-            made = OpSignature(
+            signature = OpSignature(
                 target=str(target),
                 operands=tuple(
                     (_dtype_name(dtype), tuple(map(int, shape)), bool(grad))
@@ -91,12 +92,12 @@ class OpSignature:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{text[:120]!r} is no operator signature: {error}") from error
-        return made
+        return signature
 
     def call_arguments(
         self, tensor: Callable[[int], Any], device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
-        """`args` and `kwargs` of the call, operand i being `tensor(i)`, on a device."""
+        """`args` and `kwargs` of the call on a device, with operand i as `tensor(i)`."""
         given = json.loads(self.arguments)
         args, kwargs = (_decode(given[key], tensor, device) for key in ("args", "kwargs"))
         return args, kwargs
@@ -104,13 +105,14 @@ class OpSignature:
 
 @dataclass(frozen=True, slots=True)
 class OperandIndex:
-    """Stands for the i-th operand among a call's arguments."""
+    """A reference to the i-th operand among a call's arguments."""
 
     index: int
 
 
 def is_floating(dtype: str) -> bool:
-    return getattr(torch, dtype).is_floating_point
+    """Whether the dtype of that name is a floating-point one."""
+    return bool(getattr(torch, dtype).is_floating_point)
 
 
 def _dtype_name(value: object) -> str:

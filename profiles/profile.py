@@ -1,4 +1,4 @@
-"""What a device's measurements say about an operator or a collective, with a label for each answer.
+"""Lookup of measured operator and collective times, with a label for the origin of each answer.
 
     measured        this call was timed
     interpolated    the same call was timed with one of its sizes smaller, and with it larger:
@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 
@@ -39,42 +40,47 @@ Point = tuple[int, float]  # bytes, seconds
 Answer = tuple[float, float, str]  # seconds of the forward, of the backward, label
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
-    """Measurements of one device, ready to be asked; equal to itself alone.
+    """Measurements of one device, indexed for lookup; equal to itself alone.
 
     `ranks` and `backend` are the cluster's; `slowdown` is its ranks per core where there are more
-    ranks than cores: each then has a share of the core on which the operators were timed.
+    ranks than cores: each then has a fraction of the core on which the operators were timed.
     """
 
-    found: Measurements
+    measurements: Measurements
     ranks: int
     backend: str
     slowdown: float = 1.0
-    _families: Mapping[str, list[tuple[tuple[int, ...], Timing]]] = field(init=False, repr=False)
-    _curves: Mapping[tuple[str, int, int], list[Point]] = field(init=False, repr=False)
     _answers: dict[str, Answer | None] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _families(self) -> Mapping[str, list[tuple[tuple[int, ...], Timing]]]:
+        """Call without its operands' sizes -> the sizes and time of each call that was timed."""
         families: dict[str, list[tuple[tuple[int, ...], Timing]]] = defaultdict(list)
-        for text, timing in self.found.operators.items():
+        for text, timing in self.measurements.operators.items():
             family, sizes = _family(text)
             families[family].append((sizes, timing))
+        return dict(families)
+
+    @cached_property
+    def _curves(self) -> Mapping[tuple[str, int, int], list[Point]]:
+        """(collective, group size, ranks per node) -> its points in increasing order of bytes."""
         curves: dict[tuple[str, int, int], list[Point]] = defaultdict(list)
-        for c in self.found.collectives:
+        for c in self.measurements.collectives:
             if (c.ranks, c.backend) == (self.ranks, self.backend):
                 curves[c.kind, c.size, c.per_node].append((c.nbytes, c.seconds))
-        object.__setattr__(self, "_families", dict(families))
-        object.__setattr__(self, "_curves", {key: sorted(c) for key, c in curves.items()})
+        return {key: sorted(points) for key, points in curves.items()}
 
     def op(self, signature_text: str) -> Answer | None:
-        """Seconds of the forward, of the backward, and the label; None where nothing is known."""
+        """Seconds of an operator's forward and backward, and the label; None where it was neither
+        timed nor lies between timed calls."""
         if signature_text not in self._answers:
             self._answers[signature_text] = self._answer(signature_text)
         return self._answers[signature_text]
 
     def _answer(self, text: str) -> Answer | None:
-        timing = self.found.operators.get(text)
+        timing = self.measurements.operators.get(text)
         if timing is not None:
             forward_s, backward_s, label = timing.forward_s, timing.backward_s, MEASURED
         else:
@@ -109,7 +115,7 @@ class Profile:
 
 
 def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None:
-    """What the cache knows of a cluster's device; None where it knows nothing.
+    """The profile of a cluster's device from the cache; None where it has none.
 
     A CPU's measurements hold for this machine, driver and torch alone; a GPU's for that GPU: where
     several drivers or torch versions were measured, this machine's, else the latest. Curves that
@@ -143,37 +149,40 @@ def _loaded(cluster: Cluster, store: Store) -> Profile | None:
     return profile_of(cluster, _completed(store.read(chosen), published.collectives))
 
 
-def _completed(found: Measurements, published: Iterable[CollectiveTiming]) -> Measurements:
-    """Measurements with others' curves for the groups that have none."""
-    own = {_curve_of(c) for c in found.collectives}
-    added = tuple(c for c in published if _curve_of(c) not in own)
-    return replace(found, collectives=found.collectives + added)
+def _completed(measurements: Measurements, published: Iterable[CollectiveTiming]) -> Measurements:
+    """Measurements, with published curves for the groups that were not measured here."""
+    measured = {_curve_of(c) for c in measurements.collectives}
+    added = tuple(c for c in published if _curve_of(c) not in measured)
+    return replace(measurements, collectives=measurements.collectives + added)
 
 
 def _curve_of(c: CollectiveTiming) -> tuple[str, str, int, int, int]:
     return c.backend, c.kind, c.ranks, c.size, c.per_node
 
 
-def profile_of(cluster: Cluster, found: Measurements) -> Profile:
+def profile_of(cluster: Cluster, measurements: Measurements) -> Profile:
     """The profile of measurements taken for a cluster's device."""
     slowdown = 1.0
     if cluster.device.kind == "cpu":
         slowdown = max(1.0, cluster.devices_per_node / (os.cpu_count() or 1))
     return Profile(
-        found=found, ranks=cluster.num_devices, backend=cluster.backend, slowdown=slowdown
+        measurements=measurements,
+        ranks=cluster.num_devices,
+        backend=cluster.backend,
+        slowdown=slowdown,
     )
 
 
 def is_device_of(cluster: Cluster, name: str) -> bool:
-    """Whether a device that calls itself `name` is the cluster's."""
+    """Whether `name`, as a driver gives it, is the cluster's device."""
     if cluster.device.kind == "cuda":
         return device_of_driver(name) == cluster.device.name
     return name == DeviceId.here("cpu", cores_busy(cluster)).name
 
 
 def published_id(cluster: Cluster) -> DeviceId:
-    """Under whose name others' collectives are kept: the device in its node, as two nodes with the
-    same GPUs have different networks; of no driver and no torch that is known."""
+    """The cache key of published collectives: the device in its node, as two nodes with the same
+    GPUs have different networks; driver and torch are unknown."""
     name, device = cluster.name, cluster.device.name
     if name in catalog_names():  # a device's name stands for its usual node
         name = read_entry(name).texts.get("usual_node", name)
@@ -181,14 +190,14 @@ def published_id(cluster: Cluster) -> DeviceId:
 
 
 def device_name(cluster: Cluster) -> str:
-    """What to call the cluster's device beside a profile's."""
+    """The name of the cluster's device, to compare with a profile's."""
     if cluster.device.kind == "cuda":
         return cluster.device.name
     return DeviceId.here("cpu", cores_busy(cluster)).name
 
 
 def cores_busy(cluster: Cluster) -> int:
-    """Cores of this machine that the cluster's ranks keep busy at once."""
+    """The number of this machine's cores that the cluster's ranks occupy."""
     return min(cluster.devices_per_node, os.cpu_count() or 1)
 
 
@@ -202,7 +211,7 @@ def _here(cluster: Cluster) -> DeviceId | None:
 
 
 def _family(text: str) -> tuple[str, tuple[int, ...]]:
-    """A call without its operands' sizes, and the sizes: equal families differ in sizes alone."""
+    """A call without its operands' sizes, and the sizes."""
     signature = OpSignature.parse(text)
     sizes = tuple(size for _, shape, _ in signature.operands for size in shape)
     ranks = [(dtype, len(shape), grad) for dtype, shape, grad in signature.operands]
@@ -212,16 +221,16 @@ def _family(text: str) -> tuple[str, tuple[int, ...]]:
 def _interpolated(
     wanted: tuple[int, ...], known: Iterable[tuple[tuple[int, ...], Timing]]
 ) -> tuple[float, float] | None:
-    """Between the nearest smaller and the nearest larger call that differ from `wanted` in one
-    size."""
-    found: dict[tuple[int, ...], list[tuple[Fraction, Timing]]] = defaultdict(list)
+    """Forward and backward seconds, linear between the nearest smaller and the nearest larger call
+    that differ from `wanted` in one size; None where one of them is missing."""
+    by_dims: dict[tuple[int, ...], list[tuple[Fraction, Timing]]] = defaultdict(list)
     for sizes, timing in known:
         scaled = tuple(d for d, pair in enumerate(zip(wanted, sizes, strict=True)) if _differ(pair))
         ratios = {Fraction(sizes[d], wanted[d]) for d in scaled if wanted[d]}
         if len(ratios) == 1:
-            found[scaled].append((ratios.pop(), timing))
+            by_dims[scaled].append((ratios.pop(), timing))
     brackets = []
-    for points in found.values():
+    for points in by_dims.values():
         below = max((p for p in points if p[0] < 1), key=lambda p: p[0], default=None)
         above = min((p for p in points if p[0] > 1), key=lambda p: p[0], default=None)
         if below is not None and above is not None:
@@ -229,10 +238,10 @@ def _interpolated(
     if not brackets:
         return None
     _, (low, before), (high, after) = min(brackets, key=lambda b: b[0])
-    share = float((1 - low) / (high - low))
+    fraction = float((1 - low) / (high - low))
     return (
-        before.forward_s + share * (after.forward_s - before.forward_s),
-        before.backward_s + share * (after.backward_s - before.backward_s),
+        before.forward_s + fraction * (after.forward_s - before.forward_s),
+        before.backward_s + fraction * (after.backward_s - before.backward_s),
     )
 
 

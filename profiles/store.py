@@ -1,4 +1,4 @@
-"""The cache of measurements: one SQLite file, exchanged as JSON.
+"""The cache of measured times: one SQLite file, exchanged as JSON.
 
 A measurement belongs to a device (its name, its driver, the torch that drove it) and is found by
 its dtype and signature, or by its collective, backend, group and bytes. A file that is corrupt,
@@ -30,7 +30,8 @@ from meshwright.profiles.timings import CollectiveTiming, Timing
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+R = TypeVar("R")
+T = TypeVar("T", Timing, CollectiveTiming)
 
 FORMAT = 1  # of the JSON
 SCHEMA = 2  # of the file; 1 had no column for the source of a collective
@@ -52,7 +53,7 @@ CREATE TABLE collectives (
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class DeviceId:
-    """Whose measurements they are: the name its driver gives, the driver, the torch version."""
+    """The device of measurements: the name its driver gives, the driver, the torch version."""
 
     name: str
     driver: str
@@ -60,8 +61,8 @@ class DeviceId:
 
     @staticmethod
     def here(kind: str, at_once: int = 1) -> DeviceId:
-        """This machine's device of a kind, "cpu" or "cuda"; of a CPU one core, while `at_once`
-        cores are busy."""
+        """This machine's device of a kind, "cpu" or "cuda"; for a CPU one core while `at_once` are
+        busy."""
         if kind == "cuda":
             name, driver = torch.cuda.get_device_name(0), _nvidia_driver()
         else:
@@ -72,7 +73,7 @@ class DeviceId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What is known of one device: operators by signature text, and collectives."""
+    """The measurements of one device: operators by signature text, and collectives."""
 
     device: DeviceId
     operators: Mapping[str, Timing]
@@ -103,11 +104,11 @@ class Store:
         self.lock_timeout_s = lock_timeout_s
 
     def read(self, device: DeviceId) -> Measurements:
-        """Everything known of a device; empty where nothing is."""
+        """The measurements of a device; empty where there are none."""
         return self._guarded(lambda connection: _read(connection, device))
 
     def devices(self) -> list[DeviceId]:
-        """Whose measurements are here."""
+        """The devices that have measurements, sorted."""
         query = (
             "SELECT device, driver, torch FROM operators UNION "
             "SELECT device, driver, torch FROM collectives ORDER BY 1, 2, 3"
@@ -115,15 +116,16 @@ class Store:
         rows = self._guarded(lambda connection: connection.execute(query).fetchall())
         return [DeviceId(name=n, driver=d, torch=t) for n, d, t in rows]
 
-    def add(self, found: Measurements) -> None:
-        """Keep measurements; what was known of the same signature or message is replaced."""
-        _check(found, "measured")
-        key = (found.device.name, found.device.driver, found.device.torch)
+    def add(self, measurements: Measurements) -> None:
+        """Store measurements, replacing those of the same signature or message. Raises ValueError
+        for numbers that no measurement can have given."""
+        _check(measurements, "measured")
+        key = (measurements.device.name, measurements.device.driver, measurements.device.torch)
         operators = [
             (*key, OpSignature.parse(text).dtype, text, *_values(t))
-            for text, t in found.operators.items()
+            for text, t in measurements.operators.items()
         ]
-        collectives = [(*key, *_values(c)) for c in found.collectives]
+        collectives = [(*key, *_values(c)) for c in measurements.collectives]
 
         def write(connection: sqlite3.Connection) -> None:
             with connection:
@@ -138,15 +140,15 @@ class Store:
 
     # --- the file ---
 
-    def _guarded(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """`work` on the file; on a new one where the file can't be used."""
+    def _guarded(self, work: Callable[[sqlite3.Connection], R]) -> R:
+        """Run `work` on the file, or on a new one where the file can't be used."""
         try:
             return self._with_file(work)
         except (sqlite3.Error, ValueError) as error:
             self._move_aside(error)
         return self._with_file(work)
 
-    def _with_file(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _with_file(self, work: Callable[[sqlite3.Connection], R]) -> R:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self.path, timeout=self.lock_timeout_s)
         with contextlib.closing(connection):
@@ -176,7 +178,7 @@ class Store:
 
 
 def _upgrade(connection: sqlite3.Connection) -> None:
-    """A file of schema 1 to the present one, unless another process has just done it."""
+    """Migrate a file of schema 1, unless another process has just done it."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         if connection.execute("PRAGMA user_version").fetchone()[0] == 1:
@@ -193,38 +195,42 @@ def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
     collectives = connection.execute(
         f"SELECT {_columns(CollectiveTiming)} FROM collectives {mine}", key
     ).fetchall()
-    found = Measurements(
+    measurements = Measurements(
         device=device,
-        operators={text: _made(Timing, values) for text, *values in operators},
-        collectives=tuple(_made(CollectiveTiming, values) for values in collectives),
+        operators={text: _record(Timing, values) for text, *values in operators},
+        collectives=tuple(_record(CollectiveTiming, values) for values in collectives),
     )
-    _check(found, "cached")
-    return found
+    _check(measurements, "cached")
+    return measurements
 
 
-def _columns(kind: type) -> str:
-    return ", ".join(field.name for field in fields(kind))
+def _field_names(kind: type[Timing | CollectiveTiming]) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
-def _values(record: Any) -> tuple[Any, ...]:
-    return tuple(getattr(record, field.name) for field in fields(record))
+def _columns(kind: type[Timing | CollectiveTiming]) -> str:
+    return ", ".join(_field_names(kind))
 
 
-def _made(kind: Callable[..., T], values: Iterable[Any]) -> T:
-    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
-    return kind(**dict(zip(names, values, strict=True)))
+def _values(record: Timing | CollectiveTiming) -> tuple[Any, ...]:
+    return tuple(getattr(record, name) for name in _field_names(type(record)))
 
 
-def _check(found: Measurements, place: str) -> None:
-    """Raise ValueError for a number that no measurement can have given."""
-    for text, timing in found.operators.items():
+def _record(kind: type[T], values: Iterable[Any]) -> T:
+    """A record from its fields' values, in order."""
+    return kind(**dict(zip(_field_names(kind), values, strict=True)))
+
+
+def _check(measurements: Measurements, place: str) -> None:
+    """Raise ValueError for a value that no measurement can have given."""
+    for text, timing in measurements.operators.items():
         OpSignature.parse(text)
         where = f"{place} operator {text[:80]}"
         check_number(f"{where}: forward_s", timing.forward_s)
         check_number(f"{where}: backward_s", timing.backward_s, zero=True)
         check_whole(f"{where}: repetitions", timing.repetitions)
         check_number(f"{where}: spread", timing.spread, zero=True)
-    for c in found.collectives:
+    for c in measurements.collectives:
         where = f"{place} {c.kind!r} of {c.nbytes!r} bytes"
         if not all(isinstance(text, str) for text in (c.kind, c.backend, c.source)):
             raise ValueError(f"{where}: kind, backend and source must be texts")
@@ -237,17 +243,17 @@ def _check(found: Measurements, place: str) -> None:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def export_json(found: Measurements, path: str | Path) -> None:
-    """Write measurements, sorted, for another machine or a repository."""
+def export_json(measurements: Measurements, path: str | Path) -> None:
+    """Write measurements as sorted JSON, for another machine or a repository."""
     operators = [
         {"signature": json.loads(text), **asdict(timing)}
-        for text, timing in sorted(found.operators.items())
+        for text, timing in sorted(measurements.operators.items())
     ]
-    collectives = [asdict(c) for c in sorted(found.collectives, key=_values)]
+    collectives = [asdict(c) for c in sorted(measurements.collectives, key=_values)]
     lines = [
         f'  "format": {FORMAT},',
         f'  "kind": {json.dumps(KIND)},',
-        f'  "device": {json.dumps(asdict(found.device))},',
+        f'  "device": {json.dumps(asdict(measurements.device))},',
         '  "operators": ' + _listed(operators) + ",",
         '  "collectives": ' + _listed(collectives),
     ]
@@ -255,7 +261,7 @@ def export_json(found: Measurements, path: str | Path) -> None:
 
 
 def _listed(items: Iterable[Mapping[str, Any]]) -> str:
-    """One item a line, to be read and compared."""
+    """A JSON list with one item a line, to be read and compared."""
     rows = [f"    {json.dumps(item)}" for item in items]
     return "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
 
@@ -280,27 +286,28 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
         )
     with _naming(place):
         device = DeviceId(**{key: str(data["device"][key]) for key in ("name", "driver", "torch")})
-        found = Measurements(
+        measurements = Measurements(
             device=device,
             operators={
-                OpSignature.parse(json.dumps(row["signature"])).text: _picked(Timing, row)
+                OpSignature.parse(json.dumps(row["signature"])).text: _from_row(Timing, row)
                 for row in data["operators"]
             },
-            collectives=tuple(_picked(CollectiveTiming, row) for row in data["collectives"]),
+            collectives=tuple(_from_row(CollectiveTiming, row) for row in data["collectives"]),
         )
-        _check(found, "imported")
+        _check(measurements, "imported")
     if not accepts(device.name):
         raise ValueError(
             f"profile {place} is of device {device.name!r}, but the cluster's device is "
             f"{expected!r}; profile that device, or name the cluster the profile is of"
         )
-    return found
+    return measurements
 
 
-def _picked(kind: Callable[..., T], row: Mapping[str, Any]) -> T:
-    known = fields(kind)  # type: ignore[arg-type]
+def _from_row(kind: type[T], row: Mapping[str, Any]) -> T:
+    """A record from an object of the JSON, with other keys ignored."""
+    known = fields(kind)
     values = (row[f.name] if f.default is MISSING else row.get(f.name, f.default) for f in known)
-    return _made(kind, values)
+    return _record(kind, values)
 
 
 @contextlib.contextmanager
@@ -319,7 +326,7 @@ def _naming(place: Path) -> Iterator[None]:
 
 
 def _cpu_name() -> str:
-    """The processor's name and its number of cores: a virtual machine has a part of one."""
+    """The processor's name and this machine's number of cores, e.g. of a virtual machine."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -328,7 +335,7 @@ def _cpu_name() -> str:
 
 
 def _nvidia_driver() -> str:
-    """`CUDA 12.8, driver 550.54.15`: what torch was built for, and what it found."""
+    """E.g. `CUDA 12.8, driver 550.54.15`: torch's CUDA version, and the installed driver's."""
     version = "unknown"
     with contextlib.suppress(OSError, IndexError):
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")

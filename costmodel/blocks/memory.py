@@ -16,7 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.memory.kept import Call, keep
+from meshwright.costmodel.memory.call import Call
+from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.storage import (
     Held,
     Local,

@@ -1,4 +1,4 @@
-"""Checkpoints: saved under one plan, loaded under any other, never half there.
+"""Distributed checkpoints: saved under one plan, loaded under any other, replaced atomically.
 
 A checkpoint is a folder on a file system that all ranks see:
 
@@ -12,15 +12,13 @@ A checkpoint is a folder on a file system that all ranks see:
 
 `dcp.load({"model": ...}, checkpoint_id=path)` reads the weights without Meshwright.
 
-Of each part that several ranks hold, one writes: on one mesh `Writers` chooses; of tied copies it
-is the first stage's. A save tells all ranks before it returns whether it worked, and so does a
-load: what one rank finds wrong is raised on all (`checkpoint_ranks.py`). How a finished folder
-takes the place of the last one is told in `checkpoint_folder.py`.
+Of the replicas of a chunk, one rank writes: on one mesh `ReplicaWriters` chooses it; of tied copies
+it is the first stage's. An error of one rank in a save or a load is raised on all
+(`ranks/object_collectives.py`). `atomic_folder.py` says how a finished folder replaces the last.
 
-To load needs no memory beside the tensors that are loaded into: parameters are read in place, the
+A load needs no memory beside the tensors that it fills: parameters are read in place, the
 optimizer's states into those it will keep. A load that fails while it reads (a damaged file) has
-overwritten some; whatever else can be wrong is found before. Tensors without elements are not
-stored.
+overwritten some; every other error is raised before. Tensors without elements are not stored.
 """
 
 from __future__ import annotations
@@ -35,26 +33,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from meshwright.executor.checkpoint import folder as checkpoint_folder
-from meshwright.executor.checkpoint import optimizer as checkpoint_optimizer
-from meshwright.executor.checkpoint.parts import LoadPlanner, Parts, SavePlanner, Writers
+from meshwright.executor.checkpoint import atomic_folder, optimizer_state
+from meshwright.executor.checkpoint.chunks import LocalChunks, ReplicaWriters
+from meshwright.executor.checkpoint.dcp_storage import read_tensors, stored_tensors, write_tensors
 from meshwright.executor.checkpoint.weights import initialise_buffers
 from meshwright.executor.ranks import background
-from meshwright.executor.ranks.agree import (
-    WAITING,
-    failing,
-    gloo_group,
-    on_first,
-    part,
-    together,
-    told_by_all,
-    told_to_first,
-)
 from meshwright.executor.ranks.background import Background
-from meshwright.executor.ranks.watch import progress
+from meshwright.executor.ranks.object_collectives import (
+    all_gather_object,
+    gather_object,
+    gloo_group,
+    phase,
+    raising_runtime_error,
+    run_on_all,
+    run_on_first,
+)
+from meshwright.executor.ranks.watchdog import progress
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.flow import stages_of_parameters
 
@@ -64,26 +59,27 @@ NOTES, PLAN = "training.pt", "plan.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A checkpoint that is saved, or, with a `thread`, on its way to the disk."""
+    """A checkpoint that is saved, or that a background `thread` is writing."""
 
     thread: Background | None
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete on the disk; RuntimeError, once, if it failed."""
+        """Return when the checkpoint is complete on the disk. Raises RuntimeError, once, if it
+        failed."""
         if self.thread is not None:
             self.thread.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Targets:
-    """What a rank loads: the model's tensors and the optimizer's new states, by FQN."""
+    """The tensors that a rank loads into: the model's and the optimizer's new states, by FQN."""
 
     model: dict[str, torch.Tensor]
-    optimizer: checkpoint_optimizer.States
+    optimizer: optimizer_state.States
 
 
 def _group(runtime: Runtime) -> dist.ProcessGroup | None:
-    """The ranks that take part; None on one device."""
+    """The gloo group of all ranks; None on one device."""
     return None if runtime.place.mesh is None else gloo_group()
 
 
@@ -100,24 +96,24 @@ def save(
 ) -> Saving:
     """Write a checkpoint, or replace the one at `path`. Collective.
 
-    `extra` are objects with `state_dict()`, the same on all ranks; rank 0's is saved. Asynchronous,
-    it returns when this rank's part is copied to the host, and the disk follows beside training.
-    As a step must, each part of a save must end within the launch's timeout. Raises ValueError
-    where something can't be saved, RuntimeError where the disk refuses.
+    `extra` are objects with `state_dict()`, the same on all ranks; rank 0's is saved.
+    `asynchronous` returns when this rank's chunks are copied to the host, and writes them in the
+    background. Each phase of a save must end within the launch's timeout, as a step's must. Raises
+    ValueError for a state that can't be saved, RuntimeError where writing fails.
     """
     background.finish_all()
     folder, group = Path(path).absolute(), _group(runtime)
     with progress.during("saving a checkpoint"):
-        saving = on_first(group, lambda: checkpoint_folder.prepare(folder, NOTES))
-        tensors, notes = together(group, lambda: _collect(runtime, optimizer, saving))
-        every = told_to_first(group, notes)
-        on_first(group, lambda: _describe(saving, runtime, every, extra or {}))
+        saving = run_on_first(group, lambda: atomic_folder.prepare(folder, NOTES))
+        tensors, notes = run_on_all(group, lambda: _collect(runtime, optimizer, saving))
+        all_notes = gather_object(group, notes)
+        run_on_first(group, lambda: _write_notes(saving, runtime, all_notes, extra or {}))
         if not asynchronous:
             _write(tensors, saving, folder, group)
             return Saving(thread=None)
-        with part("copying a checkpoint to the host"):
+        with phase("copying a checkpoint to the host"):
             copied = {
-                kind: {name: parts.copied() for name, parts in named.items()}
+                kind: {name: chunks.copied() for name, chunks in named.items()}
                 for kind, named in tensors.items()
             }
             if runtime.place.device.type == "cuda":
@@ -128,9 +124,10 @@ def save(
 
 def _collect(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path
-) -> tuple[dict[str, dict[str, Parts]], checkpoint_optimizer.Notes | None]:
-    """What this rank writes, and what it tells of the optimizer."""
-    if not runtime.loaded or runtime.unset & runtime.saved:
+) -> tuple[dict[str, dict[str, LocalChunks]], optimizer_state.Notes | None]:
+    """The chunks that this rank writes, and its notes on the optimizer. Raises ValueError where the
+    model has no weights, or the folder is not shared."""
+    if not runtime.loaded or runtime.uninitialised & runtime.persistent:
         raise ValueError(
             "checkpoint: the model is on the meta device: it has no weights to save; call "
             "init_weights, load_weights, load_state_dict or load_checkpoint first"
@@ -140,37 +137,39 @@ def _collect(
             f"checkpoint: rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 "
             f"made; save to a file system that all hosts share"
         )
-    place, homes = runtime.place, _homes(runtime)
+    place, writing_ranks = runtime.place, _writing_ranks(runtime)
     parameters = dict(runtime.named_parameters())
-    states: checkpoint_optimizer.States = {}
+    states: optimizer_state.States = {}
     notes = None
     if optimizer is not None:
-        led = [fqn for fqn in parameters if homes[fqn][0] == place.rank]
-        states, notes = checkpoint_optimizer.collect(optimizer, parameters, led)
-    writers = Writers()
+        led = [fqn for fqn in parameters if writing_ranks[fqn][0] == place.rank]
+        states, notes = optimizer_state.collect(optimizer, parameters, led)
+    writers = ReplicaWriters()
 
-    def mine(fqn: str, x: torch.Tensor) -> bool:
-        return place.rank in homes.get(fqn, (place.rank,)) and writers.is_mine(x, place.mesh)
+    def is_mine(fqn: str, x: torch.Tensor) -> bool:
+        ranks = writing_ranks.get(fqn, (place.rank,))
+        return place.rank in ranks and writers.is_mine(x, place.mesh)
 
     # in the order of the names, since buffers come in another order on every rank
-    model = {fqn: Parts.of(x) for fqn, x in sorted(_model(runtime).items()) if mine(fqn, x)}
+    tensors = sorted(_model_tensors(runtime).items())
+    model = {fqn: LocalChunks.of(x) for fqn, x in tensors if is_mine(fqn, x)}
     flat = {
-        f"{fqn}.{name}": Parts.of(x)
+        f"{fqn}.{name}": LocalChunks.of(x)
         for fqn, state in sorted(states.items())
         for name, x in sorted(state.items())
-        if mine(fqn, x)
+        if is_mine(fqn, x)
     }
     return {"model": model, "optimizer": flat}, notes
 
 
-def _model(runtime: Runtime) -> dict[str, torch.Tensor]:
+def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, each under its first name."""
-    found = runtime.state_dict()
-    return {fqn: x for fqn, x in found.items() if fqn not in runtime.graph.aliases}
+    state = runtime.state_dict()
+    return {fqn: x for fqn, x in state.items() if fqn not in runtime.graph.aliases}
 
 
-def _homes(runtime: Runtime) -> dict[str, tuple[int, ...]]:
-    """The ranks of the first stage that holds each parameter: they write it."""
+def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:
+    """FQN -> the ranks of the first stage that holds the parameter, which write it."""
     plan, graph = runtime.plan, runtime.graph
     return {
         graph.parameters[value]: plan.stages[stages[0]].ranks
@@ -178,16 +177,17 @@ def _homes(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _describe(
+def _write_notes(
     saving: Path,
     runtime: Runtime,
-    notes: list[checkpoint_optimizer.Notes | None],
+    notes: list[optimizer_state.Notes | None],
     extra: Mapping[str, Any],
 ) -> None:
-    """Write what is no tensor. Only what loads without running code is taken."""
-    told = [each for each in notes if each is not None]
-    merged = checkpoint_optimizer.merge(told) if told else None
-    states = {name: thing.state_dict() for name, thing in extra.items()}
+    """Write the notes and the plan. Raises ValueError for a state that does not load without
+    running code."""
+    given = [note for note in notes if note is not None]
+    merged = optimizer_state.merge(given) if given else None
+    states = {name: x.state_dict() for name, x in extra.items()}
     described = {
         "format": FORMAT,
         "model": runtime.plan.model,
@@ -199,51 +199,33 @@ def _describe(
     }
     for name, value in {"optimizer": merged, **states}.items():
         try:
-            torch.load(io.BytesIO(_packed(value)), weights_only=True)
+            torch.load(io.BytesIO(_serialized(value)), weights_only=True)
         except (pickle.PickleError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"checkpoint: the state of {name!r} holds more than tensors, numbers, text and "
                 f"containers of these, so it could not be loaded safely: {error}"
             ) from error
-    checkpoint_folder.write_synced(saving / NOTES, _packed(described))
-    checkpoint_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
+    atomic_folder.write_synced(saving / NOTES, _serialized(described))
+    atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
 
 
-def _packed(value: Any) -> bytes:
+def _serialized(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def _write(
-    tensors: dict[str, dict[str, Parts]],
+    tensors: dict[str, dict[str, LocalChunks]],
     saving: Path,
     folder: Path,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write the tensors, and put the folder in its place when all ranks have."""
-    with failing(f"checkpoint {str(folder)!r}: not saved; what was there before still is"):
-        with part(WAITING, waits=True):
-            dcp.save(
-                tensors,
-                storage_writer=_Writer(saving),
-                planner=SavePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-        on_first(group, lambda: checkpoint_folder.publish(saving, folder))
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Writes files; what a rank writes itself is not waiting."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        with part("writing a checkpoint"):
-            return super().write_data(*args, **kwargs)
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        with part("finishing a checkpoint"):
-            super().finish(*args, **kwargs)
+    """Write the tensors, and publish the folder when all ranks have."""
+    failed = f"checkpoint {str(folder)!r}: not saved; what was there before still is"
+    with raising_runtime_error(failed):
+        write_tensors(tensors, saving, group)
+        run_on_first(group, lambda: atomic_folder.publish(saving, folder))
 
 
 # --- load -----------------------------------------------------------------------------------------
@@ -258,35 +240,35 @@ def load(
 ) -> None:
     """Read a checkpoint, saved under this plan or another. Collective.
 
-    The optimizer need not have made a step. Raises FileNotFoundError where there is nothing,
-    ValueError where what is there does not fit, RuntimeError where it is damaged.
+    The optimizer need not have made a step. Raises FileNotFoundError where there is no checkpoint,
+    ValueError where it does not fit the model or the optimizer, RuntimeError where it is damaged.
     """
     background.finish_all()
     group = _group(runtime)
     place = f"checkpoint {str(path)!r}"
     with progress.during("loading a checkpoint"):
-        folder, notes = on_first(
+        folder, notes = run_on_first(
             group, lambda: _opened(Path(path).absolute(), runtime, optimizer, extra or {}, place)
         )
-        targets, options = together(
+        targets, options = run_on_all(
             group, lambda: _prepared(runtime, optimizer, folder, notes, place)
         )
-        agreed = _agreed(told_by_all(group, options), place)
+        merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, folder, group, place)
         runtime.load_state_dict(targets.model)
         runtime.steps, runtime.seed = notes["steps"], notes["seed"]
         if runtime.loss_scale is not None and notes["loss_scale"] is not None:
             runtime.loss_scale.load_state_dict(notes["loss_scale"])
         if optimizer is not None:
-            checkpoint_optimizer.install(
+            optimizer_state.install(
                 optimizer,
                 dict(runtime.named_parameters()),
                 notes["optimizer"],
                 targets.optimizer,
-                agreed,
+                merged,
             )
-        for name, thing in (extra or {}).items():
-            thing.load_state_dict(notes["extra"][name])
+        for name, x in (extra or {}).items():
+            x.load_state_dict(notes["extra"][name])
 
 
 def _opened(
@@ -296,8 +278,9 @@ def _opened(
     extra: Mapping[str, Any],
     place: str,
 ) -> tuple[Path, dict[str, Any]]:
-    """The folder to read and its notes; raises where they are not what this run can take."""
-    folder = checkpoint_folder.published(path)
+    """The folder to read, and its notes. Raises FileNotFoundError or ValueError where this run
+    can't load them."""
+    folder = atomic_folder.published(path)
     if not folder.exists():
         raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")
     if not (folder / NOTES).exists():
@@ -305,7 +288,7 @@ def _opened(
             f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "
             f"otherwise go through load_state_dict"
         )
-    with failing(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
+    with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
         notes = torch.load(folder / NOTES, weights_only=True)
     if notes["format"] != FORMAT:
         raise ValueError(f"{place}: has format {notes['format']}; this version reads {FORMAT}")
@@ -316,7 +299,7 @@ def _opened(
             f"weights by torch.distributed.checkpoint and give load_state_dict those that fit"
         )
     if optimizer is not None:
-        checkpoint_optimizer.check_class(optimizer, notes["optimizer"], place)
+        optimizer_state.check_class(optimizer, notes["optimizer"], place)
     if missing := sorted(set(extra) - set(notes["extra"])):
         raise ValueError(
             f"{place}: holds no state of {missing}; saved as extra: {sorted(notes['extra'])}"
@@ -330,19 +313,15 @@ def _prepared(
     folder: Path,
     notes: dict[str, Any],
     place: str,
-) -> tuple[_Targets, list[checkpoint_optimizer.Options | None]]:
-    """The tensors to read into, and the options of the optimizer's groups as far as known here.
+) -> tuple[_Targets, list[optimizer_state.Options | None]]:
+    """The tensors to read into, and the options of the optimizer's groups that this rank knows.
 
     Buffers that are on meta and were not saved are initialised, as by `load_weights`.
     """
-    stored = {
-        name: x
-        for name, x in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-        if isinstance(x, TensorStorageMetadata)
-    }
+    stored = stored_tensors(folder)
     model = {
         fqn: torch.empty_like(x, device="cpu") if fqn in runtime.unused else x  # the user's own
-        for fqn, x in _model(runtime).items()
+        for fqn, x in _model_tensors(runtime).items()
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
@@ -359,54 +338,35 @@ def _prepared(
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
     if optimizer is None:
         return _Targets(model=model, optimizer={}), []
-    found = {
+    stored_states = {
         name.removeprefix("optimizer."): x
         for name, x in stored.items()
         if name.startswith("optimizer.")
     }
     parameters, saved = dict(runtime.named_parameters()), notes["optimizer"]
-    states = checkpoint_optimizer.allocate(optimizer, parameters, saved, found, place)
-    options = checkpoint_optimizer.options_of(optimizer, parameters, saved, place)
+    states = optimizer_state.allocate(optimizer, parameters, saved, stored_states, place)
+    options = optimizer_state.options_of(optimizer, parameters, saved, place)
     return _Targets(model=model, optimizer=states), options
 
 
-def _agreed(
-    options: Sequence[Sequence[checkpoint_optimizer.Options | None]], place: str
-) -> list[checkpoint_optimizer.Options | None]:
+def _merged_options(
+    options: Sequence[Sequence[optimizer_state.Options | None]], place: str
+) -> list[optimizer_state.Options | None]:
     """The options of each group, from the first rank that has a parameter in it."""
-    if len({len(each) for each in options}) > 1:
+    if len({len(groups) for groups in options}) > 1:
+        counts = [len(groups) for groups in options]
         raise ValueError(
-            f"{place}: the optimizer has {[len(each) for each in options]} groups on the ranks; "
+            f"{place}: the optimizer has {counts} groups on the ranks; "
             f"make the same groups on all of them, empty where a rank has none of the parameters"
         )
-    return [next((x for x in each if x is not None), None) for each in zip(*options, strict=True)]
+    by_group = zip(*options, strict=True)
+    return [next((x for x in known if x is not None), None) for known in by_group]
 
 
 def _read(targets: _Targets, folder: Path, group: dist.ProcessGroup | None, place: str) -> None:
     named = {f"model.{fqn}": x for fqn, x in targets.model.items()}
     for fqn, state in targets.optimizer.items():
         named |= {f"optimizer.{fqn}.{name}": x for name, x in state.items()}
-    pieces = [piece for name, x in named.items() for piece in Parts.of(x).pieces(name)]
-    with (
-        failing(f"{place}: damaged, and read in part; load an earlier one"),
-        part(WAITING, waits=True),
-    ):
-        dcp.load(
-            {},
-            storage_reader=_Reader(folder),
-            planner=LoadPlanner(pieces),
-            process_group=group,
-            no_dist=group is None,
-        )
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads files; what a rank reads itself is not waiting."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        with part("reading a checkpoint's metadata"):
-            return super().read_metadata(*args, **kwargs)
-
-    def read_data(self, *args: Any, **kwargs: Any) -> Any:
-        with part("reading a checkpoint"):
-            return super().read_data(*args, **kwargs)
+    reads = [read for name, x in named.items() for read in LocalChunks.of(x).reads(name)]
+    with raising_runtime_error(f"{place}: damaged, and read in part; load an earlier one"):
+        read_tensors(reads, folder, group)

@@ -13,9 +13,9 @@ where `init` is, for each module, children first:
 
 Every rank runs every initialiser, so that the random stream is the same on all; what a rank doesn't
 hold it drops. An initialiser may reach into other modules (GPT-2 scales the projections of its
-grandchildren), so all are first rehearsed on meta, which costs no memory: it shows what each one
-uses. A tensor then lives from its first initialiser to its last, with gaps where the next one
-overwrites it unread. A tied tensor is one tensor: each owner writes it, the last writer wins.
+grandchildren), so all are first rehearsed on meta, which costs no memory and shows which tensors
+each one uses. A tensor then lives from its first initialiser to its last, with gaps where the next
+one overwrites it unread. A tied tensor is one tensor: each owner writes it, the last writer wins.
 
 The model itself stays on meta. Its real tensors keep their values, though initialisers see copies.
 """
@@ -60,31 +60,35 @@ OVERWRITING = frozenset(
 )
 
 
-class _After(Enum):
-    """What becomes of a tensor after an initialiser."""
+class _Fate(Enum):
+    """A tensor's fate after an initialiser has run."""
 
-    TAKE = auto()  # nobody uses it later
-    KEEP = auto()
-    DROP = auto()  # the next one overwrites it, or never had a value
+    TAKE = auto()  # final: no later one uses it
+    KEEP = auto()  # a later one reads it
+    DROP = auto()  # a later one overwrites it, or it never had a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """One tensor of the model, all its FQNs, and every place where a module holds it."""
+class _ModelTensor:
+    """One tensor of the model, all its FQNs, and its places: the dict of a module, and the name
+    there."""
 
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def put(self, tensor: torch.Tensor) -> None:
+        """Put another tensor in all its places."""
         for holder, name in self.places:
             holder[name] = tensor
 
-    def held_in(self, holder: Mapping[str, Any]) -> torch.Tensor:
-        """What a module now has there."""
-        return next(h[name] for h, name in self.places if h is holder)
+    def current(self, holder: Mapping[str, Any]) -> torch.Tensor:
+        """The tensor now in its place in a module's dict."""
+        tensor: torch.Tensor = next(h[name] for h, name in self.places if h is holder)
+        return tensor
 
     def like(self, data: torch.Tensor) -> torch.Tensor:
+        """`data` as a parameter or a buffer, as the tensor is."""
         if isinstance(self.tensor, nn.Parameter):
             return nn.Parameter(data, requires_grad=self.tensor.requires_grad)
         return data
@@ -100,8 +104,9 @@ class _Slot:
 class _Visit:
     """One module's initialisation.
 
-    `own` are the module's tensors and the dict that holds each; `uses` says per tensor, own or not,
-    whether it is overwritten unread, `written` which regions (elements, offset, shape, stride) are.
+    `own` gives per FQN of the module's tensors the dict that holds it; `uses`, per tensor that is
+    read or written, own or not, whether it is overwritten unread; `written` the regions (elements,
+    offset, shape, stride) of it that are written.
     """
 
     steps: tuple[Step, ...]
@@ -118,59 +123,59 @@ def initialise(
     only: Collection[str] | None = None,
     whole_stream: bool = True,
 ) -> None:
-    """Hand the initial value of each tensor that `model` has on meta to `take`, whole, by FQN; a
-    tied one under each of its names.
+    """Call `take(fqn, value)` with the whole initial value of each tensor that `model` has on meta,
+    a tied one under each of its names.
 
-    `only` names those that are wanted. `whole_stream=False` skips initialisers that these don't
-    need: random values are other ones then. Raises ValueError, before anything is allocated, where
-    no initialiser writes a tensor. The random state of the process is left as it was.
+    `only` restricts the names. `whole_stream=False` skips initialisers that these don't need: the
+    random values then differ. Raises ValueError, before anything is allocated, where no initialiser
+    writes a tensor. The random state of the process is left as it was.
     """
-    slots = _slots(model)
+    tensors = _model_tensors(model)
     wanted = {
         fqn
-        for fqn, slot in slots.items()
-        if slot.tensor.is_meta and (only is None or not set(only).isdisjoint(slot.names))
+        for fqn, entry in tensors.items()
+        if entry.tensor.is_meta and (only is None or not set(only).isdisjoint(entry.names))
     }
 
     def hand_over(fqn: str, value: torch.Tensor) -> None:
-        for name in slots[fqn].names if fqn in wanted else ():
+        for name in tensors[fqn].names if fqn in wanted else ():
             take(name, value)
 
     try:
-        visits = _Rehearsal(slots).run(model)
-        _put_back(slots.values())
-        _check_written(slots, visits, wanted)
+        visits = _Rehearsal(tensors).run(model)
+        _put_back(tensors.values())
+        _check_written(tensors, visits, wanted)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
-            _run(slots, visits if whole_stream else _needed(visits, wanted), hand_over)
-            for fqn in sorted(wanted):  # what has no elements nobody writes
-                if not slots[fqn].tensor.numel():
-                    hand_over(fqn, slots[fqn].fresh().detach())
+            _run(tensors, visits if whole_stream else _needed(visits, wanted), hand_over)
+            for fqn in sorted(wanted):  # no initialiser writes a tensor without elements
+                if not tensors[fqn].tensor.numel():
+                    hand_over(fqn, tensors[fqn].fresh().detach())
     finally:
-        _put_back(slots.values())
+        _put_back(tensors.values())
 
 
-def _slots(model: nn.Module) -> dict[str, _Slot]:
-    """Tensors by their first FQN."""
-    found: dict[int, _Slot] = {}
+def _model_tensors(model: nn.Module) -> dict[str, _ModelTensor]:
+    """The model's tensors by their first FQN."""
+    by_id: dict[int, _ModelTensor] = {}
     places: set[tuple[int, str]] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         for holder in (module._parameters, module._buffers):
             for name, tensor in holder.items():
                 if tensor is None:
                     continue
-                slot = found.setdefault(id(tensor), _Slot(tensor=tensor))
-                slot.names.append(f"{prefix}.{name}".lstrip("."))
+                entry = by_id.setdefault(id(tensor), _ModelTensor(tensor=tensor))
+                entry.names.append(f"{prefix}.{name}".lstrip("."))
                 if (id(holder), name) not in places:
-                    slot.places.append((holder, name))
+                    entry.places.append((holder, name))
                     places.add((id(holder), name))
-    return {slot.names[0]: slot for slot in found.values()}
+    return {entry.names[0]: entry for entry in by_id.values()}
 
 
-def _put_back(slots: Iterable[_Slot]) -> None:
-    """The user's own tensors where they were."""
-    for slot in slots:
-        slot.put(slot.tensor)
+def _put_back(tensors: Iterable[_ModelTensor]) -> None:
+    """Put the user's own tensors back in their places."""
+    for entry in tensors:
+        entry.put(entry.tensor)
 
 
 # --- who initialises what -------------------------------------------------------------------------
@@ -179,7 +184,7 @@ def _put_back(slots: Iterable[_Slot]) -> None:
 def _walk(
     module: nn.Module, name: str = "", governor: Governor | None = None
 ) -> Iterator[tuple[str, nn.Module, Governor | None]]:
-    """Modules in the order of `nn.Module.apply`, each with the `_init_weights` that governs it."""
+    """Name, module and governing `_init_weights` of each module, in `nn.Module.apply`'s order."""
     governor = _governing(module) or governor
     for child_name, child in module.named_children():
         yield from _walk(child, f"{name}.{child_name}".lstrip("."), governor)
@@ -187,14 +192,15 @@ def _walk(
 
 
 def _governing(module: nn.Module) -> Governor | None:
-    """The module's `_init_weights`, if it is one for other modules (transformers' convention)."""
+    """The module's `_init_weights(module)`, if it has one (transformers' convention)."""
     method = getattr(module, "_init_weights", None)
     return method if callable(method) and _takes_arguments(method) else None
 
 
 def _own_initialiser(module: nn.Module) -> Step | None:
+    """The module's first method of `OWN` that takes no arguments, and doesn't walk its children."""
     for name in OWN:
-        method = getattr(module, name, None)
+        method: Step | None = getattr(module, name, None)
         if not callable(method) or _takes_arguments(method):
             continue
         if name == "init_weights" and _governing(module):
@@ -204,7 +210,7 @@ def _own_initialiser(module: nn.Module) -> Step | None:
 
 
 def _takes_arguments(method: Callable[..., object]) -> bool:
-    """Whether it can't be called without arguments."""
+    """Whether a method can't be called without arguments."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(method).parameters.values()
     return any(p.default is p.empty and p.kind not in kinds for p in parameters)
@@ -213,7 +219,7 @@ def _takes_arguments(method: Callable[..., object]) -> bool:
 # --- the rehearsal on meta ------------------------------------------------------------------------
 
 
-class _Watch(TorchDispatchMode):
+class _UseRecorder(TorchDispatchMode):
     """Records by storage what operators do to it: `uses` and `written` as in `_Visit`."""
 
     def __init__(self) -> None:
@@ -244,28 +250,28 @@ class _Watch(TorchDispatchMode):
 
 
 class _Rehearsal:
-    """Runs every initialiser on stand-ins on meta, to see what each one uses."""
+    """Runs every initialiser on stand-ins on meta, to record which tensors each one uses."""
 
-    def __init__(self, slots: Mapping[str, _Slot]) -> None:
-        self.slots = slots
-        self.standing: dict[str, torch.Tensor] = {}
+    def __init__(self, tensors: Mapping[str, _ModelTensor]) -> None:
+        self.tensors = tensors
+        self.stand_ins: dict[str, torch.Tensor] = {}
         self.of_storage: dict[int, str] = {}
         self.own: dict[int, list[tuple[str, dict[str, Any]]]] = {}
-        for fqn, slot in slots.items():
+        for fqn, entry in tensors.items():
             self._stand_in(fqn)
-            for holder, _ in slot.places:
+            for holder, _ in entry.places:
                 self.own.setdefault(id(holder), []).append((fqn, holder))
 
     def _stand_in(self, fqn: str) -> None:
-        slot = self.slots[fqn]
-        self.standing[fqn] = slot.like(torch.empty_like(slot.tensor, device="meta"))
-        self.of_storage[_storage(self.standing[fqn])] = fqn
-        slot.put(self.standing[fqn])
+        entry = self.tensors[fqn]
+        self.stand_ins[fqn] = entry.like(torch.empty_like(entry.tensor, device="meta"))
+        self.of_storage[_storage(self.stand_ins[fqn])] = fqn
+        entry.put(self.stand_ins[fqn])
 
     def run(self, model: nn.Module) -> list[_Visit]:
-        """All initialisations of the model, in order."""
+        """The initialisations of all modules, in order."""
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
-            visits = [self._visit(*found) for found in _walk(model)]
+            visits = [self._visit(*named) for named in _walk(model)]
         return [visit for visit in visits if visit.steps]
 
     def _visit(self, name: str, module: nn.Module, governor: Governor | None) -> _Visit:
@@ -274,7 +280,7 @@ class _Rehearsal:
         governed = (partial(governor, module),) if governor else ()
         initialiser = _own_initialiser(module)
         visit = self._watched(name, governed, own)
-        written = all(_covered(self.slots[fqn], visit.written.get(fqn, set())) for fqn in own)
+        written = all(_covered(self.tensors[fqn], visit.written.get(fqn, set())) for fqn in own)
         if initialiser is None or (governor and written):
             return visit
         return self._watched(name, (initialiser, *governed), own)
@@ -282,9 +288,9 @@ class _Rehearsal:
     def _watched(
         self, name: str, steps: tuple[Step, ...], own: Mapping[str, dict[str, Any]]
     ) -> _Visit:
-        watch = _Watch()
+        recorder = _UseRecorder()
         try:
-            with watch:
+            with recorder:
                 for step in steps:
                     step()
         except Exception as error:
@@ -295,20 +301,20 @@ class _Rehearsal:
             )
             raise
         names = self.of_storage
-        uses = {names[key]: over for key, over in watch.uses.items() if key in names}
-        written = {names[key]: frozenset(r) for key, r in watch.written.items() if key in names}
+        uses = {names[key]: over for key, over in recorder.uses.items() if key in names}
+        written = {names[key]: frozenset(r) for key, r in recorder.written.items() if key in names}
         for fqn, holder in own.items():
             if self._replaced(fqn, holder):
                 uses.setdefault(fqn, True)
-                written[fqn] = frozenset({(self.slots[fqn].tensor.numel(), 0, (), ())})
+                written[fqn] = frozenset({(self.tensors[fqn].tensor.numel(), 0, (), ())})
         return _Visit(steps=steps, own=own, uses=uses, written=written)
 
     def _replaced(self, fqn: str, holder: Mapping[str, Any]) -> bool:
-        """Whether the initialiser put another tensor there (`self.weight = ...`) or another storage
-        (`self.weight.data = ...`)."""
-        key = _storage(self.standing[fqn])
-        now = self.slots[fqn].held_in(holder)
-        if now is self.standing[fqn] and self.of_storage.get(key) == fqn:
+        """Whether the initialiser replaced the tensor (`self.weight = ...`) or its storage
+        (`self.weight.data = ...`); a new stand-in then takes its place."""
+        key = _storage(self.stand_ins[fqn])
+        now = self.tensors[fqn].current(holder)
+        if now is self.stand_ins[fqn] and self.of_storage.get(key) == fqn:
             return False
         self.of_storage = {k: other for k, other in self.of_storage.items() if other != fqn}
         self._stand_in(fqn)
@@ -316,22 +322,23 @@ class _Rehearsal:
 
 
 def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
+    """The identity of a tensor's storage."""
+    return int(x.untyped_storage()._cdata)
 
 
-def _covered(slot: _Slot, written: Collection[Region]) -> bool:
-    """Whether distinct regions add up to the whole tensor."""
-    return sum(region[0] for region in written) >= slot.tensor.numel()
+def _covered(entry: _ModelTensor, written: Collection[Region]) -> bool:
+    """Whether distinct written regions add up to the whole tensor."""
+    return sum(region[0] for region in written) >= entry.tensor.numel()
 
 
 def _check_written(
-    slots: Mapping[str, _Slot], visits: Sequence[_Visit], wanted: Collection[str]
+    tensors: Mapping[str, _ModelTensor], visits: Sequence[_Visit], wanted: Collection[str]
 ) -> None:
     written: dict[str, set[Region]] = {}
     for visit in visits:
         for fqn, regions in visit.written.items():
             written.setdefault(fqn, set()).update(regions)
-    lacking = sorted(fqn for fqn in wanted if not _covered(slots[fqn], written.get(fqn, ())))
+    lacking = sorted(fqn for fqn in wanted if not _covered(tensors[fqn], written.get(fqn, ())))
     if lacking:
         raise ValueError(
             f"deferred initialisation: no initialiser writes {lacking}; define "
@@ -341,7 +348,7 @@ def _check_written(
 
 
 def _needed(visits: Sequence[_Visit], wanted: Collection[str]) -> list[_Visit]:
-    """The initialisations behind `wanted`, in order."""
+    """The initialisations that `wanted` depends on, in order."""
     live = set(wanted)
     kept = []
     for visit in reversed(visits):
@@ -354,39 +361,39 @@ def _needed(visits: Sequence[_Visit], wanted: Collection[str]) -> list[_Visit]:
 # --- the run on the CPU ---------------------------------------------------------------------------
 
 
-def _run(slots: Mapping[str, _Slot], visits: Sequence[_Visit], take: Take) -> None:
+def _run(tensors: Mapping[str, _ModelTensor], visits: Sequence[_Visit], take: Take) -> None:
     held: dict[str, torch.Tensor] = {}
     peak_bytes = 0
     for visit, after in zip(visits, _lifetimes(visits), strict=True):
         for fqn in after:
             if fqn not in held:
-                held[fqn] = slots[fqn].fresh()
-            slots[fqn].put(held[fqn])
+                held[fqn] = tensors[fqn].fresh()
+            tensors[fqn].put(held[fqn])
         peak_bytes = max(peak_bytes, sum(x.nbytes for x in held.values()))
         for step in visit.steps:
             step()
-        held |= {fqn: slots[fqn].held_in(holder) for fqn, holder in visit.own.items()}
+        held |= {fqn: tensors[fqn].current(holder) for fqn, holder in visit.own.items()}
         for fqn, fate in after.items():
-            slots[fqn].put(slots[fqn].tensor)
-            if fate is _After.TAKE:
+            tensors[fqn].put(tensors[fqn].tensor)
+            if fate is _Fate.TAKE:
                 take(fqn, held.pop(fqn).detach())
-            elif fate is _After.DROP:
+            elif fate is _Fate.DROP:
                 del held[fqn]
-    log.info("initialised %d tensors, at most %d bytes at a time", len(slots), peak_bytes)
+    log.info("initialised %d tensors, at most %d bytes at a time", len(tensors), peak_bytes)
 
 
-def _lifetimes(visits: Sequence[_Visit]) -> list[dict[str, _After]]:
-    """Per initialisation the tensors it needs, and what becomes of them. A module's own tensors are
-    there even if unused: it may look at their device."""
-    later: dict[str, _After] = {}
-    found = []
+def _lifetimes(visits: Sequence[_Visit]) -> list[dict[str, _Fate]]:
+    """Per initialisation, the fates of the tensors that must exist while it runs. A module's own
+    are among them even if unused: it may look at their device."""
+    later: dict[str, _Fate] = {}  # by the uses that follow
+    fates = []
     for visit in reversed(visits):
         unused = [fqn for fqn in visit.own if fqn not in visit.uses]
-        keeps = _After.KEEP
-        after = {fqn: keeps if later.get(fqn) is keeps else _After.DROP for fqn in unused}
-        after |= {fqn: later.get(fqn, _After.TAKE) for fqn in visit.uses}
+        keeps = _Fate.KEEP
+        after = {fqn: keeps if later.get(fqn) is keeps else _Fate.DROP for fqn in unused}
+        after |= {fqn: later.get(fqn, _Fate.TAKE) for fqn in visit.uses}
         later |= {
-            fqn: _After.DROP if overwritten else keeps for fqn, overwritten in visit.uses.items()
+            fqn: _Fate.DROP if overwritten else keeps for fqn, overwritten in visit.uses.items()
         }
-        found.append(after)
-    return found[::-1]
+        fates.append(after)
+    return fates[::-1]

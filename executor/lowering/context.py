@@ -10,7 +10,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.deferred import WeightGradientQueue
 from meshwright.executor.lowering.reshard import Axis
 
 State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
@@ -20,7 +20,7 @@ State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
 class Context:
     """What lowering any block of a stage reads.
 
-    `microbatches` is m, for losses that are means. `later` takes the weight gradients of
+    `microbatches` is m, for losses that are means. `weight_gradients` takes the weight gradients of
     `deferrable` parameters where the schedule splits the backward. `exchange` are the ranks that
     share the experts out.
     """
@@ -33,7 +33,7 @@ class Context:
     device: torch.device
     microbatches: int
     exchange: Axis | None = None
-    later: Later | None = None
+    weight_gradients: WeightGradientQueue | None = None
     deferrable: frozenset[str] = frozenset()
 
     @property

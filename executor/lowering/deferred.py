@@ -3,8 +3,8 @@
 In the backward of a product with a weight, I needs the gradient of the input alone, which the stage
 before waits for; the gradient of the weight, as much work again, may fill a bubble. A deferred
 product hands its operands to a queue instead of computing it, so that nothing is computed twice and
-no graph is kept for W: only the product's input and its result's gradient are. Gradients of all
-other parameters (norms, embeddings) are small and come out with I.
+no graph is kept for W: only the product's input and its output's gradient are. Gradients of all
+other parameters (norms, embeddings) are small and computed with I.
 
     linear     y = x wᵀ + b     ∂w = ∂yᵀ x    ∂b = Σ ∂y
     addmm      y = x w + b      ∂w = xᵀ ∂y    ∂b = Σ ∂y
@@ -21,35 +21,37 @@ from torch import nn
 
 from meshwright.costmodel.rules.traits import TRAITS
 
-Gradient = Callable[[], torch.Tensor]
+DeferredGradient = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # (leaf, computes its gradient)
 
 
-class Later:
-    """Queue of weight gradients of the micro-batch whose I runs."""
+class WeightGradientQueue:
+    """Weight gradients deferred by the I that runs, in the order of the backward."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[torch.Tensor, Gradient]] = []
+        self.items: list[DeferredGradient] = []
 
-    def take(self) -> list[tuple[torch.Tensor, Gradient]]:
-        """The weight gradients that I has put off; the queue is empty after it."""
+    def take(self) -> list[DeferredGradient]:
+        """Remove and return the gradients of one micro-batch."""
         taken, self.items = self.items, []
         return taken
 
 
 def accumulate(
-    items: list[tuple[torch.Tensor, Gradient]], made: Callable[[torch.Tensor], None]
+    deferred: list[DeferredGradient], after_accumulate: Callable[[torch.Tensor], None]
 ) -> None:
-    """Compute gradients that were put off, and add each to its leaf's, as autograd would."""
+    """Compute deferred gradients, add each to its leaf's `.grad` as autograd would, and call
+    `after_accumulate` with the leaf. Empties the list."""
     with torch.no_grad():
-        while items:
-            leaf, gradient = items.pop(0)
-            found = gradient()
-            leaf.grad = found if leaf.grad is None else leaf.grad.add_(found)
-            made(leaf)
+        while deferred:
+            leaf, compute = deferred.pop(0)
+            gradient = compute()
+            leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+            after_accumulate(leaf)
 
 
 class _Product(torch.autograd.Function):
-    """x w, with w as [in, out] or transposed."""
+    """The product x w of x (.., in) and w (in, out), or (out, in) if `transposed`, whose backward
+    queues the weight's gradient, and the bias' if `defer_bias`."""
 
     @staticmethod
     def forward(
@@ -57,13 +59,15 @@ class _Product(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        later: Later,
+        queue: WeightGradientQueue,
         transposed: bool,
-        bias_too: bool,
+        defer_bias: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.leaves, ctx.later = (weight, bias), later
-        ctx.transposed, ctx.bias_too = transposed, bias_too
+        ctx.leaves = weight, bias
+        ctx.queue = queue
+        ctx.transposed = transposed
+        ctx.defer_bias = defer_bias
         if transposed:
             made: torch.Tensor = F.linear(x, weight, bias)
         else:
@@ -72,43 +76,50 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,), grad, (weight, bias) = ctx.saved_tensors, grads[0], ctx.leaves
+        (x,) = ctx.saved_tensors
+        (grad,) = grads
+        weight, bias = ctx.leaves
         transposed = ctx.transposed
 
-        def of_weight() -> torch.Tensor:
+        def weight_gradient() -> torch.Tensor:
             rows, out = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
             left, right = (out, rows) if transposed else (rows, out)
             return torch.mm(left.t(), right)
 
+        def bias_gradient() -> torch.Tensor:
+            return grad.reshape(-1, grad.shape[-1]).sum(0)
+
         if weight.requires_grad:
-            ctx.later.items.append((weight, of_weight))
+            ctx.queue.items.append((weight, weight_gradient))
         of_bias = None
         if bias is not None and ctx.needs_input_grad[2]:
-            if ctx.bias_too:
-                ctx.later.items.append((bias, lambda: grad.reshape(-1, grad.shape[-1]).sum(0)))
+            if ctx.defer_bias:
+                ctx.queue.items.append((bias, bias_gradient))
             else:
-                of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        into = None
+                of_bias = bias_gradient()
+        of_input = None
         if ctx.needs_input_grad[0]:
-            into = grad @ (weight if transposed else weight.t())
-        return into, None, of_bias, None, None, None
+            of_input = grad @ (weight if transposed else weight.t())
+        return of_input, None, of_bias, None, None, None
 
 
 _product: Callable[..., torch.Tensor] = _Product.apply
 
 
 class DeferredProduct(nn.Module):
-    """A product of two dims with a weight whose gradient is put off, and with `bias` that of the
-    bias, too."""
+    """`linear`, `addmm`, `mm` or `matmul` whose backward defers the weight's gradient, and the
+    bias' with `defer_bias`."""
 
-    def __init__(self, operator: str, later: Later, *, bias: bool) -> None:
+    def __init__(self, operator: str, queue: WeightGradientQueue, *, defer_bias: bool) -> None:
         super().__init__()
         product = TRAITS[operator].product
         assert product is not None
-        self.product, self.later, self.bias = product, later, bias
+        self.product = product
+        self.queue = queue
+        self.defer_bias = defer_bias
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         at = self.product
         bias = args[at.bias] if len(args) > 2 else None
         x, weight = args[at.x], args[at.weight]
-        return _product(x, weight, bias, self.later, at.transposed, self.bias)
+        return _product(x, weight, bias, self.queue, at.transposed, self.defer_bias)

@@ -134,10 +134,10 @@ class Emitter:
             axis, other = self.context.axes[k], self.context.axes[1 - k]
             differentiable = self.graph.values[name].requires_grad
             if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
-                local = [local_view(p[k], p[1 - k], other.size) for p in (source, target)]
+                start, end = (local_view(p[k], p[1 - k], other.size) for p in (source, target))
                 size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
                 uneven = size if size % axis.size else None
-                node = self._call(Reshard(*local, axis, uneven), (node,))
+                node = self._call(Reshard(start, end, axis, uneven), (node,))
             self.nodes[name, target] = node
         return self.nodes[name, target]
 
@@ -286,7 +286,8 @@ class Emitter:
             return self._call(Send(tokens=True), (args[0], self.routes[op.name]))
         route = self.routes[leg.dispatch]
         if part == "product":
-            x, weight, _, bias, transposed = (*args, *(None, False)[len(args) - 3 :])
+            x, weight = args[:2]
+            bias, transposed = [*args[3:], *(None, False)[len(args) - 3 :]]
             return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
         return self._call(Return(), (args[0], route)) if part == "combine" else None
 

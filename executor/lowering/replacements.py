@@ -69,7 +69,7 @@ def _deferred(call: Call, context: Context) -> Replacement | None:
     """A product whose weight's gradient is put off: the weight is read as it is stored."""
     op, args = call.op, call.args
     product = traits_of(op).product
-    if context.later is None or product is None:
+    if context.weight_gradients is None or product is None:
         return None
     if call.kwargs or len(args) != len(op.operands):
         return None
@@ -82,7 +82,8 @@ def _deferred(call: Call, context: Context) -> Replacement | None:
     biased = len(args) == 3
     if not stored[weight] or sizes[weight] != 2 or (biased and sizes[bias] != 1):
         return None
-    return DeferredProduct(op.short, context.later, bias=biased and stored[bias]), args
+    defer_bias = biased and stored[bias]
+    return DeferredProduct(op.short, context.weight_gradients, defer_bias=defer_bias), args
 
 
 def _drawn(call: Call, context: Context) -> Replacement | None:

@@ -36,7 +36,8 @@ class Axis:
     @property
     def group_name(self) -> str:
         """What the operators of compiled graphs call the group."""
-        return self.group.group_name
+        name: str = self.group.group_name
+        return name
 
     def part(self, size: int) -> tuple[int, int]:
         """Where this rank's part of a dim begins, and how many elements it has."""
@@ -216,7 +217,8 @@ def all_to_all(
 
 
 def _done(x: torch.Tensor) -> torch.Tensor:
-    return _OPERATORS.wait_tensor(x)
+    done: torch.Tensor = _OPERATORS.wait_tensor(x)
+    return done
 
 
 def on_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -325,7 +327,8 @@ class Reshard(nn.Module):
         self.source, self.target, self.axis, self.size = source, target, axis, size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Transition.apply(x, self.source, self.target, self.axis, self.size)
+        moved: torch.Tensor = _Transition.apply(x, self.source, self.target, self.axis, self.size)
+        return moved
 
     def extra_repr(self) -> str:
         return f"{self.source} -> {self.target} on {self.axis.name}"

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite, and the loss scale of fp16 that makes them rare.
+"""Dynamic loss scale of fp16, and the check that skips a step whose gradients are not finite.
 
 fp16 ends at 6·10⁻⁸ and 65504. The backward pass is seeded with a scale s instead of 1, so that
 small gradients stay above the lower end, and the fp32 gradients are divided by s before anybody
@@ -61,7 +61,7 @@ class LossScale:
             )
 
     def update(self, finite: bool) -> None:
-        """Take note of how a step ended."""
+        """Halve or double the scale after a step whose gradients were `finite` or not."""
         if not finite:
             self.value, self.finite_steps = max(self.value / 2, self.floor), 0
             return
@@ -70,11 +70,11 @@ class LossScale:
             self.value, self.finite_steps = min(self.value * 2, CEILING), 0
 
     def state_dict(self) -> dict[str, float | int]:
-        """What a checkpoint needs to go on."""
+        """The scale and its streak of finite steps, for a checkpoint."""
         return {"value": self.value, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; ValueError where an entry is missing or out of range."""
+        """Continue from `state_dict()`. Raises ValueError for a missing or illegal entry."""
         if missing := sorted({"value", "finite_steps"} - set(state)):
             raise ValueError(
                 f"loss scale: the state lacks {missing}; it has {sorted(state)}, expected what "
@@ -91,11 +91,11 @@ class LossScale:
 
 @dataclass(slots=True, kw_only=True)
 class StepGuard:
-    """Lets a step's gradients through to the optimizer, unscaled, if all of them are finite.
+    """Unscales a step's gradients if all of them are finite, and drops them otherwise.
 
-    A step seeds its backward pass with `seed` in place of 1 and asks `admit` when every `gradient`
-    is reduced and in the layout of `stored`. A step not admitted delivers nothing: `.grad` stays
-    what it was, None after `zero_grad()`, so that the optimizer does nothing.
+    A step seeds its backward pass with `seed` in place of 1 and calls `admit` when every `gradient`
+    is reduced and of the shape of `stored`. A step not admitted adds nothing to `.grad`, which is
+    None after `zero_grad()`, so that the optimizer does nothing.
 
     The norm is not kept for clipping: `.grad` is the user's by then, and torch's version counters
     don't show whether it was changed (`torch._foreach_*` over DTensors leaves them alone).
@@ -107,42 +107,43 @@ class StepGuard:
 
     @property
     def seed(self) -> float:
+        """The gradient of the loss: the loss scale, or 1."""
         return 1.0 if self.scale is None else self.scale.value
 
     def admit(self, parameters: Iterable[StageParameter]) -> bool:
-        """Whether the step counts; its gradients are unscaled then, dropped otherwise. The same on
-        every rank, and collective."""
-        held = [(p, p.gradient) for p in parameters if p.gradient is not None]
-        assert all(gradient.shape == p.stored.shape for p, gradient in held)
+        """Whether all gradients on all ranks are finite: unscaled then, else dropped. Collective;
+        the same on every rank."""
+        gradients = [(p, p.gradient) for p in parameters if p.gradient is not None]
+        assert all(gradient.shape == p.stored.shape for p, gradient in gradients)
         with torch.no_grad():
-            finite = self._finite([p for p, _ in held])
-            if finite and held and self.scale is not None:
-                torch._foreach_mul_([gradient for _, gradient in held], 1 / self.scale.value)
+            finite = self._finite([p for p, _ in gradients])
+            if finite and gradients and self.scale is not None:
+                torch._foreach_mul_([gradient for _, gradient in gradients], 1 / self.scale.value)
         if not finite:
             self.skipped_steps += 1
-            for p, _ in held:
+            for p, _ in gradients:
                 p.gradient = None
-            self._tell()
+            self._log_skipped()
         if self.scale is not None:
             self.scale.update(finite)
         return finite
 
     def _finite(self, parameters: list[StageParameter]) -> bool:
         """Whether all gradients on all ranks are finite. Collective."""
-        strange = torch.zeros((), device=self.place.device)
+        found_inf = torch.zeros((), device=self.place.device)
         norms = [p.norm for p in parameters if p.norm is not None]
         others = [p.gradient for p in parameters if p.norm is None and p.gradient is not None]
         if others:
             norms.append(get_total_norm(others))
         if norms:
-            strange += ~torch.stack(norms).isfinite().all()
+            found_inf += ~torch.stack(norms).isfinite().all()
         for p in parameters:
             p.norm = None
         if self.place.mesh is not None:
-            dist.all_reduce(strange)
-        return not strange.item()
+            dist.all_reduce(found_inf)
+        return not found_inf.item()
 
-    def _tell(self) -> None:
+    def _log_skipped(self) -> None:
         if self.place.rank:
             return
         if self.scale is not None and self.scale.value > self.scale.floor:

@@ -1,4 +1,4 @@
-"""Norms of the whole model's gradients from every rank's parts, and clipping by them.
+"""Gradient norm of the whole model from every rank's shards, and clipping by it.
 
 With every element i of every trained parameter counted once,
 
@@ -32,10 +32,10 @@ ROW = 4096  # elements
 
 
 def copies(parameter: StageParameter, place: Place) -> int:
-    """How many ranks of the plan hold each element of what is stored of a parameter."""
+    """The number of ranks of the plan that hold each element of a stored parameter."""
     holders = place.holders(experts=parameter.experts)
     count = holders.replicate.size
-    if not parameter.zero.sharded:
+    if not parameter.shard_placement.sharded:
         count *= holders.shard.size
     if not parameter.placement.sharded:
         count *= place.tensor.size
@@ -43,24 +43,24 @@ def copies(parameter: StageParameter, place: Place) -> int:
     return count * max(1, len({place.meshes[k].ranks for k in parameter.shared_stages}))
 
 
-def share(
+def norm_share(
     gradients: Iterable[tuple[StageParameter, torch.Tensor]], place: Place, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """This rank's share in the norm's sum or maximum (fp64 scalar).
+    """This rank's share of Σ |g_i|^p, or of max |g_i| for p = inf: an fp64 scalar.
 
-    `gradients` are local tensors, in the layout of `stored`. ValueError unless norm_type > 0.
+    `gradients` are local tensors of the shape of `stored`. Raises ValueError unless norm_type > 0.
     """
     if not norm_type > 0:
         raise ValueError(
             f"norm_type={norm_type}: a norm needs norm_type > 0; 2.0 is the usual one, "
             f"float('inf') the largest element"
         )
-    parts: dict[int, list[torch.Tensor]] = {}
+    by_copies: dict[int, list[torch.Tensor]] = {}
     for p, gradient in gradients:
         if gradient.numel():
-            parts.setdefault(copies(p, place), []).extend(_condensed(gradient, norm_type))
+            by_copies.setdefault(copies(p, place), []).extend(_row_norms(gradient, norm_type))
     total = torch.zeros((), dtype=torch.float64, device=place.device)
-    for count, tensors in sorted(parts.items()):
+    for count, tensors in sorted(by_copies.items()):
         norm = get_total_norm(tensors, norm_type).double()
         if math.isinf(norm_type):
             total = torch.maximum(total, norm)
@@ -69,13 +69,13 @@ def share(
     return total
 
 
-def norm_of(mine: torch.Tensor, place: Place, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm (fp32 scalar) from every rank's share, the same bits on every rank. Collective.
+def total_norm(share: torch.Tensor, place: Place, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm, an fp32 scalar, from every rank's share; the same bits on every rank. Collective.
 
-    Not finite if anything on any rank is not, or if fp32 can't hold it.
+    Not finite if any gradient on any rank is not, or if fp32 can't hold it.
     """
     largest = math.isinf(norm_type)
-    total = mine.clone()
+    total = share.clone()
     if place.mesh is not None:
         if largest:  # what MAX makes of NaN is the backend's affair
             total.nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -83,8 +83,9 @@ def norm_of(mine: torch.Tensor, place: Place, norm_type: float = 2.0) -> torch.T
     return (total if largest else total ** (1 / norm_type)).float()
 
 
-def _condensed(x: torch.Tensor, norm_type: float) -> list[torch.Tensor]:
-    """Tensors, none of them empty, that together have the norm of `x`."""
+def _row_norms(x: torch.Tensor, norm_type: float) -> list[torch.Tensor]:
+    """The norms of the rows of `ROW` elements of a CPU tensor and the rest of it, none of them
+    empty: together they have the norm of `x`. A GPU tensor itself."""
     flat = x.reshape(-1)
     rows = flat.numel() // ROW if flat.is_cpu else 0
     if not rows:
@@ -100,8 +101,8 @@ def clip_(
     """Scale `.grad` of all parameters by min(1, max_norm / (norm + 1e-6)); returns the norm before.
 
     As `torch.nn.utils.clip_grad_norm_` of the whole model on one device. Collective: every rank
-    calls it, also one whose parameters have no gradient. ValueError where max_norm is negative or
-    NaN.
+    calls it, also one whose parameters have no gradient. Raises ValueError where max_norm is
+    negative or NaN.
     """
     if not max_norm >= 0:
         raise ValueError(
@@ -109,9 +110,9 @@ def clip_(
             f"computes the norm and clips nothing"
         )
     with torch.no_grad():  # under which a DTensor's local tensor costs a thirtieth
-        held = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
-        norm = norm_of(share(held, place, norm_type), place, norm_type)
+        gradients = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
+        norm = total_norm(norm_share(gradients, place, norm_type), place, norm_type)
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if held:
-            torch._foreach_mul_([gradient for _, gradient in held], coefficient)
+        if gradients:
+            torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
     return norm

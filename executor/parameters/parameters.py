@@ -1,16 +1,18 @@
 """Parameters of a rank: plain local leaves inside the graphs, DTensors under their FQNs at the API.
 
-Three tensors may stand for one parameter on a rank. The *leaf* is what the lowered graphs read, in
-the compute dtype. The *stored* tensor is what the optimizer updates, in fp32, divided over the data
-axis by ZeRO; where it would equal the leaf, the two share memory. The *gradient* is accumulated
-over micro-batches in fp32, summed over the axes on which it is partial (`gradients.py`), and handed
-to the stored one.
+Up to three tensors stand for one parameter on a rank:
+
+    leaf       read by the lowered graphs, in the compute dtype
+    stored     updated by the optimizer, in fp32, this rank's ZeRO shard; shares the leaf's memory
+               where the two are equal
+    gradient   accumulated over micro-batches in fp32, all-reduced or reduce-scattered
+               (`reducer.py`), of the shape of `stored` when the step ends
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,59 +26,73 @@ from meshwright.executor.ranks.meshes import Holders, Place
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class StageParameter:
-    """One parameter on this rank.
+class ParameterSpec:
+    """The plan's layout of one parameter on this rank's stage.
 
-    `placement` is its state on the tensor axis, `sum_data` and `sum_tensor` say on which axes its
-    gradient comes out partial, `zero` how ZeRO divides the local tensor over the shard axis of its
-    holders (R: not) and `level` which stage of ZeRO does; `sharded` is `fully_shard`'s tensor where
-    it is gathered. `reached`: it is trained and the loss depends on it; `norm` is that of this
-    rank's gradient as the last backward left it. `shared_stages` are all stages of the plan that
-    hold it. `experts` says that dim 0 counts experts, which its holders' `part` divides before
-    anything else does.
+    `value` is its name in the graph, `placement` its state on the tensor axis; `sum_data` and
+    `sum_tensor` say on which axes its gradient comes out partial. `zero` is the stage's ZeRO stage,
+    0 to 3; ZeRO-3 gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are
+    all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
+    `part` axis splits it before anything else does. `reached`: the loss depends on it.
     """
 
     value: str
     fqn: str
-    shape: tuple[int, ...]
     placement: Placement
     sum_data: bool
     sum_tensor: bool
+    zero: int = 0
+    gatherable: bool = True
+    dtype: torch.dtype = torch.float32
+    shared_stages: tuple[int, ...] = ()
+    experts: bool = False
+    reached: bool = True
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StageParameter(ParameterSpec):
+    """One parameter on this rank: its spec and its tensors.
+
+    `shape` is global. `shard_placement` is ZeRO's shard of the local tensor over the shard axis of
+    its holders (R: not sharded); `sharded` is `fully_shard`'s DTensor (ZeRO-3). `gradient` is None
+    between steps, `norm` the L2 norm of this rank's gradient as the last backward left it, `api`
+    the user's nn.Parameter. `reached` implies `trainable`.
+    """
+
+    shape: tuple[int, ...]
     trainable: bool
     leaf: nn.Parameter
     stored: torch.Tensor
-    zero: Placement = R
-    level: int = 0
-    reached: bool = True
+    shard_placement: Placement = R
     gradient: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     api: Any = None
     sharded: Any = None
-    shared_stages: tuple[int, ...] = ()
-    experts: bool = False
 
     @property
     def scattered(self) -> bool:
-        """Whether ranks of the shard axis get a part of its gradient each."""
-        return self.zero.sharded and self.sum_data
+        """Whether its gradient is reduce-scattered over the shard axis."""
+        return self.shard_placement.sharded and self.sum_data
 
     @property
     def gathered(self) -> bool:
-        """Whether `fully_shard` gathers it for each block's use (ZeRO-3)."""
-        return self.level == 3 and self.zero.sharded
+        """Whether `fully_shard` all-gathers it for each block's use (ZeRO-3)."""
+        return self.zero == 3 and self.shard_placement.sharded
 
     @property
     def aliased(self) -> bool:
-        """Whether what the optimizer updates is what the graphs read."""
+        """Whether the leaf and the stored tensor share memory."""
         return self.gathered or self.leaf.data_ptr() == self.stored.data_ptr()
 
 
-def zero_placement(
+def shard_placement(
     shape: Sequence[int], placement: Placement, n: int, *, first: int = 0, even: bool = True
 ) -> Placement:
-    """How ZeRO divides a local tensor among n: along a dim from `first` on that the tensor axis
-    leaves alone, if one divides; along the one it splits only if the parts are `even`, so that all
-    its ranks decide alike."""
+    """ZeRO's shard of a local tensor of `shape` over n ranks; R where no dim is divisible by n.
+
+    The first such dim from `first` on that the tensor axis leaves alone; else the one that the
+    tensor axis splits, if its parts are `even`, so that all tensor ranks decide alike.
+    """
     dims = sorted(
         range(first, len(shape)), key=lambda d: (placement.sharded and d == placement.dim, d)
     )
@@ -88,64 +104,47 @@ def zero_placement(
     return R
 
 
-def make_parameter(
-    *,
-    value: str,
-    fqn: str,
-    source: torch.Tensor,
-    placement: Placement,
-    place: Place,
-    sum_data: bool,
-    sum_tensor: bool,
-    zero: int,
-    dtype: torch.dtype,
-    shared_stages: tuple[int, ...],
-    gatherable: bool = True,
-    experts: bool = False,
-    reached: bool = True,
-) -> StageParameter:
-    """This rank's part of a parameter, copied from the user's; the user's tensor is left alone.
-    ZeRO-3 leaves whole what is not `gatherable`."""
-    holders = place.holders(experts=experts)
-    local = _part(source.detach(), placement, place, holders)
-    n = holders.shard.size
-    divided = bool(zero) and source.requires_grad and n > 1
-    even = not placement.sharded or source.shape[placement.dim] % place.tensor.size == 0
-    divide = (
-        zero_placement(local.shape, placement, n, first=int(experts), even=even) if divided else R
-    )
-    if zero == 3 and not (sum_data and gatherable):
-        divide = R  # `fully_shard` would sum what is whole on every rank
-    gathered = zero == 3 and divide.sharded
-    # what `fully_shard` divides waits on the host, and is moved block by block
+def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> StageParameter:
+    """This rank's part of the parameter `source`, copied; the user's tensor is left alone."""
+    holders = place.holders(experts=spec.experts)
+    local = _local(source.detach(), spec.placement, place, holders).contiguous()
+    shard = _shard_of(spec, source, local, place)
+    gathered = spec.zero == 3 and shard.sharded
+    # `fully_shard` moves its shards to the device block by block: until then the host holds all
     where = torch.device("cpu") if gathered else place.device
-    local = local.contiguous()
     local = torch.empty_like(local, device=where) if local.is_meta else local.to(where, copy=True)
     stored = local.float() if source.is_floating_point() else local
-    if divide.sharded and not gathered:
-        stored = local_part(stored, divide, n, holders.shard.rank).clone()
-    shares = divide == R and stored.dtype == dtype
-    leaf = stored if shares or gathered else local.to(dtype)
+    if shard.sharded and not gathered:
+        stored = local_part(stored, shard, holders.shard.size, holders.shard.rank).clone()
+    shares = shard == R and stored.dtype == spec.dtype
+    leaf = stored if shares or gathered else local.to(spec.dtype)
+    plain = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return StageParameter(
-        value=value,
-        fqn=fqn,
+        **plain | {"reached": spec.reached and source.requires_grad},
         shape=tuple(source.shape),
-        placement=placement,
-        sum_data=sum_data,
-        sum_tensor=sum_tensor,
         trainable=source.requires_grad,
         leaf=nn.Parameter(leaf, requires_grad=source.requires_grad),
         stored=stored,
-        zero=divide,
-        level=zero,
-        shared_stages=shared_stages,
-        experts=experts,
-        reached=reached and source.requires_grad,
+        shard_placement=shard,
     )
 
 
-def _part(x: torch.Tensor, placement: Placement, place: Place, holders: Holders) -> torch.Tensor:
-    """This rank's part of a whole tensor, before ZeRO divides it."""
+def _shard_of(
+    spec: ParameterSpec, source: torch.Tensor, local: torch.Tensor, place: Place
+) -> Placement:
+    """ZeRO's shard of a parameter's local tensor."""
+    n = place.holders(experts=spec.experts).shard.size
+    if not spec.zero or not source.requires_grad or n == 1:
+        return R
+    if spec.zero == 3 and not (spec.sum_data and spec.gatherable):
+        return R  # `fully_shard` would sum a gradient that is whole on every rank
+    placement = spec.placement
+    even = not placement.sharded or source.shape[placement.dim] % place.tensor.size == 0
+    return shard_placement(local.shape, placement, n, first=int(spec.experts), even=even)
+
+
+def _local(x: torch.Tensor, placement: Placement, place: Place, holders: Holders) -> torch.Tensor:
+    """This rank's expert and tensor shard of a whole tensor, not yet sharded by ZeRO."""
     if holders.part.size > 1:
         x = local_part(x, Placement("S", 0), holders.part.size, holders.part.rank)
     if placement.sharded:
@@ -154,22 +153,22 @@ def _part(x: torch.Tensor, placement: Placement, place: Place, holders: Holders)
 
 
 def expose(parameter: StageParameter, place: Place) -> None:
-    """Make the tensor of the API, over what is stored."""
+    """Make the API's nn.Parameter, a DTensor over the stored tensor's memory."""
     wrapped = wrap(parameter, parameter.stored, place)
     parameter.api = nn.Parameter(wrapped, requires_grad=parameter.trainable)
 
 
 def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.Tensor:
-    """A local tensor of the stored layout as a DTensor on the stage's mesh (itself on one
-    device)."""
+    """A local tensor of `stored`'s layout as a DTensor on the stage's mesh; itself on one
+    device."""
     if place.mesh is None:
         return local
-    placement, zero = parameter.placement, parameter.zero
+    placement, shard = parameter.placement, parameter.shard_placement
     on_shard: Any = Replicate()
-    if zero.sharded:
-        nested = placement.sharded and placement.dim == zero.dim
+    if shard.sharded:
+        nested = placement.sharded and placement.dim == shard.dim
         on_shard = (
-            _StridedShard(zero.dim, split_factor=place.tensor.size) if nested else Shard(zero.dim)
+            _StridedShard(shard.dim, split_factor=place.tensor.size) if nested else Shard(shard.dim)
         )
     data = [
         on_shard if kind == "shard" else Shard(0) if kind == "part" else Replicate()
@@ -183,7 +182,7 @@ def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.
 
 
 def as_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
-    """A placement on one axis as DTensors have it."""
+    """The DTensor placement on one mesh axis."""
     if not placement.sharded:
         return Replicate()
     if placement.split > 1:
@@ -192,32 +191,56 @@ def as_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
 
 
 def wrap_like(parameter: StageParameter, local: torch.Tensor) -> torch.Tensor:
-    """A local tensor of the stored layout as one of the API's, every step: `from_local` checks what
-    is known."""
+    """`wrap` with the spec of the API's DTensor: `from_local` would check it again every step."""
     api = parameter.api.data
     if not isinstance(api, DTensor):
         return local
-    return DTensor(local, api._spec, requires_grad=False)
+    make: Any = DTensor  # its constructor is untyped
+    wrapped: torch.Tensor = make(local, api._spec, requires_grad=False)
+    return wrapped
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of an API tensor."""
+    """The local tensor of a DTensor; a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def load(parameter: StageParameter, source: torch.Tensor, place: Place) -> None:
-    """Copy a whole tensor's local part into a stored parameter."""
+    """Copy this rank's shard of the whole tensor `source` into the stored parameter."""
     holders = place.holders(experts=parameter.experts)
-    local = _part(source.detach(), parameter.placement, place, holders)
-    if parameter.zero.sharded:
-        local = local_part(local, parameter.zero, holders.shard.size, holders.shard.rank)
+    local = _local(source.detach(), parameter.placement, place, holders)
+    shard = parameter.shard_placement
+    if shard.sharded:
+        local = local_part(local, shard, holders.shard.size, holders.shard.rank)
     with torch.no_grad():
         parameter.stored.copy_(local)
 
 
-def settle(parameters: Iterable[StageParameter]) -> None:
-    """Leaves of frozen parameters after a load: no step refreshes them."""
+def refresh_frozen(parameters: Iterable[StageParameter]) -> None:
+    """After a load, copy stored frozen parameters to their leaves: no step gathers or casts
+    them."""
     with torch.no_grad():
         for p in parameters:
             if not p.aliased and not p.trainable:
                 p.leaf.copy_(p.stored)
+
+
+def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:
+    """Keep this rank's ZeRO shard of gradients that were all-reduced whole."""
+    for p in parameters:
+        if p.gradient is not None and p.shard_placement.sharded and not p.scattered:
+            shard = place.holders(experts=p.experts).shard
+            local = local_part(p.gradient, p.shard_placement, shard.size, shard.rank)
+            p.gradient = local.contiguous()
+
+
+def accumulate_grads(parameters: Iterable[StageParameter]) -> None:
+    """Add the step's gradients to `.grad` of the API's parameters."""
+    for p in parameters:
+        local, p.gradient = p.gradient, None
+        if local is None:
+            continue
+        if p.api.grad is None:
+            p.api.grad = wrap_like(p, local)
+        else:
+            local_of(p.api.grad).add_(local)

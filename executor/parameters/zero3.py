@@ -1,9 +1,10 @@
-"""ZeRO-3 by torch's `fully_shard`: weights gathered for each block's use, gradients scattered.
+"""ZeRO-3 by torch's `fully_shard`: all-gather of weights for each block's use, reduce-scatter of
+gradients.
 
-What it shards are the plain local tensors of a stage, over the shard axis; the API's DTensors are
-laid over its shards, so that names, placements and checkpoints are those of every other plan. It
-sums gradients as the losses of all ranks add up, and divides by nothing. Experts that are shared
-out are sharded over the ranks that hold the same ones, and gathered beside the rest of their block.
+It shards the plain local tensors of a stage over the shard axis. The API's DTensors lie over its
+shards, so names, placements and checkpoints are those of every other plan. Gradients are summed,
+not averaged, as the losses of all ranks add up. Under expert parallelism, experts are sharded over
+the ranks that hold the same ones, and gathered beside the rest of their block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwright.executor.ranks.meshes import Holders, Place, StageMesh
 from meshwright.planner.plan.plan import Plan, PlanError
 
 # a placement on another mesh than the module's, which older versions of torch lack
-_PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+_ON_OTHER_MESH: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
 def shard_stage(
@@ -36,49 +37,51 @@ def shard_stage(
     *,
     ends: bool,
 ) -> None:
-    """Shard the parameters registered on a stage's blocks and on the stage itself, to be gathered
-    in `dtype`. Those that are not `gathered` are left alone. `ends`: the stage's forward is
-    followed by its backward."""
-    held = {id(p.leaf): p for p in parameters if p.gathered}
-    whole = {p.leaf for p in parameters if not p.gathered}
+    """Apply `fully_shard` to a stage's blocks and to the stage itself, gathering in `dtype`.
+
+    Parameters that are not `gathered` are left alone. `ends`: the stage's forward is followed at
+    once by its backward, so the last block's weights are kept for it.
+    """
+    by_leaf = {id(p.leaf): p for p in parameters if p.gathered}
+    ignored = {p.leaf for p in parameters if not p.gathered}
     mesh = _mesh(place.holders(experts=False), place)
     if any(p.experts and p.gathered for p in parameters):
         experts = _mesh_of_experts(place)
 
     def sharding(leaf: nn.Parameter) -> Any:
-        p = held[id(leaf)]
-        over_shards = Shard(p.zero.dim)
-        return _PLACED(over_shards, experts) if p.experts else over_shards
+        p = by_leaf[id(leaf)]
+        over_shards = Shard(p.shard_placement.dim)
+        return _ON_OTHER_MESH(over_shards, experts) if p.experts else over_shards
 
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for module in (*blocks, stage):
-        own = module.named_parameters(recurse=False)
-        found = [(name, held[id(leaf)]) for name, leaf in own if id(leaf) in held]
-        if not found and module is not stage:
+        named = module.named_parameters(recurse=False)
+        gathered = [(name, by_leaf[id(leaf)]) for name, leaf in named if id(leaf) in by_leaf]
+        if not gathered and module is not stage:
             continue
         sharded = fully_shard(
             module,
             mesh=mesh,
-            # where the backward follows at once, what it needs first is kept
             reshard_after_forward=not (ends and module in (blocks[-1], stage)),
             shard_placement_fn=sharding,
             mp_policy=policy,
-            ignored_params=whole,
+            ignored_params=ignored,
         )
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        for name, p in found:
-            p.leaf = p.sharded = getattr(module, name)  # the whole one is let go
+        for name, p in gathered:
+            p.leaf = p.sharded = getattr(module, name)  # frees the whole one
             p.stored = local_of(p.sharded.detach())
 
 
 def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:
-    """Raise `PlanError`, on all ranks alike, for a plan that this version of torch can't shard."""
+    """Raise PlanError, on all ranks alike, for ZeRO-3 that this version of torch can't run."""
     for k, (stage, mesh) in enumerate(zip(plan.stages, meshes, strict=True)):
-        if stage.zero == 3 and mesh.experts > 1 and mesh.expert_shards > 1 and _PLACED is None:
+        sharded_experts = stage.zero == 3 and mesh.experts > 1 and mesh.expert_shards > 1
+        if sharded_experts and _ON_OTHER_MESH is None:
             raise PlanError(
                 f"plan: stage {k}: zero=3 with ep={stage.ep}: torch {torch.__version__} can't "
                 "shard the parameters of one block over different ranks; legal: zero 0, 1 or 2, an "
@@ -87,7 +90,7 @@ def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:
 
 
 def _mesh(holders: Holders, place: Place) -> DeviceMesh:
-    """The mesh that `fully_shard` divides over, and replicates across where ZeRO does."""
+    """The device mesh for `fully_shard`: (shard,), or (replicate, shard) for hybrid sharding."""
     device, shard, replicate = place.device.type, holders.shard, holders.replicate
     if replicate.size == 1:
         return DeviceMesh.from_group(shard.group, device, mesh_dim_names=("shard",))
@@ -101,7 +104,7 @@ def _mesh(holders: Holders, place: Place) -> DeviceMesh:
 
 
 def _mesh_of_experts(place: Place) -> Any:
-    """The same for experts that are shared out, as `fully_shard` takes it for single parameters."""
+    """The mesh of the experts' holders, as `fully_shard` takes it for single parameters."""
     holders = place.holders(experts=True)
     mesh = _mesh(holders, place)
     if holders.replicate.size == 1:
@@ -109,22 +112,24 @@ def _mesh_of_experts(place: Place) -> Any:
     return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-def collect(parameters: Iterable[StageParameter], place: Place) -> None:
-    """After the last backward of a step: this rank's gradients of what is sharded, whole on the
-    tensor axis, too."""
-    summed = []
+def collect_gradients(parameters: Iterable[StageParameter], place: Place) -> None:
+    """Take the reduce-scattered gradients from `fully_shard` after the step's last backward, and
+    all-reduce over the tensor axis those that are partial on it."""
+    partial: list[tuple[StageParameter, torch.Tensor]] = []
     for p in parameters:
         if not (p.gathered and p.reached):
             continue
         grad = p.sharded.grad
-        found = torch.zeros_like(p.stored) if grad is None else local_of(grad)
-        p.gradient, p.sharded.grad = found, None
+        gradient = torch.zeros_like(p.stored) if grad is None else local_of(grad)
+        p.gradient, p.sharded.grad = gradient, None
         if p.sum_tensor and place.tensor.size > 1:
-            summed.append((p, found))
-    if not summed:
+            partial.append((p, gradient))
+    if not partial:
         return
-    flat = torch.cat([found.reshape(-1) for _, found in summed])
+    flat = torch.cat([gradient.reshape(-1) for _, gradient in partial])
     dist.all_reduce(flat, group=place.tensor.group)
-    parts = flat.split([found.numel() for _, found in summed])
-    for (p, found), part in zip(summed, parts, strict=True):
-        p.gradient = part.view_as(found)
+    start = 0
+    for p, gradient in partial:
+        stop = start + gradient.numel()
+        p.gradient = flat[start:stop].view_as(gradient)
+        start = stop

@@ -1,6 +1,6 @@
-"""Work beside training that needs the process group: a rank leaves the group only when it is done.
+"""Background threads that use process groups: a rank leaves its groups only when they are done.
 
-Its threads are no daemons, so the interpreter, too, ends after them. They must talk over a group of
+They are no daemons, so the interpreter, too, ends after them. They must communicate over a group of
 their own, since the order of collectives within one is the same on all ranks only within a thread.
 """
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Background(threading.Thread):
-    """Does `work`, called `name`, from now on; `wait` for it."""
+    """A thread that runs `work` from now on, called `name` in the log."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=False)
@@ -30,7 +30,7 @@ class Background(threading.Thread):
             log.error("%s failed: %s", self.name, error)
 
     def wait(self) -> None:
-        """Return when the work is done; raises, once, what it raised."""
+        """Return when the work is done. Raises its error, once."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
@@ -38,7 +38,7 @@ class Background(threading.Thread):
 
 
 def finish_all() -> None:
-    """Return when no work is left in the background of this process; errors stay where they are."""
+    """Join all background threads of this process; their errors stay for `wait`."""
     for thread in threading.enumerate():
         if isinstance(thread, Background):
             thread.join()

@@ -1,8 +1,8 @@
-"""Process group of a run: joining it under torchrun, talking over it, leaving it in order.
+"""Process group of a run: rendezvous under torchrun, broadcast of decisions, orderly shutdown.
 
 torchrun's agent may keep one store for all restarts of its ranks, with the keys of the dead in it,
-and the number of restarts differs between agents. So the ranks of one start agree on a prefix that
-no other start has: each writes a random word, and rank 0 answers each word with its own.
+and the number of restarts differs between agents. So the ranks of one start agree on a key prefix
+that no other start has: each writes a random word, and rank 0 answers each word with its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # dist declares none of them
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from meshwright.executor.ranks import background
-from meshwright.executor.ranks.watch import FIRST_STEP_FACTOR, Watch, progress, say
+from meshwright.executor.ranks.watchdog import FIRST_STEP_FACTOR, Watchdog, progress, say
 
 T = TypeVar("T")
 
@@ -32,28 +35,31 @@ TIMEOUT_S = 300.0  # a rank that makes no progress stops all after this long
 TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"  # overrides it
 POLL_S = 0.05  # at the start only
 
-_watch: Watch | None = None  # one per process, as is the process group
+_watchdog: Watchdog | None = None  # one per process, as is the process group
 
 
 def under_torchrun() -> bool:
-    """Whether this process was started as one of several ranks."""
+    """Whether torchrun's environment variables are set."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def running() -> bool:
+    """Whether a process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world_size() -> int:
+    """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if running() else 1
 
 
 def rank() -> int:
+    """This process' rank; 0 without a process group."""
     return dist.get_rank() if running() else 0
 
 
 def on_gpus() -> bool:
-    """Whether the running process group talks between GPUs."""
+    """Whether the process group's backend is NCCL."""
     return torch.cuda.is_available() and "nccl" in dist.get_backend_config()
 
 
@@ -65,7 +71,8 @@ def device_here() -> torch.device:
 
 
 def timeout_s() -> float:
-    """Seconds without progress after which the ranks give up."""
+    """Seconds without progress after which the watchdog ends all ranks. Raises ValueError for an
+    illegal `MESHWRIGHT_TIMEOUT_S`."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
     try:
         seconds = float(text)
@@ -77,37 +84,39 @@ def timeout_s() -> float:
 
 
 def start(backend: str) -> None:
-    """Join the process group that torchrun's environment describes, unless it is already joined.
+    """Join the process group that torchrun's environment describes, unless it is already joined,
+    and start the watchdog.
 
-    Until the first step is done everything may take `FIRST_STEP_FACTOR` times the timeout.
+    Until the first step is done every phase may take `FIRST_STEP_FACTOR` times the timeout. Raises
+    RuntimeError where a rank has no GPU for nccl, or where the others don't come.
     """
-    global _watch
+    global _watchdog
     if running() or not under_torchrun():
         return
     if backend == "nccl":
-        here = int(os.environ.get("LOCAL_RANK", 0))
-        if here >= torch.cuda.device_count():
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= torch.cuda.device_count():
             raise RuntimeError(
-                f"the cluster's backend is nccl, but local rank {here} finds "
+                f"the cluster's backend is nccl, but local rank {local_rank} finds "
                 f"{torch.cuda.device_count()} "
                 "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"
             )
-        torch.cuda.set_device(here)
+        torch.cuda.set_device(local_rank)
     limit_s = timeout_s()
     longest = timedelta(seconds=FIRST_STEP_FACTOR * limit_s)
-    shared, me, world = next(dist.rendezvous("env://", timeout=longest))
+    shared, me, world = next(rendezvous("env://", timeout=longest))
     shared.set_timeout(longest)
     prefix = _agreed_prefix(shared, me, world, longest.total_seconds())
     dist.init_process_group(
-        backend, store=dist.PrefixStore(prefix, shared), rank=me, world_size=world, timeout=longest
+        backend, store=PrefixStore(prefix, shared), rank=me, world_size=world, timeout=longest
     )
     if world > 1:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        own = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
-        _watch = Watch(
-            dist.PrefixStore(f"{prefix}/watch", own),
+        own = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
+        _watchdog = Watchdog(
+            PrefixStore(f"{prefix}/watch", own),
             rank=me,
-            world=world,
+            world_size=world,
             limit_s=limit_s,
             holder=_store_holder(),
             first_step=lambda: _shorten_timeouts(limit_s),
@@ -115,8 +124,9 @@ def start(backend: str) -> None:
         sys.excepthook = _end_by_hook
 
 
-def _agreed_prefix(store: dist.Store, me: int, world: int, limit_s: float) -> str:
-    """A prefix of keys that all ranks of this start share, and no other start."""
+def _agreed_prefix(store: Store, me: int, world: int, limit_s: float) -> str:
+    """A key prefix that all ranks of this start share, and no other start. Raises RuntimeError
+    after `limit_s`."""
     word = uuid.uuid4().hex
     if me != 0:
         store.set(f"meshwright/word/{me}", word)
@@ -146,19 +156,18 @@ def _store_holder() -> str:
 
 
 def _shorten_timeouts(limit_s: float) -> None:
-    """Give every group the timeout of a step, in place of the first step's."""
-    c10d = dist.distributed_c10d
+    """Set every process group's timeout to a step's, in place of the first step's."""
     shorten = getattr(c10d, "_set_pg_timeout", None)
-    if shorten is None:  # private: without it the watch alone keeps the limit
+    if shorten is None:  # private: without it only the watchdog keeps the limit
         return
     for group in list(c10d._world.pg_map):
         shorten(timedelta(seconds=limit_s), group)
 
 
 def agree_on(decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank; what it raises is raised everywhere.
+    """`decide()` of rank 0, or its error, broadcast to all ranks.
 
-    What was measured or solved on one rank is used by all, so that they can't disagree.
+    A plan is solved, and a profile measured, on one rank only: so no two can disagree.
     """
     if world_size() == 1:
         return decide()
@@ -169,24 +178,24 @@ def agree_on(decide: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001 - the others wait for this rank, whatever happens
             box = [(None, error)]
     dist.broadcast_object_list(box, src=0)
-    value, failed = box[0]
-    if failed is not None:
-        raise failed
-    return value
+    decided: tuple[T, Exception | None] = box[0]
+    if decided[1] is not None:
+        raise decided[1]
+    return decided[0]
 
 
 def stop() -> None:
-    """Leave the process group after everybody has finished; ends the process where that takes
-    longer than the timeout."""
-    global _watch
+    """Destroy the process group when all ranks are done. The watchdog ends this process where that
+    takes longer than the timeout."""
+    global _watchdog
     if not running():
         return
     with progress.during("leaving the process group", waits=True):
         background.finish_all()  # it may need the group
         dist.barrier()
-    if _watch is not None:
-        _watch.close()
-        _watch = None
+    if _watchdog is not None:
+        _watchdog.close()
+        _watchdog = None
     dist.destroy_process_group()
     gc.collect()
     time.sleep(0.3)  # gloo's threads must be gone before the interpreter is
@@ -195,8 +204,7 @@ def stop() -> None:
 
 @contextmanager
 def distributed(backend: str = "gloo") -> Iterator[None]:
-    """A process group for the duration; a rank that raises says so and takes the others down with
-    it.
+    """A process group inside; an error of one rank is reported and ends all ranks.
 
     Without `os._exit` the other ranks would wait for this one until the process group's timeout.
     `sys.exit()` and `sys.exit(0)` leave in order, when the other ranks do.
@@ -220,8 +228,8 @@ def distributed(backend: str = "gloo") -> Iterator[None]:
 def _end_by_hook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """For a script without `distributed`: what it raises ends all ranks as well."""
-    if _watch is None:
+    """`sys.excepthook` for a script without `distributed`: an error of one rank ends all ranks."""
+    if _watchdog is None:
         sys.__excepthook__(kind, error, trace)
     else:
         _end(error)
@@ -229,8 +237,8 @@ def _end_by_hook(
 
 def _end(error: BaseException) -> NoReturn:
     """Report what this rank raised, and end its process."""
-    if _watch is not None:
-        _watch.report(error)
+    if _watchdog is not None:
+        _watchdog.report(error)
     else:  # the process group is the user's own
         say(f"rank {rank()} failed: {''.join(traceback.format_exception(error))}")
     code = error.code if isinstance(error, SystemExit) else 1

@@ -1,13 +1,13 @@
-"""Ranks of the plan's stages as device meshes, and this rank's place in them.
+"""Device meshes of the plan's stages, this rank's coordinates in them, and its process groups.
 
-The data axis is ZeRO's two: rank r·s + i of it is the i-th of s neighbours that share out what ZeRO
-divides (`shard`), and the r-th that holds its part (`replicate`).
+The data axis consists of ZeRO's two: data rank r·s + i is rank i of s on the `shard` axis and rank
+r on the `replicate` axis.
 
-Where experts are shared out over ep ranks, m neighbours on the data axis hold different ones: m =
+Under expert parallelism over ep ranks, m neighbours on the data axis hold different experts: m =
 ep, each tensor coordinate by itself; or, where tensor ranks have tokens of their own, m = ep / tp
-(`folded`). Data ranks d and d + m hold the same experts, and ZeRO divides those among e of such
-ranks. So the data axis is cut at all of s, m and m·e, and each cut is a dim of the API's mesh:
-a parameter, of experts or not, is laid over some of its dims.
+(`folded`). Data ranks d and d + m hold the same experts, and ZeRO shards those over e of such
+ranks. So the data axis is cut at all of s, m and m·e, and each cut is a dim of the API's mesh: a
+parameter, of experts or not, is sharded over some of its dims.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.plan.expert_parallel import check_experts_run, folds
 from meshwright.planner.plan.plan import Plan
 
-Edge = tuple[int, int]  # stages, in the order of the data
-FORWARD, BACKWARD = "forward", "backward"  # ways along an edge
+Edge = tuple[int, int]  # (source stage, target stage) of an activation
+FORWARD, BACKWARD = "forward", "backward"  # directions along an edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMesh:
-    """The ranks of one stage as a (dp, tp) grid, tp innermost; ZeRO divides among `shards`
-    neighbours, and `experts` ranks share the experts out, `folded` over the tensor axis or not."""
+    """The ranks of one stage as a (dp, tp) grid, tp innermost. ZeRO shards over `shards`
+    neighbours; `experts` is the expert-parallel degree, `folded` over the tensor axis or not."""
 
     ranks: tuple[int, ...]
     dp: int
@@ -48,6 +48,7 @@ class StageMesh:
     folded: bool = False
 
     def rank(self, d: int, t: int) -> int:
+        """The rank at a (data, tensor) coordinate."""
         return self.ranks[d * self.tp + t]
 
     def row(self, d: int) -> tuple[int, ...]:
@@ -63,35 +64,34 @@ class StageMesh:
         return divmod(self.ranks.index(rank), self.tp)
 
     def line(self, rank: int, low: int, high: int) -> tuple[tuple[int, ...], int]:
-        """The ranks `low`, 2·`low`, ... apart on the data axis that a rank is among, of each
-        `high`; and which of them it is."""
+        """The group of ranks with stride `low` within each run of `high` on the data axis that a
+        rank belongs to, and its position there."""
         d, t = self.coordinate(rank)
-        at = d // low % (high // low)
-        first = d - at * low
-        return tuple(self.rank(e, t) for e in range(first, first + high, low)), at
+        position = d // low % (high // low)
+        first = d - position * low
+        return tuple(self.rank(e, t) for e in range(first, first + high, low)), position
 
     @property
-    def divisions(self) -> int:
-        """Neighbours on the data axis that hold different experts."""
+    def expert_parts(self) -> int:
+        """The number m of neighbours on the data axis that hold different experts."""
         return self.experts // self.tp if self.folded else self.experts
 
     @property
     def expert_shards(self) -> int:
-        """Among how many of the data ranks that hold the same experts ZeRO divides them."""
-        holders = self.dp // self.divisions
+        """The number e of data ranks with the same experts over which ZeRO shards these."""
+        holders = self.dp // self.expert_parts
         return holders if self.shards == self.dp else math.gcd(self.shards, holders)
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Sizes of the mesh's data dims, multiplied up from the innermost; the last is dp."""
-        m = self.divisions
+        """Cumulative products of the mesh's data dims from the innermost; the last is dp."""
+        m = self.expert_parts
         return tuple(sorted({self.shards, m, m * self.expert_shards, self.dp} - {1})) or (1,)
 
     def data_dims(self, *, experts: bool) -> list[str]:
-        """What each data dim of the mesh, outermost first, does to a weight of `experts`, or to any
-        other parameter: `part` divides the experts, ZeRO divides over `shard`, `replicate` does
-        not divide."""
-        m = self.divisions if experts else 1
+        """Per data dim of the mesh, outermost first, how it holds a weight of `experts`, or any
+        other parameter: "part" (expert parallel), "shard" (ZeRO) or "replicate"."""
+        m = self.expert_parts if experts else 1
         shards = m * self.expert_shards if experts else self.shards
         inside = [(kind, n) for kind, n in (("part", m), ("shard", shards)) if n > 1]
         return [
@@ -103,22 +103,22 @@ class StageMesh:
 def stage_meshes(
     plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]]
 ) -> list[StageMesh]:
-    """The meshes of a plan's stages. Raises `PlanError`, on all ranks alike, where experts can't be
-    shared out so."""
+    """The meshes of a plan's stages. Raises PlanError, on all ranks alike, for expert parallelism
+    that can't run."""
     blocks = {block.name: block for block in graph.blocks}
-    found = []
+    meshes = []
     for k, stage in enumerate(plan.stages):
-        together = {
+        on_same_ranks = {
             name: assignment
             for other, chosen in zip(plan.stages, assignments, strict=True)
             if other.ranks == stage.ranks
             for name, assignment in chosen.items()
         }
-        folded = folds(stage, graph, together)
+        folded = folds(stage, graph, on_same_ranks)
         check_experts_run(stage, graph, folded=folded, place=f"plan: stage {k}")
         for block in (blocks[name] for name in stage.blocks if stage.ep > 1):
             legs(block.ops, graph, table, block.outputs)
-        found.append(
+        meshes.append(
             StageMesh(
                 ranks=stage.ranks,
                 dp=stage.dp,
@@ -128,16 +128,16 @@ def stage_meshes(
                 folded=folded,
             )
         )
-    return found
+    return meshes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The data ranks that hold the same part of a parameter: its gradient is summed over `data`;
-    ZeRO divides it over `shard`, and the ranks of `replicate` get the same of it.
+    """The axes of the data ranks that hold the same part of a parameter.
 
-    `part` are neighbours that hold other experts, of which dim 0 counts. On the data axis, ZeRO
-    divides among ranks `part.size` apart.
+    Its gradient is summed over `data`, which ZeRO cuts into `shard` and `replicate`. `part` is the
+    expert-parallel axis, along which dim 0 is split (size 1 for other parameters); the other axes
+    have stride `part.size` on the stage's data axis.
     """
 
     data: Axis
@@ -148,12 +148,13 @@ class Holders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """This rank: its stages, axes and device.
+    """This rank's stages, mesh axes, process groups and device.
 
-    `experts` are the holders of its experts, and `exchange` the ranks that copies of tokens are
-    exchanged with, where experts are shared out. `mesh` is that of the API's tensors, None where no
-    process group exists (one device). `links` gives the group in which tensors travel along an edge
-    of the stage graph, per way; `owners` the group of all ranks whose stages hold a tied parameter.
+    Under expert parallelism, `experts` are the holders of its experts, and `exchange` is the axis
+    of the token all-to-all. `mesh` is the DeviceMesh of the API's tensors, None where no process
+    group exists (one device). `edge_groups` gives the process group of the sends along an edge of
+    the stage graph in a direction, `tied_groups` that of all ranks of the stages that hold a tied
+    parameter.
     """
 
     stages: tuple[int, ...]
@@ -163,15 +164,15 @@ class Place:
     replicate: Axis
     tensor: Axis
     mesh: Any
-    links: Mapping[tuple[Edge, str], Any]
-    owners: Mapping[tuple[int, ...], Any]
+    edge_groups: Mapping[tuple[Edge, str], Any]
+    tied_groups: Mapping[tuple[int, ...], Any]
     device: torch.device
     rank: int
     exchange: Axis | None = None
     experts: Holders | None = None
 
     def holders(self, *, experts: bool) -> Holders:
-        """The ranks that hold the same part of a weight of `experts`, or of any other parameter."""
+        """The holders of a weight of `experts`, or of any other parameter."""
         if experts and self.experts is not None:
             return self.experts
         whole = Axis("part", 1, 0)
@@ -179,12 +180,12 @@ class Place:
 
     @property
     def here(self) -> StageMesh:
-        """The mesh that this rank's stages share."""
+        """The mesh of this rank's stages, which all lie on the same ranks."""
         return self.meshes[self.stages[0]]
 
 
-def alone(device: torch.device, meshes: Sequence[StageMesh]) -> Place:
-    """The place of a single process without a process group."""
+def single_process(device: torch.device, meshes: Sequence[StageMesh]) -> Place:
+    """The place of a process without a process group, which runs all stages."""
     axes: dict[str, Any] = {
         name: Axis(name, 1, 0) for name in ("data", "shard", "replicate", "tensor")
     }
@@ -193,19 +194,19 @@ def alone(device: torch.device, meshes: Sequence[StageMesh]) -> Place:
         meshes=tuple(meshes),
         **axes,
         mesh=None,
-        links={},
-        owners={},
+        edge_groups={},
+        tied_groups={},
         device=device,
         rank=0,
     )
 
 
-# --- groups ---------------------------------------------------------------------------------------
+# --- process groups -------------------------------------------------------------------------------
 #
 # Only its members make a group, so that making all of them takes as long as making a rank's own.
 # torch names such a group after its ranks and the number of groups the rank has made: every rank
 # must always make as many as every other, in one order. So all are made by partitions of the world,
-# and kept by what determines all of them: plans of one process share their groups.
+# and cached by what determines all of them: plans of one process share their groups.
 
 
 def _group(ranks: Sequence[int]) -> Any:
@@ -213,18 +214,17 @@ def _group(ranks: Sequence[int]) -> Any:
 
 
 @cache
-def _everyone(world: Any, purpose: Any) -> Any:
-    """A group of all ranks, which costs nothing until two of them talk."""
+def _world_group(world: Any, purpose: Any) -> Any:
+    """A group of all ranks for one purpose; it costs nothing until two of them communicate."""
     return _group(range(dist.get_world_size()))
 
 
 @cache
-def _among(world: Any, ranks: tuple[int, ...]) -> Any:
-    """A group of some ranks; the others make one, too."""
-    everyone = range(dist.get_world_size())
+def _subgroup(world: Any, ranks: tuple[int, ...]) -> Any:
+    """A group of some ranks, None on the others, which make one of their own meanwhile."""
     inside = dist.get_rank() in ranks
-    found = _group([r for r in everyone if (r in ranks) == inside])
-    return found if inside else None
+    group = _group([r for r in range(dist.get_world_size()) if (r in ranks) == inside])
+    return group if inside else None
 
 
 @cache
@@ -235,42 +235,43 @@ def _axes(
     rank = dist.get_rank()
     here = next(m for m in meshes if rank in m.ranks)
     d, t = here.coordinate(rank)
-    found: dict[str, Any] = {
+    axes: dict[str, Any] = {
         "data": _axis("data", here.line(rank, 1, here.dp)),
         "shard": _axis("shard", here.line(rank, 1, here.shards)),
         "replicate": _axis("replicate", here.line(rank, here.shards, here.dp)),
         "tensor": _axis("tensor", (here.row(d), t)),
     }
     if any(mesh.experts > 1 for mesh in meshes):
-        shared = _expert_axes(here, rank)  # always made, for the other stages' sake
-        found |= shared if here.experts > 1 else {}
+        expert_axes = _expert_axes(here, rank)  # always made, for the other stages' sake
+        axes |= expert_axes if here.experts > 1 else {}
         most = max(len(mesh.cuts) for mesh in meshes)
         lines = [here.line(rank, low, high) for low, high in pairwise((1, *here.cuts))]
         dims = [_axis("dim", line) for line in [*lines, *[((rank,), 0)] * (most - len(lines))]]
         groups = [axis.group for axis in reversed(dims[: len(lines)])]
         names = [f"dp_{k}" for k in range(len(groups))]
     elif len(here.cuts) == 1:
-        groups, names = [found["data"].group], ["dp"]
+        groups, names = [axes["data"].group], ["dp"]
     else:
-        groups = [found["replicate"].group, found["shard"].group]
+        groups = [axes["replicate"].group, axes["shard"].group]
         names = ["dp_replicate", "dp_shard"]
     sizes = [high // low for low, high in pairwise((1, *here.cuts))][::-1]
     mesh = DeviceMesh.from_group(
-        [*groups, found["tensor"].group],
+        [*groups, axes["tensor"].group],
         device_type,
         mesh=torch.tensor(here.ranks).view(*sizes, here.tp),
         mesh_dim_names=(*names, "tp"),
     )
-    return found, mesh
+    return axes, mesh
 
 
 def _axis(name: str, line: tuple[tuple[int, ...], int]) -> Axis:
-    ranks, at = line
-    return Axis(name, len(ranks), at, _group(ranks))
+    ranks, position = line
+    return Axis(name, len(ranks), position, _group(ranks))
 
 
 def _expert_axes(here: StageMesh, rank: int) -> dict[str, Any]:
-    m, e = here.divisions, here.expert_shards
+    """The token all-to-all's axis, and the holders of this rank's experts."""
+    m, e = here.expert_parts, here.expert_shards
     number = here.ranks.index(rank)
     first = number - number % here.experts
     block = here.ranks[first : first + here.experts], number % here.experts
@@ -285,35 +286,36 @@ def _expert_axes(here: StageMesh, rank: int) -> dict[str, Any]:
     }
 
 
-def join(
+def join_groups(
     meshes: Sequence[StageMesh],
     device: torch.device,
     edges: Sequence[Edge],
-    owners: Sequence[tuple[int, ...]],
+    tied: Sequence[tuple[int, ...]],
 ) -> Place:
-    """Make this rank's groups and find its place.
+    """Make this rank's process groups. Collective.
 
-    Activations and gradients travel in groups of their own, so that their orders never depend on
-    each other; and as NCCL matches messages by order, not by tag, each edge has its own there.
+    `tied` are the stages of each tied parameter. Activations and gradients are sent in groups of
+    their own, so that their orders never depend on each other; and as NCCL matches messages by
+    order, not by tag, each edge has its own there.
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     axes, mesh = _axes(world, tuple(meshes), device.type)
     by_order = device.type == "cuda"
-    links = {
-        (edge, way): _everyone(world, (way, edge) if by_order else way)
-        for edge, way in product(edges, (FORWARD, BACKWARD))
+    edge_groups = {
+        (edge, direction): _world_group(world, (direction, edge) if by_order else direction)
+        for edge, direction in product(edges, (FORWARD, BACKWARD))
     }
-    shared = {
-        stages: _among(world, tuple(sorted({r for k in stages for r in meshes[k].ranks})))
-        for stages in owners
+    tied_groups = {
+        stages: _subgroup(world, tuple(sorted({r for k in stages for r in meshes[k].ranks})))
+        for stages in tied
     }
     return Place(
         stages=tuple(k for k, m in enumerate(meshes) if rank in m.ranks),
         meshes=tuple(meshes),
         **axes,
         mesh=mesh,
-        links=links,
-        owners=shared,
+        edge_groups=edge_groups,
+        tied_groups=tied_groups,
         device=device,
         rank=rank,
     )

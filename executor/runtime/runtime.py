@@ -1,19 +1,18 @@
-"""Runtime: the plan executed. Global batch in, mean loss out, gradients in `.grad`."""
+"""The training step of a running plan: global batch in, mean loss out, gradients in `.grad`."""
 
 from __future__ import annotations
 
 import random
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules.traits import draws, traits_of, updates_statistics
 from meshwright.costmodel.schedules.schedule import (
     Action,
     Instruction,
@@ -24,35 +23,30 @@ from meshwright.costmodel.sharding.data_axis import loss_is_summed
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.executor.lowering.compile import backend_of
-from meshwright.executor.lowering.deferred import Later
-from meshwright.executor.lowering.reshard import all_gather, local_part
-from meshwright.executor.parameters.gradients import Reducer, deliver, exchange_tied, lay_out
+from meshwright.executor.lowering.deferred import WeightGradientQueue
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
-from meshwright.executor.parameters.parameters import StageParameter, load, settle
-from meshwright.executor.parameters.refresh import Refresh
-from meshwright.executor.parameters.zero3 import collect
-from meshwright.executor.ranks import background
-from meshwright.executor.ranks.agree import gloo_group, told_by
-from meshwright.executor.ranks.launch import device_here
-from meshwright.executor.ranks.meshes import Place
-from meshwright.executor.ranks.watch import progress
-from meshwright.executor.runtime.evaluating import check_evaluable
-from meshwright.executor.runtime.place import place_of, stages_of_ranks
+from meshwright.executor.parameters.parameters import accumulate_grads, shard_gradients
+from meshwright.executor.parameters.reducer import Reducer
+from meshwright.executor.parameters.tied import sum_tied_gradients
+from meshwright.executor.parameters.weight_gather import WeightGather
+from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients
+from meshwright.executor.ranks.launch import device_here, world_size
+from meshwright.executor.ranks.meshes import Place, join_groups, single_process, stage_meshes
+from meshwright.executor.ranks.watchdog import progress
+from meshwright.executor.runtime.state import RankState
 from meshwright.executor.stages.batches import Batches, Rows
 from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
 from meshwright.planner.plan.check import check_runs
-from meshwright.planner.plan.flow import crossings
-from meshwright.planner.plan.plan import Plan
+from meshwright.planner.plan.flow import crossings, stages_of_parameters
+from meshwright.planner.plan.plan import Plan, PlanError
+
+# operators that follow `train(False)`: all others compute in evaluation as they were traced
 
 
-class Runtime:
+class Runtime(RankState):
     """One rank of a running plan. Built collectively: every rank of the plan constructs it at the
-    same time.
-
-    `stages` are those of this rank, by number; `held` all its parameters in the order of the
-    forward, each once.
-    """
+    same time."""
 
     def __init__(
         self,
@@ -68,50 +62,35 @@ class Runtime:
         check_runs(plan)
         device = device or device_here()
         backend = backend_of(compile, device.type)
-        self.plan, self.graph = plan, graph
-        self._model = _kept(model)
-        progress.stages = stages_of_ranks(plan)
-        self.place = place_of(plan, graph, table, assignments, device)
-        builder = Builder(plan, graph, table, assignments, model, self.place, backend)
-        self.stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in self.place.stages}
-        self.later, self.tied = builder.later or Later(), builder.tied
+        progress.stages = _stages_of_ranks(plan)
+        place = _join_plan(plan, graph, table, assignments, device)
+        builder = Builder(plan, graph, table, assignments, model, place, backend)
+        stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in place.stages}
         shared = tuple(builder.shared.values())
-        own = tuple(p for stage in self.stages.values() for p in stage.parameters)
-        self.held: tuple[StageParameter, ...] = (*own, *shared)
-        self.reducers = {
-            k: Reducer(stage.parameters, self.place) for k, stage in self.stages.items()
-        }
-        self.common = Reducer(shared, self.place)
-        first = {p.fqn: min(k for k in p.shared_stages if k in self.stages) for p in shared}
-        self.refreshes = {
-            k: Refresh(
-                [*(p for p in shared if first[p.fqn] == k), *stage.parameters],
-                self.place, stage.reader,
-            )
-            for k, stage in self.stages.items()
-        }  # fmt: skip
-        for k, stage in self.stages.items():
-            stage.program.ready = self.refreshes[k].wait
-        self.reads = {k: stage.reads for k, stage in self.stages.items()}
+        super().__init__(plan, graph, place, model, stages, shared)
+        self.weight_gradients = builder.weight_gradients or WeightGradientQueue()
+        self.tied_layouts = builder.tied
+        self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
+        self.shared_reducer = Reducer(shared, place)
+        first = {p.fqn: min(k for k in p.shared_stages if k in stages) for p in shared}
+        self.gathers: dict[int, WeightGather] = {}
+        for k, stage in stages.items():
+            parameters = [*(p for p in shared if first[p.fqn] == k), *stage.parameters]
+            self.gathers[k] = WeightGather(parameters, place, stage.reader)
+            stage.program.ready = self.gathers[k].wait
+        self.reads = {k: stage.reads for k, stage in stages.items()}
         self.stream = self._stream()
-        # the micro-batch of each stage's last backward
+        # stage -> the micro-batch of its last backward
         self.last = {
             i.stage: i.microbatch for i in self.stream if i.action is Action.REDUCE_GRADIENTS
         }
-        self.loaded = not any(p.is_meta for p in model.parameters())
-        self.saved = frozenset(model.state_dict())  # holds no buffer registered persistent=False
-        self.unset = frozenset(fqn for fqn, b in model.named_buffers() if b.is_meta)
-        used = {*graph.parameters.values(), *graph.aliases, *graph.buffers.values()}
-        self.unused = {n: x.detach() for n, x in model.state_dict().items() if n not in used}
-        self.guard = StepGuard(
-            place=self.place, scale=LossScale() if plan.precision == "fp16" else None
-        )
+        self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.steps = 0
-        self.seed = _shared_seed(self.place)
-        self.batches = Batches(plan, graph, self.place)
+        self.seed = _shared_seed(place)
+        self.batches = Batches(plan, graph, place)
 
-    def _stream(self) -> tuple[Any, ...]:
-        """This rank's instructions."""
+    def _stream(self) -> tuple[Instruction, ...]:
+        """This rank's instructions of a step, in order."""
         counts = {"num_stages": len(self.plan.stages), "num_devices": len(self.plan.devices)}
         placed = stages_of_devices(self.plan.schedule, **counts)
         streams = build_schedule(
@@ -122,13 +101,18 @@ class Runtime:
         )
         return streams[placed.index(self.place.stages)]
 
-    # --- a step ---
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale of fp16; None in other precisions."""
+        return self.guard.scale
 
     @progress.during("preparing the step", waits=True, is_step=True)
     def train_step(self, batch: Any, observe: Observer | None = None) -> torch.Tensor:
-        """Forward and backward of one global batch; the mean loss on every rank. Gradients are
-        added to `.grad` if all of them are finite, on every rank, and dropped otherwise. `observe`
-        runs each instruction and phase in the runtime's stead."""
+        """Forward and backward of one global batch; returns the mean loss on every rank.
+
+        Gradients are added to `.grad` if all of them are finite, on every rank, and dropped
+        otherwise. `observe` runs each instruction and phase in the runtime's stead.
+        """
         self._check_ready()
         if not torch.is_grad_enabled():
             raise ValueError(
@@ -136,24 +120,24 @@ class Runtime:
                 "the loss alone"
             )
         inputs = self.batches.checked(batch)
-        for reducer in (*self.reducers.values(), self.common):
+        for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.begin()
-        watched = observe or _unobserved
-        watched(Phase.REFRESH, self._refresh)
+        observed = observe or _unobserved
+        observed(Phase.REFRESH, self._gather_weights)
         seed = self._step_seed()
         run = PipelineRun(
             {k: self._run_stage(k, inputs) for k in self.stages},
             self.stream,
             rng=lambda k: (seed, k * self.plan.microbatch_rows),
             scale=self.guard.seed / self.plan.num_microbatches,
-            later=self.later,
+            weight_gradients=self.weight_gradients,
             observe=observe,
         )
         losses = run.run()
         progress.enter("reducing gradients", waits=True)
         with torch.no_grad():
-            watched(Phase.REDUCE, self._reduce)
-            watched(Phase.DELIVER, self._deliver)
+            observed(Phase.REDUCE, self._finish_gradients)
+            observed(Phase.DELIVER, self._accumulate_grads)
             self.steps += 1
             return self._mean_loss(losses)
 
@@ -161,17 +145,17 @@ class Runtime:
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
         self._check_ready()
-        check_evaluable(self.graph)
+        _check_evaluable(self.graph)
         inputs = self.batches.checked(batch)
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
-            self._refresh()
+            self._gather_weights()
             run = PipelineRun(
                 {k: self._run_stage(k, inputs) for k in self.stages},
                 [i for i in self.stream if i.action in forward],
                 rng=lambda k: (0, 0),
                 scale=1.0,
-                later=self.later,
+                weight_gradients=self.weight_gradients,
             )
             return self._mean_loss(run.run())
 
@@ -187,35 +171,18 @@ class Runtime:
                 program.train(True)
 
     def _check_ready(self) -> None:
-        """Raise ValueError where there are no weights, or others are trained than planned."""
+        """Raise ValueError where there are no weights, or `requires_grad` was changed."""
         if not self.loaded:
             raise ValueError(
                 "the model is on the meta device: it has no weights to train; call init_weights, "
                 "load_weights, load_state_dict or load_checkpoint first"
             )
-        changed = [p.fqn for p in self.held if p.api.requires_grad != p.trainable]
+        changed = [p.fqn for p in self.stage_parameters if p.api.requires_grad != p.trainable]
         if changed:
             raise ValueError(
                 f"requires_grad of {changed[:3]} (of {len(changed)}) was changed after planning: "
                 "freeze or thaw the model's parameters before auto_parallelize, which plans with it"
             )
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model. ValueError where it had weights and was freed: they are here."""
-        model = self._model()
-        if model is None:
-            raise ValueError(
-                "the model had weights, which were handed over, and was freed: nothing of it is on "
-                "the meta device, to be initialised; build it under `with torch.device('meta'):` "
-                "for that, or use load_weights, load_state_dict or load_checkpoint"
-            )
-        return model
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The scale of fp16's backward; None in other precisions."""
-        return self.guard.scale
 
     def _run_stage(self, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
         stage = self.stages[k]
@@ -226,30 +193,30 @@ class Runtime:
             beside=stage.beside,
             reducer=self.reducers[k],
             inputs=rows.__getitem__,
-            counts=self._count(stage, rows),
+            counts=self._loss_rows(stage, rows),
             last=self.last[k],
         )
 
-    def _refresh(self) -> None:
-        """Weights as the optimizer left them."""
-        for refresh in self.refreshes.values():
-            refresh.begin()
+    def _gather_weights(self) -> None:
+        """Start the all-gathers and casts of the weights that the optimizer updated."""
+        for gather in self.gathers.values():
+            gather.begin()
 
-    def _deliver(self) -> None:
-        """Gradients to the optimizer, if they are numbers."""
-        if self.guard.admit(self.held):
-            deliver(self.held)
-
-    def _reduce(self) -> None:
-        """Gradients whole on every axis and over all stages."""
-        self.common.close()
-        for reducer in (*self.reducers.values(), self.common):
+    def _finish_gradients(self) -> None:
+        """Wait until gradients are reduced over all axes and stages, and sharded as `stored`."""
+        self.shared_reducer.flush()
+        for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.finish()
-        collect(self.held, self.place)
-        exchange_tied(self.held, self.place, self.tied)
-        lay_out(self.held, self.place)
+        collect_gradients(self.stage_parameters, self.place)
+        sum_tied_gradients(self.stage_parameters, self.place, self.tied_layouts)
+        shard_gradients(self.stage_parameters, self.place)
 
-    def _count(self, stage: BuiltStage, inputs: Rows) -> dict[str, torch.Tensor]:
+    def _accumulate_grads(self) -> None:
+        """Add the gradients to `.grad`, if all of them are finite."""
+        if self.guard.admit(self.stage_parameters):
+            accumulate_grads(self.stage_parameters)
+
+    def _loss_rows(self, stage: BuiltStage, inputs: Rows) -> dict[str, torch.Tensor]:
         """Per loss, its rows over the whole global batch, divided by the number of micro-batches:
         the denominator that makes Σ over micro-batches and ranks the mean over the batch."""
         if stage.counts is None:
@@ -257,10 +224,10 @@ class Runtime:
         device = self.place.device
         totals = {n: torch.zeros((), dtype=torch.int64, device=device) for n in stage.losses}
         with torch.no_grad():
-            for part in inputs:
-                values = {**stage.program.tensors, **part}
-                made = stage.counts.module(*[values[n] for n in stage.counts.arguments])
-                targets = dict(zip(stage.counts.outputs, made, strict=True))
+            for microbatch in inputs:
+                values = {**stage.program.tensors, **microbatch}
+                results = stage.counts.module(*[values[n] for n in stage.counts.arguments])
+                targets = dict(zip(stage.counts.outputs, results, strict=True))
                 for name, (target, ignored) in stage.losses.items():
                     totals[name] += (targets[target] != ignored).sum()
         for name, (target, _) in stage.losses.items():
@@ -269,6 +236,7 @@ class Runtime:
         return {name: total / self.plan.num_microbatches for name, total in totals.items()}
 
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The mean over micro-batches and data ranks, broadcast from the last stage."""
         place = self.place
         total = torch.zeros((), dtype=torch.float32, device=place.device)
         last = len(self.plan.stages) - 1
@@ -286,141 +254,42 @@ class Runtime:
     def _step_seed(self) -> int:
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
 
-    # --- parameters and state ---
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the user's FQNs, as DTensors on its mesh."""
-        for p in self.held:
-            yield p.fqn, p.api
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters and buffers under the user's FQNs, tied names included."""
-        found: dict[str, torch.Tensor] = {}
-        aliases: dict[str, list[str]] = {}
-        for alias, fqn in self.graph.aliases.items():
-            aliases.setdefault(fqn, []).append(alias)
-        for p in self.held:
-            for name in (p.fqn, *aliases.get(p.fqn, [])):
-                found[name] = p.api.detach()
-        for stage in self.stages.values():
-            for value, (fqn, state) in stage.buffers.items():
-                if fqn not in self.saved:
-                    continue
-                local = stage.program.tensors[value]
-                if state.sharded:
-                    size = self.graph.values[value].shape[state.dim]
-                    local = all_gather(local, state, self.place.tensor, size)
-                found[fqn] = local
-        return found | (self.unused if 0 in self.stages else {})
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (p for _, p in self.named_parameters())
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit
-        one host. Waits for a checkpoint that is saved in the background."""
-        return self._merged({name: _whole(x) for name, x in self.state_dict().items()})
-
-    def full_gradients(self) -> dict[str, torch.Tensor]:
-        """All stages' gradients as whole CPU tensors by FQN, on every rank. Collective."""
-        named = dict(self.named_parameters())
-        return self._merged(
-            {name: _whole(p.grad) for name, p in named.items() if p.grad is not None}
-        )
-
-    def _merged(self, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What all device groups have, each told by its first rank."""
-        leaders = [ranks[0] for ranks in self.plan.devices]
-        if len(leaders) == 1:
-            return mine
-        background.finish_all()  # a save there talks over the same group
-        group = gloo_group()
-        parts = [told_by(group, rank, mine if rank == self.place.rank else {}) for rank in leaders]
-        return {name: x for part in parts for name, x in part.items()}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's parts from whole tensors (or DTensors of the same layout) by FQN.
-
-        Names of other stages are ignored; a missing or misshapen one raises ValueError, and so does
-        a buffer of a model on meta that the state does not hold. What the graph doesn't read may be
-        missing where it has a value.
-        """
-        buffers = {fqn for stage in self.stages.values() for fqn, _ in stage.buffers.values()}
-        if valueless := sorted(buffers & self.unset - set(state)):
-            raise ValueError(
-                f"state dict: buffers {valueless} have no value: the model is on the meta device "
-                f"and they are not in the state (registered with persistent=False); call "
-                f"init_weights first, which gives them theirs, read a file by load_weights, or add "
-                f"them to the state"
-            )
-        unread = {
-            name: _source(state, [name], x.shape)
-            for name, x in (self.unused if 0 in self.stages else {}).items()
-            if name in state or x.is_meta
-        }
-        for p in self.held:
-            names = [p.fqn, *(a for a, fqn in self.graph.aliases.items() if fqn == p.fqn)]
-            source = _source(state, names, p.shape)
-            if isinstance(source, DTensor) and _alike(source, p.api):
-                with torch.no_grad():
-                    p.stored.copy_(source.to_local())
-                continue
-            whole = source.full_tensor() if isinstance(source, DTensor) else source
-            load(p, whole.to(self.place.device), self.place)
-        settle(self.held)
-        axis = self.place.tensor
-        for stage in self.stages.values():
-            for value, (fqn, placement) in stage.buffers.items():
-                if fqn in state:
-                    whole = _source(state, [fqn], self.graph.values[value].shape)
-                    whole = whole.to(self.place.device)
-                    if placement.sharded:
-                        whole = local_part(whole, placement, axis.size, axis.rank)
-                    stage.program.tensors[value].copy_(whole)
-        for name, source in unread.items():  # what was there may be the user's own
-            self.unused[name] = _whole(source).to(self.unused[name].dtype)
-        self.loaded, self.unset = True, frozenset()
-
 
 def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
     run()
 
 
-def _kept(model: nn.Module) -> Callable[[], nn.Module | None]:
-    """A model that has no weights yet is kept, to be initialised; one that has is the user's."""
-    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
-        return lambda: model
-    return weakref.ref(model)
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A whole copy on the CPU."""
-    whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return whole.detach().to("cpu", copy=True)
-
-
-def _source(
-    state: Mapping[str, torch.Tensor], names: Sequence[str], shape: Sequence[int]
-) -> torch.Tensor:
-    """What a state dict holds under one of a tensor's names; ValueError where it doesn't fit."""
-    name = next((n for n in names if n in state), None)
-    if name is None:
-        raise ValueError(
-            f"state dict: missing {names[0]!r}; it has {len(state)} names, e.g. {sorted(state)[:3]}"
+def _join_plan(
+    plan: Plan,
+    graph: Graph,
+    table: FactorTable,
+    assignments: list[dict[str, Assignment]],
+    device: torch.device,
+) -> Place:
+    """Make this process' groups for a plan, together with all other ranks. Raises PlanError, on all
+    alike and before any group is made, for a plan of another number of ranks."""
+    meshes = stage_meshes(plan, graph, table, assignments)
+    check_sharding(plan, meshes)
+    if plan.num_ranks == 1 and world_size() == 1:
+        return single_process(device, meshes)
+    if world_size() != plan.num_ranks:
+        raise PlanError(
+            f"plan: made for {plan.num_ranks} ranks, but {world_size()} are running; launch "
+            f"{plan.num_ranks} with torchrun, take a plan file for {world_size()} ranks, or plan "
+            f"again for a cluster of {world_size()} devices"
         )
-    if tuple(state[name].shape) != tuple(shape):
-        raise ValueError(
-            f"state dict: {names[0]!r} has shape {tuple(state[name].shape)}, the model "
-            f"{tuple(shape)}"
-        )
-    return state[name]
+    edges = [e for e in crossings(plan, graph) if meshes[e[0]].ranks != meshes[e[1]].ranks]
+    tied = sorted({o for o in stages_of_parameters(plan, graph).values() if len(o) > 1})
+    return join_groups(meshes, device, edges, tied)
 
 
-def _alike(x: DTensor, y: torch.Tensor) -> bool:
-    """Whether two tensors are laid out alike."""
-    return (
-        isinstance(y, DTensor) and x.device_mesh == y.device_mesh and x.placements == y.placements
-    )
+def _stages_of_ranks(plan: Plan) -> dict[int, list[int]]:
+    """Rank -> the stages that it runs."""
+    stages: dict[int, list[int]] = {}
+    for k, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            stages.setdefault(rank, []).append(k)
+    return stages
 
 
 def _shared_seed(place: Place) -> int:
@@ -429,3 +298,27 @@ def _shared_seed(place: Place) -> int:
     if place.mesh is not None:
         dist.broadcast(seed, src=0)
     return int(seed)
+
+
+def _check_evaluable(graph: Graph) -> None:
+    """Raise ValueError for an operator that would compute in evaluation as it does in training.
+
+    The graph was traced for training. Dropout, attention's dropout and leaves follow the mode in
+    which they run; norms that update running statistics, and other random draws, do not.
+    """
+    for op in graph.ops:
+        if why := _training_only(op):
+            raise ValueError(
+                f"eval_step: the model was planned for training, where {op.key} ({op.target}) "
+                f"{why}; load full_state_dict() into the model, call .eval(), and evaluate that"
+            )
+
+
+def _training_only(op: Op) -> str:
+    """The operator's difference from evaluation that the trace fixed; empty where there is none."""
+    if updates_statistics(op):
+        return "takes the statistics of the batch and adds them to its buffers"
+    draw = traits_of(op).draw
+    if draws(op) and not (draw and draw.training):
+        return "draws random numbers"
+    return ""

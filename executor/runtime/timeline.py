@@ -1,8 +1,7 @@
-"""The measured step, beside the simulated one: same tracks, same names, same format.
+"""Chrome trace of a measured step, with the tracks and names of the simulated one.
 
-Each rank notes when its instructions begin and end, then rank 0 puts them on one clock and one
-trace, a process per rank under the name of its device group. What an event is follows the
-simulator:
+Each rank records when its instructions begin and end, then rank 0 puts them on one clock and one
+trace, a process per rank under the name of its device group. Events are those of the simulator:
 
     F, B, I, W   from the start of the computation to its end. A message that has not come yet is
                  waited for before, so that waiting is a gap. The first F of a step also waits for
@@ -13,13 +12,13 @@ simulator:
                  next begins, the last until all gradients are there: what the backward has not
                  hidden
 
-and on the compute track what the simulation prices elsewhere: "refresh", which starts ZeRO's
-gathers and casts the weights, and "deliver", which hands the gradients to the optimizer. The
-optimizer itself is the user's, and in no measured step.
+and two on the compute track that the simulation does not place in time: "refresh", which starts
+ZeRO's all-gathers and casts the weights, and "deliver", which adds the gradients to `.grad`. The
+optimizer's step is the user's, and not measured.
 
-On the GPU, times are those of the stream: events are recorded beside the kernels and read when all
-is over, so that measuring waits for nothing. The clocks of the ranks are set by rank 0: of `ROUNDS`
-questions to a rank the one answered fastest gives its offset, exact to half of that round trip.
+On the GPU, times are those of the stream: CUDA events are recorded between kernels and read after
+the step, so that measuring waits for nothing. Clock offsets are taken by rank 0: of `ROUNDS` round
+trips to a rank the fastest gives its offset, exact to half of its duration.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ import torch.distributed as dist
 
 from meshwright.costmodel.schedules.schedule import Action, Instruction
 from meshwright.costmodel.schedules.simulate import Event, chrome_trace, event_of
-from meshwright.executor.ranks.agree import gloo_group, on_first
+from meshwright.executor.ranks.object_collectives import gloo_group, run_on_first
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.stages.pipeline import Phase
 
-ROUNDS = 8  # of questions for the time
+ROUNDS = 8  # round trips per clock offset
 COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 RECEIVE_OF = {
     Action.SEND_ACTIVATION: Action.RECV_ACTIVATION,
@@ -50,9 +49,12 @@ RECEIVE_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of a step without its optimizer, measured or predicted: from the first event to the
-    last, and until the last computation; the seconds that each device group (its busiest rank)
-    computes, by the name it has in the trace."""
+    """Seconds of a step without its optimizer, measured or predicted.
+
+    `step_s` is from the first event to the last, `pipeline_s` from the first event to the end of
+    the last computation, `busy_s` the time that each device group (its busiest rank) computes, by
+    its name in the trace.
+    """
 
     step_s: float
     pipeline_s: float
@@ -60,38 +62,39 @@ class StepTimes:
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """Part of the pipeline's time that each device group computes nothing, in [0, 1]."""
+        """The bubble fraction of each device group, in [0, 1]: its idle part of `pipeline_s`."""
         return {name: max(0.0, 1 - busy / self.pipeline_s) for name, busy in self.busy_s.items()}
 
     @property
     def bubble_fraction(self) -> float:
-        """The mean of `bubbles`."""
+        """The mean bubble fraction of the device groups."""
         return sum(self.bubbles.values()) / len(self.busy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A step that was timed: its loss, its times, and what was predicted. `str()` is a table."""
+    """A timed step: its loss, measured and predicted times. `str()` is a table of both."""
 
     loss: torch.Tensor
     measured: StepTimes
     predicted: StepTimes
 
     def __str__(self) -> str:
-        ours, theirs = self.measured, self.predicted
-        rows = [("bubble", ours.bubble_fraction, theirs.bubble_fraction)]
-        rows += [(f"  {name}", share, theirs.bubbles[name]) for name, share in ours.bubbles.items()]
+        measured, predicted = self.measured, self.predicted
+        rows = [("bubble", measured.bubble_fraction, predicted.bubble_fraction)]
+        bubbles = measured.bubbles.items()
+        rows += [(f"  {name}", bubble, predicted.bubbles[name]) for name, bubble in bubbles]
         return "\n".join(
             [
-                f"step without optimizer: {ours.step_s * 1e3:.3g} ms, predicted "
-                f"{theirs.step_s * 1e3:.3g} ms",
-                *(f"{name}: {mine:.1%}, predicted {other:.1%}" for name, mine, other in rows),
+                f"step without optimizer: {measured.step_s * 1e3:.3g} ms, predicted "
+                f"{predicted.step_s * 1e3:.3g} ms",
+                *(f"{name}: {bubble:.1%}, predicted {other:.1%}" for name, bubble, other in rows),
             ]
         )
 
 
 def step_times(trace: Mapping[str, Any]) -> StepTimes:
-    """The times of a step from its trace, simulated or measured."""
+    """The times of a step from its Chrome trace, simulated or measured."""
     names: dict[int, str] = {}
     busy_us: dict[int, float] = {}
     first, last, last_compute = float("inf"), 0.0, 0.0
@@ -119,7 +122,8 @@ def step_times(trace: Mapping[str, Any]) -> StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something a rank did, in seconds of its own clock; a send has the ranks it went to."""
+    """An instruction or phase that a rank ran, in seconds of its own clock. `targets` are the ranks
+    that a send goes to."""
 
     what: Instruction | Phase
     start_s: float
@@ -127,53 +131,56 @@ class Span:
     targets: tuple[int, ...] = ()
 
 
-Timed = tuple[float, Sequence[Span]]  # of a rank: the offset of its clock, what it did
+RankTiming = tuple[float, Sequence[Span]]  # of a rank: its clock's offset in seconds, its spans
 
 
 class Stopwatch:
-    """Notes when what it is asked to run begins and ends. An observer of a step."""
+    """Observer of a step that records when each instruction and phase begins and ends."""
 
     def __init__(self, device: torch.device) -> None:
-        self.noted: list[tuple[Instruction | Phase, Any, Any]] = []
+        self.records: list[tuple[Instruction | Phase, Any, Any]] = []
         self.on_stream = device.type == "cuda"
         if self.on_stream:
             torch.cuda.synchronize(device)
-        self.origin, self.origin_s = self._now(), time.perf_counter()
+        self.origin = self._now()
+        self.origin_s = time.perf_counter()
 
     def _now(self) -> Any:
+        """The time: seconds, or a CUDA event on the stream."""
         if not self.on_stream:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        make_event: Any = torch.cuda.Event  # untyped
+        event = make_event(enable_timing=True)
         event.record()
         return event
 
     def __call__(self, what: Instruction | Phase, run: Callable[[], None]) -> None:
         start = self._now()
         run()
-        self.noted.append((what, start, self._now()))
+        self.records.append((what, start, self._now()))
 
     def read(self) -> list[tuple[Instruction | Phase, float, float]]:
-        """What ran when, in seconds of this rank's clock; waits for the GPU."""
+        """The (what, start, end) records in seconds of this rank's clock. Waits for the GPU."""
         if not self.on_stream:
-            return self.noted
+            return self.records
         torch.cuda.synchronize()
 
         def seconds(event: Any) -> float:
-            return self.origin_s + self.origin.elapsed_time(event) / 1e3
+            return self.origin_s + float(self.origin.elapsed_time(event)) / 1e3
 
-        return [(what, seconds(start), seconds(end)) for what, start, end in self.noted]
+        return [(what, seconds(start), seconds(end)) for what, start, end in self.records]
 
 
 def timed_step(
     runtime: Runtime, batch: Any, path: str | Path, simulated: Mapping[str, Any]
 ) -> MeasuredStep:
-    """Run one training step and write its trace, of all ranks, from rank 0. Collective.
+    """Run one training step, and write the trace of all ranks from rank 0. Collective.
 
     `simulated` is the trace of the simulated step. Raises OSError, on all ranks and before the
     step, where rank 0 can't write to `path`.
     """
     group = None if runtime.place.mesh is None else gloo_group()
-    on_first(group, Path(path).touch)
+    run_on_first(group, Path(path).touch)
     if group is not None:
         dist.barrier(group)
     watch = Stopwatch(runtime.place.device)
@@ -182,25 +189,25 @@ def timed_step(
         Span(what=what, start_s=start, end_s=end, targets=_targets(runtime, what))
         for what, start, end in watch.read()
     ]
-    every = _gathered((_offset_s(group), spans), group)
+    timings = _gathered((_offset_s(group), spans), group)
 
     def write() -> StepTimes:
-        trace = _trace(runtime, every)
+        trace = _trace(runtime, timings)
         Path(path).write_text(json.dumps(trace))
         return step_times(trace)
 
-    measured = on_first(group, write)
+    measured = run_on_first(group, write)
     return MeasuredStep(loss=loss, measured=measured, predicted=step_times(simulated))
 
 
-def _gathered(mine: Timed, group: dist.ProcessGroup | None) -> list[Timed]:
-    """What all ranks have timed, on rank 0."""
+def _gathered(timing: RankTiming, group: dist.ProcessGroup | None) -> list[RankTiming]:
+    """All ranks' timings, on rank 0."""
     if group is None:
-        return [mine]
-    every: list[Any] = [None] * dist.get_world_size(group)
+        return [timing]
+    timings: list[Any] = [None] * dist.get_world_size(group)
     first = dist.get_rank(group) == 0
-    dist.gather_object(mine, every if first else None, group=group)
-    return every
+    dist.gather_object(timing, timings if first else None, group=group)
+    return timings
 
 
 def _targets(runtime: Runtime, what: Instruction | Phase) -> tuple[int, ...]:
@@ -215,7 +222,8 @@ def _targets(runtime: Runtime, what: Instruction | Phase) -> tuple[int, ...]:
 
 
 def _offset_s(group: dist.ProcessGroup | None) -> float:
-    """What to add to this rank's clock for rank 0's. Rank 0 asks one rank after the other."""
+    """Seconds to add to this rank's clock to get rank 0's. Collective: rank 0 asks one rank after
+    the other."""
     if group is None:
         return 0.0
     buffer = torch.zeros(1, dtype=torch.float64)
@@ -240,33 +248,33 @@ def _offset_s(group: dist.ProcessGroup | None) -> float:
 # --- on rank 0 ------------------------------------------------------------------------------------
 
 
-def _trace(runtime: Runtime, every: Sequence[Timed]) -> dict[str, Any]:
-    """All ranks' spans as a trace that begins at zero."""
+def _trace(runtime: Runtime, timings: Sequence[RankTiming]) -> dict[str, Any]:
+    """All ranks' spans as a Chrome trace that begins at zero."""
     stages, groups = runtime.plan.stages, runtime.plan.devices
-    stages_of = [[k for k, stage in enumerate(stages) if stage.ranks == own] for own in groups]
+    stages_of = [[k for k, stage in enumerate(stages) if stage.ranks == ranks] for ranks in groups]
     group_of = {rank: g for g, ranks in enumerate(groups) for rank in ranks}
-    origin_s = min(offset + span.start_s for offset, spans in every for span in spans)
-    taken_s = {
+    origin_s = min(offset + span.start_s for offset, spans in timings for span in spans)
+    ended_s = {
         (rank, span.what): offset + span.end_s - origin_s
-        for rank, (offset, spans) in enumerate(every)
+        for rank, (offset, spans) in enumerate(timings)
         for span in spans
     }
     events = [
         (rank, event)
-        for rank, (offset, spans) in enumerate(every)
-        for event in rank_events(spans, offset - origin_s, taken_s)
+        for rank, (offset, spans) in enumerate(timings)
+        for event in rank_events(spans, offset - origin_s, ended_s)
     ]
-    processes = [group_of[rank] for rank in range(len(every))]
+    processes = [group_of[rank] for rank in range(len(timings))]
     return chrome_trace(stages_of, processes, sorted(events, key=lambda item: item[1].start_s))
 
 
 def rank_events(
-    spans: Sequence[Span], shift_s: float, taken_s: Mapping[tuple[int, Any], float]
+    spans: Sequence[Span], shift_s: float, ended_s: Mapping[tuple[int, Any], float]
 ) -> list[Event]:
-    """The events of one rank, its clock shifted. `taken_s` is when a rank had done something, on
-    the common clock: it is asked for the receives of what this rank sent."""
+    """The trace events of one rank, its clock shifted by `shift_s`. `ended_s` gives the end of each
+    (rank, instruction) on the common clock: a send ends when it is received."""
     events: list[Event] = []
-    free_s: dict[str, float] = {}  # by track: when what was sent before has been taken
+    free_s: dict[str, float] = {}  # track -> the end of its last send
     for span in spans:
         what, start_s, end_s = span.what, span.start_s + shift_s, span.end_s + shift_s
         if isinstance(what, Phase):
@@ -285,7 +293,7 @@ def rank_events(
             received = _receive_of(what)
             posted = event_of(what, start_s=start_s, end_s=end_s)
             start_s = max(start_s, free_s.get(posted.track, start_s))
-            end_s = max(start_s, end_s, *(taken_s[rank, received] for rank in span.targets))
+            end_s = max(start_s, end_s, *(ended_s[rank, received] for rank in span.targets))
             free_s[posted.track] = end_s
             events.append(replace(posted, start_s=start_s, end_s=end_s))
         elif what.action in COMPUTES:
@@ -294,7 +302,7 @@ def rank_events(
 
 
 def _receive_of(send: Instruction) -> Instruction:
-    """What the other side does."""
+    """The receive that matches a send."""
     assert send.peer is not None
     return Instruction(
         action=RECEIVE_OF[send.action], stage=send.peer, microbatch=send.microbatch, peer=send.stage
@@ -304,14 +312,14 @@ def _receive_of(send: Instruction) -> Instruction:
 def _reductions(spans: Sequence[Span], shift_s: float) -> list[Event]:
     """The gradient reductions of a rank's stages: each ends where the next begins, the last with
     the phase that waits for all."""
-    begun = [
+    started = [
         (span.what, span.start_s + shift_s)
         for span in spans
         if isinstance(span.what, Instruction) and span.what.action is Action.REDUCE_GRADIENTS
     ]
-    (over_s,) = (span.end_s + shift_s for span in spans if span.what is Phase.REDUCE)
-    ends = [*(start_s for _, start_s in begun[1:]), over_s]
+    (end_s,) = (span.end_s + shift_s for span in spans if span.what is Phase.REDUCE)
+    ends = [*(start_s for _, start_s in started[1:]), end_s]
     return [
         event_of(what, start_s=start_s, end_s=end_s)
-        for (what, start_s), end_s in zip(begun, ends, strict=True)
+        for (what, start_s), end_s in zip(started, ends, strict=True)
     ]

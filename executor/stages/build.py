@@ -18,7 +18,7 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.executor.lowering.context import Context, State
-from meshwright.executor.lowering.deferred import Later
+from meshwright.executor.lowering.deferred import WeightGradientQueue
 from meshwright.executor.lowering.lower import Lowered, Lowering
 from meshwright.executor.parameters.parameters import StageParameter, expose
 from meshwright.executor.parameters.zero3 import shard_stage
@@ -91,7 +91,7 @@ class Builder:
         self.owner = stage_of(plan)
         self.edges = crossings(plan, graph)
         splits = SCHEDULES[plan.schedule].splits_backward and backend is None
-        self.later = Later() if splits else None
+        self.weight_gradients = WeightGradientQueue() if splits else None
         self.dtype = COMPUTE[plan.precision]
         self.parameters = RankParameters(plan, graph, assignments, model, place, self.dtype)
         self.shared = self.parameters.shared
@@ -153,7 +153,7 @@ class Builder:
             exchange=place.exchange,
             device=place.device,
             microbatches=self.plan.num_microbatches,
-            later=self.later,
+            weight_gradients=self.weight_gradients,
             deferrable=self._deferrable(blocks),
         )
         return Lowering(

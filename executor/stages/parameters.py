@@ -12,8 +12,13 @@ from meshwright.costmodel.sharding.data_axis import DataLayout
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.sharding.strategies import RP, Placement, R
 from meshwright.executor.lowering.context import State
-from meshwright.executor.parameters.gradients import Layout
-from meshwright.executor.parameters.parameters import StageParameter, expose, make_parameter
+from meshwright.executor.parameters.parameters import (
+    ParameterSpec,
+    StageParameter,
+    expose,
+    make_parameter,
+)
+from meshwright.executor.parameters.tied import TiedLayout
 from meshwright.executor.ranks.meshes import Place
 from meshwright.planner.plan.expert_parallel import expert_weights
 from meshwright.planner.plan.flow import stage_of, stages_of_parameters
@@ -91,12 +96,10 @@ class RankParameters:
         if experts and self.place.here.folded:
             on_tensor = Placement("S", 0)
         dtype = self.graph.values[value].dtype
-        return make_parameter(
+        spec = ParameterSpec(
             value=value,
             fqn=fqn,
-            source=self.sources[fqn],
             placement=on_tensor if on_tensor.sharded else R,
-            place=self.place,
             sum_data=on_data == RP,
             sum_tensor=on_tensor == RP,
             zero=self.plan.stages[k].zero,
@@ -106,6 +109,7 @@ class RankParameters:
             gatherable=gatherable and dtype == self.dtype,
             reached=value in self._reached,
         )
+        return make_parameter(spec, self.sources[fqn], self.place)
 
 
 def parameter_states(
@@ -147,17 +151,17 @@ def _reached(graph: Graph) -> set[str]:
 
 def _tied(
     plan: Plan, graph: Graph, assignments: Sequence[Mapping[str, Assignment]]
-) -> dict[str, dict[int, Layout]]:
+) -> dict[str, dict[int, TiedLayout]]:
     """FQN -> stage -> layout, of parameters held by several stages."""
     owner, owners = stage_of(plan), stages_of_parameters(plan, graph)
-    found: dict[str, dict[int, Layout]] = {}
+    found: dict[str, dict[int, TiedLayout]] = {}
     for block in graph.blocks:
         k = owner[block.name]
         for value in block.parameters:
             if len(owners[value]) > 1:
                 state = assignments[k][block.name].states[value]
-                layout = Layout(
-                    placement=state if state.sharded else R, divided=bool(plan.stages[k].zero)
+                layout = TiedLayout(
+                    placement=state if state.sharded else R, zero=bool(plan.stages[k].zero)
                 )
                 found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
     return found

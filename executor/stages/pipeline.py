@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.schedules.schedule import Action, Instruction
-from meshwright.executor.lowering.deferred import Later, accumulate
-from meshwright.executor.parameters.gradients import Reducer
-from meshwright.executor.ranks.watch import progress
+from meshwright.executor.lowering.deferred import WeightGradientQueue, accumulate
+from meshwright.executor.parameters.reducer import Reducer
+from meshwright.executor.ranks.watchdog import progress
 from meshwright.executor.stages.channels import Channels
 from meshwright.executor.stages.stage import Pass, StageProgram
 
@@ -66,7 +66,7 @@ class PipelineRun:
         *,
         rng: Callable[[int], tuple[int, int]],
         scale: float,
-        later: Later,
+        weight_gradients: WeightGradientQueue,
         observe: Observer | None = None,
     ) -> None:
         """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction."""
@@ -74,7 +74,7 @@ class PipelineRun:
         self.stream = stream
         self.rng = rng
         self.scale = scale
-        self.later = later
+        self.weight_gradients = weight_gradients
         self.observe = observe
         self.passes: dict[Unit, Pass] = {}
         self.activations: dict[Unit, dict[str, torch.Tensor]] = {}
@@ -138,9 +138,9 @@ class PipelineRun:
         whole, last = instruction.action is Action.BACKWARD, k == stage.last
         stage.reducer.before_backward(last=last, whole=whole)
         found = stage.program.backward(done, self.gradients.pop(unit, {}), self.scale)
-        taken = self.later.take()
+        taken = self.weight_gradients.take()
         if whole:
-            accumulate(taken, stage.reducer.made)
+            accumulate(taken, stage.reducer.take_gradient)
             if not last:
                 stage.reducer.after_backward()
         else:
@@ -157,12 +157,12 @@ class PipelineRun:
         stage = self.stages[s]
         last = k == stage.last
         stage.reducer.before_backward(last=last, whole=False)
-        accumulate(self.put_off.pop(unit), stage.reducer.made)
+        accumulate(self.put_off.pop(unit), stage.reducer.take_gradient)
         if not last:
             stage.reducer.after_backward()
 
     def _reduce(self, instruction: Instruction) -> None:
-        self.stages[instruction.stage].reducer.close()
+        self.stages[instruction.stage].reducer.flush()
 
     # --- messages ---
 

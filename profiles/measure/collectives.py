@@ -1,4 +1,4 @@
-"""Times collectives with the backend that will run, over message sizes and group shapes.
+"""Timing of collectives with the backend that will run, over message sizes and group shapes.
 
     torchrun --standalone --nproc-per-node N -m meshwright.profiles.measure.collectives --output
     FILE
@@ -52,13 +52,13 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Groups {r, r + stride, ...} of `size` ranks."""
+    """The shape of a process group: ranks {r, r + stride, ...}, `size` of them."""
 
     size: int
     stride: int
 
     def groups(self, ranks: int) -> list[list[int]]:
-        """The tiles of a world of `ranks`, which `size * stride` divides."""
+        """The groups of this shape that tile a world of `ranks`, which `size * stride` divides."""
         span = self.size * self.stride
         return [
             [start + offset + k * self.stride for k in range(self.size)]
@@ -67,26 +67,26 @@ class Shape:
         ]
 
     def per_node(self, devices_per_node: int) -> int:
-        """Most ranks of the first group that share a node."""
+        """The largest number of ranks of the first group on one node."""
         nodes = Counter(k * self.stride // devices_per_node for k in range(self.size))
         return max(nodes.values())
 
 
 def shapes(ranks: int, devices_per_node: int) -> list[Shape]:
     """Every group shape that tiles the world, one for each (size, ranks per node)."""
-    found: dict[tuple[int, int], Shape] = {}
+    by_size: dict[tuple[int, int], Shape] = {}
     for size in range(2, ranks + 1):
         for stride in range(1, ranks // size + 1):
             if ranks % (size * stride) == 0:
                 shape = Shape(size=size, stride=stride)
-                found.setdefault((size, shape.per_node(devices_per_node)), shape)
-    return list(found.values())
+                by_size.setdefault((size, shape.per_node(devices_per_node)), shape)
+    return list(by_size.values())
 
 
 def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[CollectiveTiming]:
     """Measure on `ranks` processes of this machine; none of them is left when this returns.
 
-    Raises RuntimeError, with what they said, if they fail or take much longer than `budget_s`.
+    Raises RuntimeError, with their first error, if they fail or take much longer than `budget_s`.
     """
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "collectives.json"), Path(folder, "log")
@@ -116,7 +116,7 @@ def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[Collectiv
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Torchrun ends its ranks when it is asked to; it would leave them behind if it were killed."""
+    """Terminate torchrun, which ends its ranks then; killed at once it would leave them behind."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -129,9 +129,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cause(said: str) -> str:
-    """The first error among what ranks and torchrun said; without one, the end of it."""
-    found = re.search(r"\w+Error: .*", said)
-    return found.group() if found else said[-2000:]
+    """The first error in the output of ranks and torchrun; without one, the output's end."""
+    error = re.search(r"\w+Error: .*", said)
+    return error.group() if error else said[-2000:]
 
 
 # --- on every rank --------------------------------------------------------------------------------
@@ -144,25 +144,25 @@ def measure_collectives(
     budget_s: float,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
 ) -> list[CollectiveTiming]:
-    """Time everything, in the process group that is running; the same list on every rank.
+    """Time all `COLLECTIVES` in the running process group; the same list on every rank.
 
     Small messages come first: where `budget_s` ends, the largest are left out of all curves alike.
     """
     ranks = dist.get_world_size()
     deadline = time.monotonic() + budget_s
-    found: list[CollectiveTiming] = []
+    timings: list[CollectiveTiming] = []
     grouped = [(shape, _my_group(shape, ranks)) for shape in shapes(ranks, devices_per_node)]
     for nbytes in sorted(sizes_bytes):
         for shape, (group, members) in grouped:
             if _largest([time.monotonic()], device)[0] > deadline:
-                return found
+                return timings
             for kind in COLLECTIVES:
                 numel = -(-nbytes // (4 * shape.size**2)) * shape.size**2
                 call = COLLECTIVES[kind](numel, members, group, device)
                 times = _timed(call, device, MESSAGES.get(kind, 1))
-                middle = statistics.median(times)
-                slowest, spread = _largest([middle, _spread(times)], device)
-                found.append(
+                median = statistics.median(times)
+                slowest, spread = _largest([median, _spread(times)], device)
+                timings.append(
                     CollectiveTiming(
                         backend=dist.get_backend(),
                         kind=kind,
@@ -175,7 +175,7 @@ def measure_collectives(
                         spread=spread,
                     )
                 )
-    return found
+    return timings
 
 
 def _my_group(shape: Shape, ranks: int) -> tuple[Any, list[int]]:
@@ -245,7 +245,7 @@ MESSAGES = {"p2p": 2}  # messages of one call, where it is not one
 
 
 def _discard(_: object) -> None:
-    """The blocking call's result is of no use."""
+    """Ignore a blocking call's result."""
 
 
 def _timed(call: Call, device: torch.device, messages: int) -> list[float]:
@@ -270,7 +270,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _largest(values: Sequence[float], device: torch.device) -> list[float]:
-    """Element by element over all ranks, so that all of them decide alike."""
+    """The maximum over all ranks, element by element, so that all decide alike. Collective."""
     box = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [float(x) for x in box]
@@ -282,7 +282,7 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """One rank, started by torchrun; rank 0 writes what was found."""
+    """Measure on one rank, started by torchrun; rank 0 writes the timings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds")
@@ -294,9 +294,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(args.backend, timeout=timedelta(seconds=TIMEOUT_S))
-    found = measure_collectives(device, devices_per_node=per_node, budget_s=args.budget)
+    timings = measure_collectives(device, devices_per_node=per_node, budget_s=args.budget)
     if dist.get_rank() == 0:
-        text = json.dumps([asdict(timing) for timing in found])
+        text = json.dumps([asdict(timing) for timing in timings])
         partial = Path(f"{args.output}.partial")
         partial.write_text(text, encoding="utf-8")
         partial.replace(args.output)

@@ -1,4 +1,4 @@
-"""Reads measurements that others published: nccl-tests logs, tables of collectives and products.
+"""Import of published measurements: nccl-tests logs, tables of collectives and matrix products.
 
 Every record is in SI units, and a collective's `size_bytes` is that of the full tensor, as the cost
 model counts it, whatever its source counted: nccl-tests and some tables give the buffer of one rank
@@ -75,7 +75,8 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmRow:
-    """`groups` products of (m, k) by (k, n) at once, and the rate; no shape where none is given."""
+    """The FLOP/s of `groups` simultaneous products of (m, k) by (k, n); shape (m, n, k), None where
+    none is given."""
 
     gpu: str
     dtype: str
@@ -212,7 +213,7 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
 def timings_for(
     rows: Iterable[CollectiveRow], cluster: Cluster
 ) -> tuple[tuple[CollectiveTiming, ...], dict[str, int]]:
-    """The curves that hold for groups of the cluster, and how many rows were left out, by reason.
+    """The timings that hold for groups of the cluster, and the number of rows left out, by reason.
 
     A curve is of one source: of several, the one with the most sizes. Of several rows for one size
     it has the median. Which of several networks is the cluster's can't be told from their names:
@@ -278,12 +279,13 @@ def is_gpu(text: str, device: str) -> bool:
 
 
 def _name_parts(text: str) -> set[str]:
-    """`RTX4090-24GB` -> rtx, 4090, 24gb; `A100-SXM4-80GB` -> a100, sxm, 4, 80gb."""
+    """The parts of a GPU's name: rtx, 4090, 24gb of `RTX4090-24GB`; a100, sxm, 4, 80gb of
+    `A100-SXM4-80GB`."""
     return set(re.findall(r"(?<![a-z])[a-z]\d[a-z\d]*|[a-z]+|\d[a-z\d]*", text.lower()))
 
 
 def _misfit(row: CollectiveRow, cluster: Cluster) -> str:
-    """Why a row says nothing about the cluster's groups; empty where it does."""
+    """The reason why a row does not hold for the cluster's groups; empty where it does."""
     per_node, unequal = divmod(row.n_gpus, row.nodes)
     if not is_gpu(row.gpu, cluster.device.name):
         return f"not of {cluster.device.name}"
@@ -308,7 +310,8 @@ def _listed_ranks(text: str) -> Iterator[tuple[int, re.Match[str]]]:
 
 
 def _collective_of(text: str, given: str | None, source: str) -> str:
-    """What a log is of: as its programs' names say and as given, which must not differ."""
+    """The collective of a log, from its program's name or as given. Raises ValueError where both
+    differ or are missing."""
     if given is not None and given not in COLLECTIVES:
         raise ValueError(f"{source}: collective is {given!r}; legal: {', '.join(COLLECTIVES)}")
     programs = re.findall(r"\b(\w+?)_perf\b", text)
@@ -328,7 +331,7 @@ def _collective_of(text: str, given: str | None, source: str) -> str:
 
 
 def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
-    """Size, microseconds and whether in place, for every line that begins with a number."""
+    """(bytes, microseconds, in place) of every line that begins with a number."""
     for line, content in enumerate(text.splitlines(), start=1):
         columns = content.split()
         if not columns or not columns[0].isdigit():
@@ -344,6 +347,7 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
 
 
 def _tensor_bytes(collective: str, size: float, ranks: int) -> float:
+    """Bytes of the full tensor, from one rank's buffer for an all-to-all."""
     return size * ranks if collective == "all_to_all" else size
 
 

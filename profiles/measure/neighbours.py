@@ -1,4 +1,4 @@
-"""Company for a measurement: what ranks on the other cores do to the one that is timed.
+"""Background load on the other cores while operators are timed on one.
 
 Ranks of one machine share its memory, its last-level cache and its kernel. An operator timed alone
 on an idle machine is faster than the same operator in a step, where every core runs one: on two
@@ -35,19 +35,19 @@ def neighbours(count: int, signatures: Sequence[OpSignature]) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")
     texts = [one.text for one in signatures]
     started = [context.Event() for _ in range(count)]
-    company = [
+    processes = [
         context.Process(target=_run_on, args=(texts, seed, event), daemon=True)
         for seed, event in enumerate(started)
     ]
     try:
-        for process in company:
+        for process in processes:
             process.start()
         for event in started:
             if not event.wait(START_S):
                 raise RuntimeError(f"neighbours of a measurement did not start in {START_S:.0f} s")
         yield
     finally:
-        for process in company:
+        for process in processes:
             if process.pid is not None:
                 process.kill()
                 process.join()

@@ -1,4 +1,4 @@
-"""Times one operator call, forward and backward, as a training step would see it.
+"""Timing of one operator call, forward and backward, as a training step would see it.
 
 One repetition is a forward and, where a gradient flows, `torch.autograd.grad` of its results; both
 are timed, and the median over the repetitions of a time budget is kept: noise adds time in a step
@@ -45,7 +45,7 @@ _INDEXED_DIM = {"embedding": 0, "cross_entropy_loss": 1, "nll_loss": 1, "nll_los
 
 
 class TooLarge(ValueError):
-    """An operator that this machine's free memory can't be risked for."""
+    """An operator that would need more than `MEMORY_FRACTION` of the free memory."""
 
 
 def measure(signature: OpSignature, device: torch.device, *, budget_s: float = BUDGET_S) -> Timing:
@@ -105,13 +105,14 @@ def measure_all(
 
 
 def operator(target: str) -> Callable[..., Any]:
-    """`aten.add.Tensor` -> the operator. Raises ValueError for one that torch does not have."""
-    found: Any = torch.ops
+    """The operator of a name as `aten.add.Tensor`. Raises ValueError where torch has none."""
+    namespace: Any = torch.ops
     for name in target.split("."):
-        found = getattr(found, name, None)
-    if not callable(found):
+        namespace = getattr(namespace, name, None)
+    if not callable(namespace):
         raise ValueError(f"operator {target!r}: torch {torch.__version__} has none of that name")
-    return found
+    function: Callable[..., Any] = namespace
+    return function
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def check_memory(signature: OpSignature, function: Callable[..., Any], device: t
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken without pushing anybody out."""
+    """Bytes of memory that are free, or can be freed without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -148,12 +149,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 class _Call:
-    """The operands of one call and their results' gradients, allocated; runs forward, backward."""
+    """One call with its operands allocated, and the gradients of its results (`cotangents`)."""
 
     def __init__(
         self, signature: OpSignature, function: Callable[..., Any], device: torch.device
     ) -> None:
-        self.function, self.device = function, device
+        self.function = function
+        self.device = device
         self.leaves: list[torch.Tensor] = []
         tensors = [
             self._operand(signature, dtype, shape, grad)
@@ -168,22 +170,24 @@ class _Call:
         dtype = getattr(torch, name)
         if is_floating(name):
             # positive: logarithms, roots and variances stay finite
-            made = torch.rand(shape, device=self.device).to(dtype).requires_grad_(grad)
+            leaf = torch.rand(shape, device=self.device).to(dtype).requires_grad_(grad)
             if grad:
-                self.leaves.append(made)
-            return made
+                self.leaves.append(leaf)
+            return leaf
         if dtype == torch.bool:
             return torch.ones(shape, dtype=dtype, device=self.device)
         return torch.randint(0, _index_bound(signature), tuple(shape), device=self.device).to(dtype)
 
     def forward(self) -> list[torch.Tensor]:
+        """Run the operator; returns its tensor results."""
         with torch.set_grad_enabled(bool(self.leaves)):
-            made = self.function(*self.args, **self.kwargs)
-        if isinstance(made, torch.Tensor):
-            return [made]
-        return [y for y in made or () if isinstance(y, torch.Tensor)]
+            results = self.function(*self.args, **self.kwargs)
+        if isinstance(results, torch.Tensor):
+            return [results]
+        return [y for y in results or () if isinstance(y, torch.Tensor)]
 
     def backward(self, results: Sequence[torch.Tensor]) -> None:
+        """Compute the gradients of the operands that have one."""
         roots = [y for y in results if y.requires_grad]
         if not self.cotangents:
             self.cotangents = [torch.rand_like(y) for y in roots]
@@ -191,7 +195,7 @@ class _Call:
 
 
 def _index_bound(signature: OpSignature) -> int:
-    """A bound on integer operands that is legal for every dim they might index."""
+    """An exclusive upper bound of integer operands that is legal for every dim they may index."""
     floating = [shape for dtype, shape, _ in signature.operands if is_floating(dtype)]
     dim = _INDEXED_DIM.get(signature.short)
     if dim is not None and floating and dim < len(floating[0]):
@@ -205,7 +209,8 @@ def _index_bound(signature: OpSignature) -> int:
 def _repeated(
     groups: Sequence[Sequence[_Call]], device: torch.device, budget_s: float
 ) -> list[tuple[float, float]]:
-    """Repetitions over one group after the other, until the time is up."""
+    """(forward, backward) seconds of repetitions over one group after the other, until the budget
+    is spent."""
     deadline = time.perf_counter() + budget_s
     pairs: list[tuple[float, float]] = []
     while len(pairs) < MIN_REPETITIONS or time.perf_counter() < deadline:
@@ -224,8 +229,8 @@ def _repetition(calls: Sequence[_Call], device: torch.device) -> tuple[float, fl
         calls[0].backward(results.pop(0))
         return _repetition(calls, device)
     started = _stamp(device)
-    for call, made in zip(calls, results, strict=True):
-        call.backward(made)
+    for call, outputs in zip(calls, results, strict=True):
+        call.backward(outputs)
     ended = _stamp(device)
     return _seconds(before, between) / len(calls), _seconds(started, ended) / len(calls)
 
@@ -234,10 +239,11 @@ Stamp = float | torch.cuda.Event
 
 
 def _stamp(device: torch.device) -> Stamp:
-    """Now, on the device's own clock."""
+    """The time on the device's own clock: seconds, or an event on the GPU's stream."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    make_event: Any = torch.cuda.Event  # untyped
+    event: torch.cuda.Event = make_event(enable_timing=True)
     event.record()
     return event
 
@@ -247,7 +253,7 @@ def _seconds(start: Stamp, end: Stamp) -> float:
         return end - start
     assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -261,7 +267,7 @@ def _spread(times: Sequence[float]) -> float:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """A CPU rank runs one thread; the collector stays out of the timings."""
+    """One thread on a CPU, as a rank has, and no garbage collection inside."""
     threads, collecting = torch.get_num_threads(), gc.isenabled()
     if device.type == "cpu":
         torch.set_num_threads(1)

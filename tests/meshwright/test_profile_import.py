@@ -117,10 +117,10 @@ def test_the_source_is_kept(store: Store, tmp_path: Path) -> None:
     taken(store, tmp_path, log())
     profile = load_profile(PAIR, store)
     assert profile is not None
-    assert {c.source for c in profile.found.collectives} == {str(tmp_path / "run.log")}
-    export_json(profile.found, tmp_path / "p.json")
+    assert {c.source for c in profile.measurements.collectives} == {str(tmp_path / "run.log")}
+    export_json(profile.measurements, tmp_path / "p.json")
     again = import_json(tmp_path / "p.json", accepts=lambda name: True, expected="")
-    assert again == profile.found
+    assert again == profile.measurements
 
 
 def test_own_curves_come_before_published_ones(store: Store, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_own_curves_come_before_published_ones(store: Store, tmp_path: Path) -> 
     own = DeviceId(name=GPU, driver="1", torch="2")
     store.add(Measurements(device=own, operators={}, collectives=(mine,)))
     profile = load_profile(PAIR, store)
-    assert profile is not None and profile.found.device == own
+    assert profile is not None and profile.measurements.device == own
     assert profile.collective("all_reduce", 2 * MIB, 8, 8) == (0.5, MEASURED)
     assert profile.collective("all_reduce", MIB, 8, 8) == (0.5, INTERPOLATED)
     assert profile.collective("all_gather", MIB, 8, 8) == (pytest.approx(40e-6), MEASURED)

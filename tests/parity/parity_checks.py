@@ -188,8 +188,10 @@ def half_precision(folder: Path) -> dict[str, Any]:
     return {
         "losses": losses,
         "reference": load_reference(folder, SHARES[0]).losses,
-        "compute": sorted({str(p.leaf.dtype) for p in runtime.held}),
-        "master": sorted({str(x.dtype) for p in runtime.held for x in (p.api, p.api.grad)}),
+        "compute": sorted({str(p.leaf.dtype) for p in runtime.stage_parameters}),
+        "master": sorted(
+            {str(x.dtype) for p in runtime.stage_parameters for x in (p.api, p.api.grad)}
+        ),
     }
 
 

@@ -66,7 +66,7 @@ def test_steepest_is_the_exponent_of_the_steepest_place() -> None:
 
 
 def test_equal_by_value_hashable_and_frozen() -> None:
-    same = Curve(points=[[1, 2], [100, 4], [1000, 3]])  # type: ignore[arg-type]
+    same = Curve.through([[1, 2], [100, 4], [1000, 3]])
     assert same == CURVE != FULL
     assert len({same, CURVE, FULL}) == 2
     assert dataclasses.replace(CURVE, points=((1.0, 1.0),)) == FULL
@@ -109,4 +109,4 @@ def test_what_counts_as_a_curve() -> None:
 )
 def test_bad_points_are_refused(points: object, message: str) -> None:
     with pytest.raises(ValueError, match=f"curve: {message}"):
-        Curve(points=points)  # type: ignore[arg-type]
+        Curve.through(points)

@@ -48,7 +48,7 @@ def timing(forward_s: float, backward_s: float | None = None) -> Timing:
 
 def knowing(operators: dict[str, Timing], slowdown: float = 1.0) -> Profile:
     found = Measurements(device=HERE, operators=operators, collectives=())
-    return Profile(found=found, ranks=2, backend="gloo", slowdown=slowdown)
+    return Profile(measurements=found, ranks=2, backend="gloo", slowdown=slowdown)
 
 
 def test_a_measured_call_is_said_to_be_measured() -> None:
@@ -142,7 +142,7 @@ def curve(points: Iterable[tuple[int, float]], **changes: object) -> Measurement
 
 
 def asking(found: Measurements, **changes: object) -> Profile:
-    return Profile(**{"found": found, "ranks": 2, "backend": "gloo", **changes})
+    return Profile(**{"measurements": found, "ranks": 2, "backend": "gloo", **changes})
 
 
 POINTS = [(4096, 5.0), (1024, 2.0), (2048, 3.0)]

@@ -189,8 +189,8 @@ def run(folder: Path, name: str) -> dict[str, Any]:
     found = steps_of(user, runtime)
     if launch.rank():
         return {}
-    local = sum(p.stored.numel() for p in runtime.held)
-    whole = sum(math.prod(p.shape) for p in runtime.held)
+    local = sum(p.stored.numel() for p in runtime.stage_parameters)
+    whole = sum(math.prod(p.shape) for p in runtime.stage_parameters)
     result = compare(found, prepared.reference)
     steps = zip(found.gradients, prepared.reference.gradients, strict=True)
     extra = {name for ours, theirs in steps for name in ours.keys() ^ theirs.keys()}

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.checkpoint import parts as checkpoint_parts
+from meshwright.executor.checkpoint import checkpoint, dcp_storage
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
@@ -273,17 +272,17 @@ def _foreign() -> torch.optim.Optimizer:
 
 
 def _full_disk(run: Run, path: Path, asynchronous: bool = False) -> None:
-    real = checkpoint_parts.SavePlanner.lookup_object
+    real = dcp_storage.SavePlanner.lookup_object
 
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if launch.rank() == 1:
-        checkpoint_parts.SavePlanner.lookup_object = fail  # type: ignore[method-assign]
+        dcp_storage.SavePlanner.lookup_object = fail  # type: ignore[method-assign]
     try:
         run.save(path, asynchronous=asynchronous).wait()
     finally:
-        checkpoint_parts.SavePlanner.lookup_object = real  # type: ignore[method-assign]
+        dcp_storage.SavePlanner.lookup_object = real  # type: ignore[method-assign]
 
 
 def killed(folder: Path) -> None:
@@ -300,7 +299,7 @@ def killed(folder: Path) -> None:
         def die(*_: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        checkpoint_parts.SavePlanner.lookup_object = die  # type: ignore[method-assign]
+        dcp_storage.SavePlanner.lookup_object = die  # type: ignore[method-assign]
     run.save(folder / "precious")
 
 

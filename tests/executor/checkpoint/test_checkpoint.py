@@ -2,8 +2,7 @@
 
 Three launches of `checkpoint_worker.py` give results that the tests read: four ranks, which save
 and load; then two and eight, which load what the four saved, the two until one is killed in a
-save. What one device can show is tested in this process; the oracle of training is a plain PyTorch
-loop.
+save. The oracle of training is a plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -69,9 +68,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 def expected(launched: Launched, name: str) -> tuple[dict[str, torch.Tensor], Any, Any]:
     """The state at a save, the losses after it, and the state after those."""
     return torch.load(launched.folder / f"{name}.expected")
-
-
-# --- several ranks --------------------------------------------------------------------------------
 
 
 def test_every_launch_ends_in_order(launched: Launched) -> None:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.checkpoint import files as weight_files
+from meshwright.executor.checkpoint import checkpoint, weight_files
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
@@ -175,10 +174,10 @@ class Counted:
 
 def stored_of(runtime: Runtime) -> Iterator[torch.Tensor]:
     """This rank's memory for what a state dict holds."""
-    yield from (p.stored for p in runtime.held)
+    yield from (p.stored for p in runtime.stage_parameters)
     for stage in runtime.stages.values():
         for value, (fqn, _) in stage.buffers.items():
-            if fqn in runtime.saved:
+            if fqn in runtime.persistent:
                 yield stage.program.tensors[value]
 
 
@@ -193,7 +192,7 @@ def load(folder: Path, case: str) -> dict[str, Any]:
             runtime, _ = running(case, LAYOUTS[layout])
             Counted.read_bytes = 0
             load_weights(runtime, path)
-            held = sum(p.stored.nbytes for p in runtime.held)
+            held = sum(p.stored.nbytes for p in runtime.stage_parameters)
             if case == "resnet":
                 held += sum(
                     s.program.tensors[v].nbytes for s in runtime.stages.values() for v in s.buffers

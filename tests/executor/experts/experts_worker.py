@@ -178,9 +178,9 @@ def parity(run: Run) -> dict[str, Any]:
     device find it; and elements of each expert weight on this rank."""
     runtime = build(run)
     found = train(runtime, adamw(runtime.parameters()))
-    norm = norms.clip_(runtime.held, runtime.place, float("inf"))
+    norm = norms.clip_(runtime.stage_parameters, runtime.place, float("inf"))
     whole = torch.stack([g.double().norm() for g in found.gradients[-1].values()]).norm()
-    held = {p.fqn: p.stored.numel() for p in runtime.held if p.experts}
+    held = {p.fqn: p.stored.numel() for p in runtime.stage_parameters if p.experts}
     result: dict[str, Any] = {"norm": [float(norm), float(whole)], "held": held}
     if launch.rank() == 0:
         result |= compare(found, dense_loop(run))

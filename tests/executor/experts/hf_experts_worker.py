@@ -87,7 +87,7 @@ def run(name: str, layout: str, masked: bool = False) -> dict[str, Any]:
     gradients = result.runtime.full_gradients()
     held = {
         p.fqn: p.stored.numel() / model.get_parameter(p.fqn).numel()
-        for p in result.runtime.held if ".experts." in p.fqn
+        for p in result.runtime.stage_parameters if ".experts." in p.fqn
     }  # fmt: skip
     if launch.rank():
         return {}

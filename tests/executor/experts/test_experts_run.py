@@ -235,7 +235,7 @@ def test_ep_beyond_the_data_axis_asks_for_split_tokens() -> None:
     run = Run(dp=2, tp=2, ep=(4,), shardings=TOKENS)
     plan = plan_of(run, of)
     meshes = stage_meshes(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
-    assert meshes[0].folded and meshes[0].divisions == 2
+    assert meshes[0].folded and meshes[0].expert_parts == 2
     with pytest.raises(PlanError, match=r"ep=4 does not divide the 2 ranks that have tokens"):
         check_plan(plan_of(replace(run, shardings={}), of), of.graph, of.table)
 

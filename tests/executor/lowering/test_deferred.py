@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.executor.lowering.deferred import DeferredProduct, Later, accumulate
+from meshwright.executor.lowering.deferred import DeferredProduct, WeightGradientQueue, accumulate
 
 ROWS, IN, OUT = 6, 5, 4
 
@@ -48,14 +48,14 @@ def test_gradients_equal_autograds(
     torch.manual_seed(0)
     operands = _operands(operator, bias, lead)
     twins = _twins(operands)
-    later = Later()
-    product = DeferredProduct(operator, later, bias=bias_too and bias)
+    queue = WeightGradientQueue()
+    product = DeferredProduct(operator, queue, defer_bias=bias_too and bias)
     for _ in range(2):  # micro-batches add up
         made: list[int] = []
         product(*operands).square().sum().backward()
         PLAIN[operator](*twins).square().sum().backward()
-        items = later.take()
-        assert len(items) == 1 + (bias and bias_too) and not later.items
+        items = queue.take()
+        assert len(items) == 1 + (bias and bias_too) and not queue.items
         accumulate(items, lambda leaf, made=made: made.append(id(leaf)))
         assert len(made) == len(set(made)) == 1 + (bias and bias_too)
         for own, other in zip(operands, twins, strict=True):
@@ -63,9 +63,9 @@ def test_gradients_equal_autograds(
 
 
 def test_nothing_is_computed_twice_and_weights_come_last() -> None:
-    later = Later()
+    queue = WeightGradientQueue()
     x, weight = _operands("linear", False, (ROWS,))
-    product = DeferredProduct("linear", later, bias=False)
+    product = DeferredProduct("linear", queue, defer_bias=False)
     each = 2 * ROWS * IN * OUT
     with FlopCounterMode(display=False) as forward:
         y = product(x, weight).sum()
@@ -73,13 +73,15 @@ def test_nothing_is_computed_twice_and_weights_come_last() -> None:
         y.backward()
     assert weight.grad is None and x.grad is not None
     with FlopCounterMode(display=False) as of_weight:
-        accumulate(later.take(), lambda leaf: None)
+        accumulate(queue.take(), lambda leaf: None)
     counts = [c.get_total_flops() for c in (forward, of_input, of_weight)]
     assert counts == [each, each, each]
 
 
 def test_a_weight_that_is_not_trained_is_not_put_off() -> None:
-    later = Later()
+    queue = WeightGradientQueue()
     x, weight = _operands("linear", False, (ROWS,))
-    DeferredProduct("linear", later, bias=False)(x, weight.requires_grad_(False)).sum().backward()
-    assert not later.items and x.grad is not None
+    DeferredProduct("linear", queue, defer_bias=False)(
+        x, weight.requires_grad_(False)
+    ).sum().backward()
+    assert not queue.items and x.grad is not None

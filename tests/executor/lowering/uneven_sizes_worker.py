@@ -204,7 +204,7 @@ def clipped(case: str, plan: str) -> dict[str, Any]:
     """The norm of all gradients, and of the parameters' parts."""
     runtime = built(case, plan)
     runtime.train_step(ODD[case].batch(ROWS, 0))
-    norm = float(clip_(runtime.held, runtime.place, 0.1))
+    norm = float(clip_(runtime.stage_parameters, runtime.place, 0.1))
     gradients = runtime.full_gradients()
     after = float(torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients.values()])))
     model = ODD[case].model()

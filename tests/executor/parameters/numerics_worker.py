@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
-from meshwright.executor.parameters.norms import clip_, norm_of, share
+from meshwright.executor.parameters.norms import clip_, norm_share, total_norm
 from meshwright.executor.parameters.parameters import local_of
-from meshwright.executor.parameters.reduced import Reduced
+from meshwright.executor.parameters.partial_dtensors import Reduced
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from tests.models.models import CASES, GLOBAL_BATCH, parallelize
@@ -196,7 +196,7 @@ def optimizers(layout: str) -> dict[str, Any]:
             name,
             list(runtime.named_parameters()),
             lambda k: runtime.train_step(CASE.batch(GLOBAL_BATCH, k)),
-            lambda: clip_(runtime.held, runtime.place, MAX_NORM),
+            lambda: clip_(runtime.stage_parameters, runtime.place, MAX_NORM),
             runtime.full_state_dict,
         )
         if launch.rank() == 0:
@@ -224,7 +224,7 @@ def norms(layout: str) -> dict[str, Any]:
     found: dict[str, Any] = {"norms": {}}
     for norm_type in NORM_TYPES:
         stepped(runtime)
-        norm = clip_(runtime.held, runtime.place, math.inf, norm_type)
+        norm = clip_(runtime.stage_parameters, runtime.place, math.inf, norm_type)
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         wanted = nn.utils.get_total_norm(grads, norm_type)
         found["norms"][str(norm_type)] = {
@@ -232,7 +232,7 @@ def norms(layout: str) -> dict[str, Any]:
         }  # fmt: skip
     tenth = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf)) / 10
     nn.utils.clip_grad_norm_(model.parameters(), tenth)
-    clip_(runtime.held, runtime.place, tenth)
+    clip_(runtime.stage_parameters, runtime.place, tenth)
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return found | {"clipped": difference(runtime.full_gradients(), wanted)}
 
@@ -244,7 +244,7 @@ def guard(layout: str) -> dict[str, Any]:
     runtime.load_state_dict(CASE.model().state_dict())
     guards = StepGuard(place=runtime.place, scale=LossScale(value=2.0**10))
     optimizer = optim.AdamW(runtime.parameters(), lr=1e-2)
-    trained = [p for p in runtime.held if p.trainable]
+    trained = [p for p in runtime.stage_parameters if p.trainable]
     stepped(runtime)
     optimizer.step()  # moments that a step with zero gradients would move along
     before = {n: local_of(p).detach().clone() for n, p in runtime.named_parameters()}
@@ -273,7 +273,7 @@ def guard(layout: str) -> dict[str, Any]:
 
 def _equal_to_unscaled(runtime: Runtime) -> bool:
     """Whether admitted gradients have the very bits of a step that nothing scaled."""
-    held = [p for p in runtime.held if p.trainable]
+    held = [p for p in runtime.stage_parameters if p.trainable]
     admitted = [p.gradient.clone() for p in held]
     for p in held:
         p.gradient = None
@@ -294,8 +294,8 @@ def reduced(layout: str) -> dict[str, Any]:
             with Reduced():
                 norms = (p.detach().norm().item(), p.detach().square().sum().sqrt().item())
             worst = max(worst, *(abs(x / whole[name].norm().item() - 1) for x in norms))
-    stored = share(((p, p.stored) for p in runtime.held), runtime.place)
-    total = norm_of(stored, runtime.place).item()
+    stored = norm_share(((p, p.stored) for p in runtime.stage_parameters), runtime.place)
+    total = total_norm(stored, runtime.place).item()
     wanted = nn.utils.get_total_norm(list(whole.values())).item()
     return {
         "norm": max(of_all_ranks(worst)), "divided": sum(of_all_ranks(divided)),

@@ -14,7 +14,7 @@ from torch import nn, optim
 from meshwright.costmodel.sharding.strategies import R
 from meshwright.executor.parameters.loss_scale import CEILING, LossScale, StepGuard
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks.meshes import StageMesh, alone
+from meshwright.executor.ranks.meshes import StageMesh, single_process
 
 CPU = torch.device("cpu")
 
@@ -135,7 +135,7 @@ def held(*values: list[float]) -> list[StageParameter]:
 
 
 def guard(scale: LossScale | None = None) -> StepGuard:
-    place = alone(CPU, [StageMesh(ranks=(0,), dp=1, tp=1, shards=1)])
+    place = single_process(CPU, [StageMesh(ranks=(0,), dp=1, tp=1, shards=1)])
     return StepGuard(place=place, scale=scale)
 
 

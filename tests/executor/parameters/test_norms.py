@@ -14,9 +14,9 @@ from torch import nn
 
 from meshwright.costmodel.sharding.strategies import Placement, R
 from meshwright.executor.lowering.reshard import Axis, local_part
-from meshwright.executor.parameters.norms import ROW, clip_, copies, norm_of, share
+from meshwright.executor.parameters.norms import ROW, clip_, copies, norm_share, total_norm
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks.meshes import Place, StageMesh, alone
+from meshwright.executor.ranks.meshes import Place, StageMesh, single_process
 
 SHAPE = (36, 12)  # divisible by every degree tried, a fused projection's thirds too
 PLACEMENTS = (R, Placement("S", 0), Placement("S", 1), Placement("S", 0, 3))
@@ -54,7 +54,7 @@ def parameter(
         fqn="w",
         shape=tuple(shape),
         placement=placement,
-        zero=zero,
+        shard_placement=zero,
         sum_data=True,
         sum_tensor=False,
         trainable=True,
@@ -81,8 +81,8 @@ def places(stages: Sequence[Stage]) -> Iterator[tuple[int, Place]]:
                     replicate=Axis("replicate", s.replicate, replicate),
                     tensor=Axis("tensor", s.tensor, t),
                     mesh=None,
-                    links={},
-                    owners={},
+                    edge_groups={},
+                    tied_groups={},
                     device=CPU,
                     rank=rank,
                 ),
@@ -140,14 +140,14 @@ def test_shares_of_all_ranks_make_the_norm_of_the_whole_model(
 ) -> None:
     whole = normal(stages, seed)
     shares = [
-        share(gradients_on(stages[k], place, whole), place, norm_type)
+        norm_share(gradients_on(stages[k], place, whole), place, norm_type)
         for k, place in places(stages)
     ]
     elements = [x.double().reshape(-1) for x in whole.values()] or [torch.zeros(1)]
     wanted = torch.linalg.vector_norm(torch.cat(elements), norm_type)
     largest = math.isinf(norm_type)
     joined = torch.stack(shares).max() if largest else torch.stack(shares).sum()
-    found = norm_of(joined, alone(CPU, [stages[0].mesh]), norm_type)
+    found = total_norm(joined, single_process(CPU, [stages[0].mesh]), norm_type)
     assert float(found) == pytest.approx(float(wanted), rel=1e-5)
 
 
@@ -166,7 +166,7 @@ def test_one_value_that_is_not_finite_on_one_rank_shows_in_its_share(
     _, spoilt = data.draw(st.sampled_from(gradients))
     spoilt.view(-1)[data.draw(st.integers(0, spoilt.numel() - 1))] = value
     for norm_type in (2.0, math.inf):
-        assert not share(gradients, place, norm_type).isfinite()
+        assert not norm_share(gradients, place, norm_type).isfinite()
 
 
 def test_virtual_stages_of_the_same_devices_hold_one_copy() -> None:
@@ -182,10 +182,10 @@ def test_a_large_tensor_keeps_its_digits() -> None:
     n, c = (1 << 24) + 3, 1.1
     x = torch.full((n,), c)
     x[-3:] *= 1024
-    place = alone(CPU, [StageMesh(ranks=(0,), dp=1, tp=1, shards=1)])
+    place = single_process(CPU, [StageMesh(ranks=(0,), dp=1, tp=1, shards=1)])
     wanted = float(x[0].double()) * math.sqrt(n - 3 + 3 * 1024**2)
     in_one = float(torch.linalg.vector_norm(x))
-    found = float(norm_of(share([(parameter(shape=(n,)), x)], place), place))
+    found = float(total_norm(norm_share([(parameter(shape=(n,)), x)], place), place))
     assert abs(found / wanted - 1) < 1e-6
     assert n % ROW == 3 and abs(in_one / wanted - 1) > 1e-4
 
@@ -205,7 +205,7 @@ def one_device(
             p.api.grad, twin.grad = gradient.clone(), gradient.clone()
         ours.append(p)
         theirs.append(twin)
-    return ours, theirs, alone(CPU, [StageMesh(ranks=(0,), dp=1, tp=1, shards=1)])
+    return ours, theirs, single_process(CPU, [StageMesh(ranks=(0,), dp=1, tp=1, shards=1)])
 
 
 @settings(deadline=None)
@@ -230,7 +230,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
     for norm_type in NORM_TYPES:
         assert float(clip_(ours, place, 1.0, norm_type)) == 0.0
     empty = [(parameter(shape=(0, 4)), torch.empty(0, 4))]
-    assert float(norm_of(share(empty, place, math.inf), place, math.inf)) == 0.0
+    assert float(total_norm(norm_share(empty, place, math.inf), place, math.inf)) == 0.0
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])

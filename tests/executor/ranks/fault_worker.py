@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright import ParallelModel
-from meshwright.executor.checkpoint import folder as checkpoint_folder
+from meshwright.executor.checkpoint import atomic_folder
 from meshwright.executor.ranks import launch
-from meshwright.executor.ranks.watch import progress
+from meshwright.executor.ranks.watchdog import progress
 from meshwright.planner.overrides.overrides import Overrides
 from tests.helpers.tiny import ROWS, batch, loss, net, planned
 
@@ -150,14 +150,14 @@ def _maybe_die(folder: Path, step: int) -> None:
     if died.exists():
         return
     if step == 1 and launch.rank() == 0:
-        rename = checkpoint_folder._rename
+        rename = atomic_folder._rename
 
         def renaming(source: Path, target: Path) -> None:
             rename(source, target)
             died.touch()
             is_killed()
 
-        checkpoint_folder._rename = renaming
+        atomic_folder._rename = renaming
     if step == 2 and launch.rank() == 1:
 
         def dying() -> None:

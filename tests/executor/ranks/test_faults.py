@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.executor.ranks import launch as process_group
-from meshwright.executor.ranks.agree import WAITING
-from meshwright.executor.ranks.watch import (
+from meshwright.executor.ranks.object_collectives import WAITING
+from meshwright.executor.ranks.watchdog import (
     FIRST_STEP_FACTOR,
     GRACE_S,
     Progress,
@@ -193,12 +193,12 @@ def test_phases_are_named_after_what_runs_in_them() -> None:
     assert [progress.name(r) for r in (1, 2, 3)] == [
         "rank 1", "rank 2 (stages 1, 6)", "rank 3 (stage 2)",
     ]  # fmt: skip
-    assert str(progress.where) == "user code after step 0"
+    assert str(progress.activity) == "user code after step 0"
     with progress.during("a step", is_step=True):
-        assert str(progress.where) == "a step, step 1"
+        assert str(progress.activity) == "a step, step 1"
         progress.enter("forward", stage=6, microbatch=3)
-        assert str(progress.where) == "forward of stage 6, micro-batch 3, step 1"
-    assert str(progress.where) == "user code after step 1"
+        assert str(progress.activity) == "forward of stage 6, micro-batch 3, step 1"
+    assert str(progress.activity) == "user code after step 1"
 
 
 def test_exception_leaves_its_phase_and_is_found_there() -> None:
@@ -207,12 +207,12 @@ def test_exception_leaves_its_phase_and_is_found_there() -> None:
     with pytest.raises(KeyError), progress.during("a step", is_step=True):
         progress.enter("backward", stage=0, microbatch=1, waits=True)
         raise KeyError
-    assert progress.where.phase is None
-    assert progress.where.steps_done == 0
-    assert str(progress.where) == "backward of stage 0, micro-batch 1, step 1"
+    assert progress.activity.phase is None
+    assert progress.activity.steps_done == 0
+    assert str(progress.activity) == "backward of stage 0, micro-batch 1, step 1"
     with progress.during("saving"):
         pass
-    assert str(progress.where) == "user code after step 0"
+    assert str(progress.activity) == "user code after step 0"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_only_a_phase_can_take_too_long(
 ) -> None:
     progress = Progress()
     for spent_s in (1.0, 9.0, 11.0, 16.0, 39.0, 41.0, 1e6):
-        progress.where = dataclasses.replace(
-            progress.where,
+        progress.activity = dataclasses.replace(
+            progress.activity,
             phase=phase,
             waits=waits,
             steps_done=steps_done,

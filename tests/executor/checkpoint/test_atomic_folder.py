@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.executor.checkpoint import folder as checkpoint_folder
+from meshwright.executor.checkpoint import atomic_folder
 from tests.executor.checkpoint.checkpoint_worker import differing, start
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
@@ -105,7 +105,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_being_saved_is_left_alone(tmp_path: Path) -> None:
-    beside = checkpoint_folder.prepare(tmp_path / "at.0123abcd", "marker")
-    first = checkpoint_folder.prepare(tmp_path / "at", "marker")
-    second = checkpoint_folder.prepare(tmp_path / "at", "marker")
+    beside = atomic_folder.prepare(tmp_path / "at.0123abcd", "marker")
+    first = atomic_folder.prepare(tmp_path / "at", "marker")
+    second = atomic_folder.prepare(tmp_path / "at", "marker")
     assert beside.exists() and second.exists() and not first.exists()

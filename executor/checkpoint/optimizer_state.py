@@ -1,17 +1,16 @@
-"""An optimizer's states by FQN: what a rank saves of them, and states made from what was saved.
+"""Optimizer state by FQN: collected from a rank for a checkpoint, and restored under another plan.
 
 A torch optimizer keeps a dict per parameter, and options (lr, betas, …) per group of parameters.
 Tensors with dims are stored as the parameters are. Values and tensors without dims (`step`) are the
 same on all ranks that hold the parameter and go, with the options, into the checkpoint's notes:
 
     class    name of the optimizer's class
-    groups   [(options, FQNs)], one entry per group and rank that led one of its parameters
+    groups   [(options, FQNs)], one entry per group and rank that described one of its parameters
     values   FQN -> name -> value
     tensors  FQN -> names of the states stored as tensors
 
-A loading optimizer need not have made any state: they are allocated from the checkpoint's metadata,
-in the parameter's layout under the running plan, and given to `Optimizer.load_state_dict`. No step
-is taken for it.
+A loading optimizer need not have any state: states are allocated from the checkpoint's metadata, in
+the parameter's layout under the running plan, and given to `Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 Notes = dict[str, Any]
 States = dict[str, dict[str, torch.Tensor]]  # FQN -> name -> tensor
 Options = dict[str, Any]
-HOW = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-)  # options of the run, not of the training
+# options that say how the optimizer runs, which are not the training's
+HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def collect(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], led: Collection[str]
 ) -> tuple[States, Notes]:
-    """The states of a rank's `parameters` as tensors, and the notes on those that it speaks for."""
+    """The states of a rank's `parameters` as tensors, and the notes on those in `led`, which this
+    rank describes for all. Raises ValueError for states of a parameter that is not the model's."""
     names = {id(p): fqn for fqn, p in parameters.items()}
     for parameter, state in optimizer.state.items():
         if state and id(parameter) not in names:
@@ -67,17 +63,17 @@ def collect(
 
 
 def merge(notes: Sequence[Notes]) -> Notes:
-    """The notes of all ranks as one."""
+    """The union of all ranks' notes."""
     return {
         "class": notes[0]["class"],
-        "groups": [group for each in notes for group in each["groups"]],
-        "values": {fqn: v for each in notes for fqn, v in each["values"].items()},
-        "tensors": {fqn: v for each in notes for fqn, v in each["tensors"].items()},
+        "groups": [group for note in notes for group in note["groups"]],
+        "values": {fqn: v for note in notes for fqn, v in note["values"].items()},
+        "tensors": {fqn: v for note in notes for fqn, v in note["tensors"].items()},
     }
 
 
 def check_class(optimizer: torch.optim.Optimizer, saved: Notes | None, place: str) -> None:
-    """ValueError where the checkpoint has no states for this kind of optimizer."""
+    """Raise ValueError where the checkpoint has no states of this optimizer's class."""
     if saved is None:
         raise ValueError(
             f"{place}: it was saved without an optimizer; load it without one, and the optimizer "
@@ -95,11 +91,11 @@ def allocate(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     saved: Notes,
-    found: Mapping[str, TensorStorageMetadata],
+    stored: Mapping[str, TensorStorageMetadata],
     place: str,
 ) -> States:
-    """Tensors to read the states of a rank's parameters into. `found` is what the checkpoint
-    stores, by `<FQN>.<name>`."""
+    """Empty tensors for the states of a rank's parameters, by FQN and name. `stored` is the
+    checkpoint's metadata by `<FQN>.<name>`. Raises ValueError for parameters or states it lacks."""
     names = {id(p): fqn for fqn, p in parameters.items()}
     trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     known = {fqn for _, fqns in saved["groups"] for fqn in fqns}
@@ -108,18 +104,18 @@ def allocate(
             f"{place}: its optimizer lacks {len(unknown)} parameters that this one trains, e.g. "
             f"{unknown[:3]}; give this one the same parameters, or load without one"
         )
-    made: States = {}
+    states: States = {}
     for p in trained:
         fqn = names[id(p)]
         names_of = saved["tensors"].get(fqn, ())
         if not p.numel():  # nothing of it is stored
-            made[fqn] = {name: torch.empty_like(p.detach()) for name in names_of}
+            states[fqn] = {name: torch.empty_like(p.detach()) for name in names_of}
             continue
-        kinds = {name: found.get(f"{fqn}.{name}") for name in names_of}
+        kinds = {name: stored.get(f"{fqn}.{name}") for name in names_of}
         if lost := [name for name, kind in kinds.items() if kind is None]:
             raise ValueError(f"{place}: the states {lost} of {fqn!r} are missing; it is damaged")
-        made[fqn] = {name: _empty(p, kind) for name, kind in kinds.items() if kind is not None}
-    return made
+        states[fqn] = {name: _empty(p, kind) for name, kind in kinds.items() if kind is not None}
+    return states
 
 
 def options_of(
@@ -128,7 +124,8 @@ def options_of(
     saved: Notes,
     place: str,
 ) -> list[Options | None]:
-    """The saved options of each of the optimizer's groups; None for one without parameters here."""
+    """The saved options of each of the optimizer's groups, None for one without parameters on this
+    rank. Raises ValueError for a group whose parameters were saved with different options."""
     names = {id(p): fqn for fqn, p in parameters.items()}
     by_name = {fqn: options for options, fqns in saved["groups"] for fqn in fqns}
     chosen: list[Options | None] = []
@@ -152,7 +149,7 @@ def install(
     states: States,
     options: Sequence[Options | None],
 ) -> None:
-    """Give the optimizer its states, and its groups their options (None: as they are)."""
+    """Load states and group options into the optimizer; a group with options None keeps its own."""
     names = {id(p): fqn for fqn, p in parameters.items()}
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -170,8 +167,8 @@ def install(
 
 
 def _shaped(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Names of states that have their parameter's shape, as seen on parameters with dims: it says
-    of a parameter without dims which states are like it, and which are counters."""
+    """Names of states that have their parameter's shape, judged on parameters with dims. Of a
+    scalar parameter's states, these are tensors like it, and the others counters."""
     return {
         name
         for parameter, state in optimizer.state.items()
@@ -181,14 +178,14 @@ def _shaped(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def _stored(value: Any, shaped: bool) -> bool:
-    """Whether a state is stored as tensors are, rather than in the notes."""
+    """Whether a state is stored as a tensor, rather than in the notes."""
     return isinstance(value, torch.Tensor) and (
         value.ndim > 0 or shaped or isinstance(value, DTensor)
     )
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be divided into boxes: the terms of a sum can't."""
+    """A partial DTensor as a whole tensor, which can be cut into chunks; others themselves."""
     if isinstance(x, DTensor) and any(isinstance(p, Partial) for p in x.placements):
         return x.full_tensor()
     return x
@@ -199,8 +196,7 @@ def _host(value: Any) -> Any:
 
 
 def _empty(parameter: torch.Tensor, kind: TensorStorageMetadata) -> torch.Tensor:
-    """A state to be read: laid out as its parameter if it has its shape, else whole on every
-    rank."""
+    """An empty state: laid out as its parameter if it has its shape, else replicated."""
     dtype = kind.properties.dtype
     if kind.size == parameter.shape:
         return torch.empty_like(parameter.detach(), dtype=dtype)

@@ -1,11 +1,11 @@
-"""Files of weights, read piece by piece: each source knows the names, shapes and where they lie.
+"""Weight files: `torch.save`, safetensors and DCP folders, of which a rank reads its chunks only.
 
-`fill` reads what the pieces (`executor.checkpoint.parts`) need:
+`fill` reads for each `ChunkRead` (`chunks.py`)
 
-- a `torch.save` file, mapped into memory: the pages that hold the box;
-- safetensors, one file or several with an index: the bytes of the box;
-- a checkpoint folder of torch.distributed.checkpoint (DCP): the saved chunks that overlap the box
-  (its format stores a chunk as one archive).
+- of a `torch.save` file, mapped into memory: the pages that hold the box;
+- of safetensors, one file or several with an index: the bytes of the box;
+- of a checkpoint folder of torch.distributed.checkpoint (DCP): the saved chunks that overlap the
+  box (its format stores a chunk as one archive).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from meshwright.executor.checkpoint.folder import published
-from meshwright.executor.checkpoint.parts import LoadPlanner, Piece
+from meshwright.executor.checkpoint.atomic_folder import published
+from meshwright.executor.checkpoint.chunks import ChunkRead
+from meshwright.executor.checkpoint.dcp_storage import read_tensors_alone, stored_tensors
 
 FORMATS = (
     "a file of torch.save (.pt, .pth, .bin), a .safetensors file, a folder with "
@@ -30,30 +29,30 @@ FORMATS = (
 )
 
 
-class Source(Protocol):
-    """Stored weights: `shapes` by name."""
+class WeightSource(Protocol):
+    """Stored weights: global `shapes` by name, and reads of boxes of them."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def fill(self, pieces: Sequence[Piece]) -> None: ...
+    def fill(self, reads: Sequence[ChunkRead]) -> None: ...
 
 
-def open_source(path: str | Path) -> Source:
-    """The weights at `path`, in whatever format they are. Raises ValueError where there are
-    none."""
+def open_source(path: str | Path) -> WeightSource:
+    """The weights at `path`, in any of `FORMATS`. Raises ValueError where there are none."""
     path = published(Path(path))
     if path.is_dir():
         if (path / ".metadata").is_file():
-            return Checkpoint(path)
-        return Files(_files_of(path))
+            return CheckpointFolder(path)
+        return WeightFiles(_files_of(path))
     if path.is_file():
-        return Files(_indexed(path) if path.name.endswith(".index.json") else [path])
+        return WeightFiles(_indexed(path) if path.name.endswith(".index.json") else [path])
     raise ValueError(f"weights: {str(path)!r} does not exist; give {FORMATS}")
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The weight files of a folder: those of its index, or its only one."""
+    """The weight files of a folder: its index', or its only one. Raises ValueError for none or
+    several."""
     for ending in (".safetensors", ".bin"):
         if indexes := sorted(folder.glob(f"*{ending}.index.json")):
             return _indexed(_only(folder, indexes))
@@ -62,11 +61,11 @@ def _files_of(folder: Path) -> list[Path]:
     raise ValueError(f"weights: {str(folder)!r} holds none; give {FORMATS}")
 
 
-def _only(folder: Path, found: Sequence[Path]) -> Path:
-    if len(found) > 1:
-        names = [path.name for path in found]
+def _only(folder: Path, paths: Sequence[Path]) -> Path:
+    if len(paths) > 1:
+        names = [path.name for path in paths]
         raise ValueError(f"weights: {str(folder)!r} holds several, {names}; name one of them")
-    return found[0]
+    return paths[0]
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -80,7 +79,7 @@ def _indexed(index: Path) -> list[Path]:
 # --- files of whole tensors -----------------------------------------------------------------------
 
 
-class Files:
+class WeightFiles:
     """One or several files of whole tensors, safetensors or `torch.save`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -93,24 +92,27 @@ class Files:
                     self.shapes[name] = tuple(shape_of(stored))
                     self.path_of[name] = path
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        by_file: dict[Path, list[Piece]] = {}
-        for piece in pieces:
-            by_file.setdefault(self.path_of[piece.name], []).append(piece)
-        for path, here in by_file.items():
+    def fill(self, reads: Sequence[ChunkRead]) -> None:
+        by_file: dict[Path, list[ChunkRead]] = {}
+        for read in reads:
+            by_file.setdefault(self.path_of[read.name], []).append(read)
+        for path, of_file in by_file.items():
             with ExitStack() as stack, torch.no_grad():
                 stored = opened(path, stack)
-                for piece in here:
-                    piece.into.copy_(stored[piece.name][piece.box])
+                for read in of_file:
+                    read.into.copy_(stored[read.name][read.index])
 
 
 def shape_of(stored: Any) -> Sequence[int]:
-    return stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape()
+    """The shape of a tensor, or of a slice of safetensors."""
+    shape: Sequence[int]
+    shape = stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape()
+    return shape
 
 
 def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
-    """What a file holds, by name: tensors in mapped memory, or safetensors' slices; both are read
-    by indexing."""
+    """A file's tensors by name, in mapped memory, or safetensors' slices; both are read by
+    indexing. Raises ValueError for a file that holds no state dict."""
     if path.suffix == ".safetensors":
         try:
             safe_open = import_module("safetensors").safe_open
@@ -138,18 +140,13 @@ def _flat(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, tor
 # --- checkpoints of torch.distributed.checkpoint --------------------------------------------------
 
 
-class Checkpoint:
-    """A DCP folder; what it holds besides tensors is left alone."""
+class CheckpointFolder:
+    """A DCP folder, of which only the tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        self.shapes = {
-            name: tuple(entry.size)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self.shapes = {name: tuple(x.size) for name, x in stored_tensors(path).items()}
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
-        if pieces:
-            dcp.load({}, checkpoint_id=self.path, planner=LoadPlanner(pieces), no_dist=True)
+    def fill(self, reads: Sequence[ChunkRead]) -> None:
+        if reads:
+            read_tensors_alone(reads, self.path)

@@ -1,4 +1,4 @@
-"""What the ranks of a checkpoint tell each other, and what the watch sees of it meanwhile."""
+"""Collectives on objects, their errors, and the watchdog's phases meanwhile."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.executor.ranks import agree as checkpoint_ranks
-from meshwright.executor.ranks.agree import (
-    WAITING,
-    on_first,
-    part,
-    together,
-    told_by,
-    told_by_all,
-    told_to_first,
-)
+from meshwright.executor.ranks import object_collectives
 from meshwright.executor.ranks.background import Background
-from meshwright.executor.ranks.watch import progress
-from meshwright.executor.runtime import runtime
-from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.ranks.object_collectives import (
+    WAITING,
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    phase,
+    run_on_all,
+    run_on_first,
+)
+from meshwright.executor.ranks.watchdog import progress
+from meshwright.executor.runtime import state
+from meshwright.executor.runtime.state import RankState
 from tests.executor.checkpoint.checkpoint_worker import start
 from tests.helpers.threaded_ranks import talking_ranks
 
@@ -46,14 +46,14 @@ def _talk() -> dict[str, Any]:
         raise ValueError("nothing on 0")
 
     said = []
-    for mistake in (lambda: together(group, on_two), lambda: on_first(group, on_none)):
+    for mistake in (lambda: run_on_all(group, on_two), lambda: run_on_first(group, on_none)):
         with pytest.raises(ValueError) as caught:
             mistake()
         said.append(str(caught.value))
     return {
-        "all": told_by_all(group, f"{me}"), "to first": told_to_first(group, f"{me}"),
-        "by 2": told_by(group, 2, f"{me}"), "together": together(group, lambda: me),
-        "decided": on_first(group, decide), "calls": calls, "said": said,
+        "all": all_gather_object(group, f"{me}"), "to first": gather_object(group, f"{me}"),
+        "by 2": broadcast_object(group, 2, f"{me}"), "together": run_on_all(group, lambda: me),
+        "decided": run_on_first(group, decide), "calls": calls, "said": said,
     }  # fmt: skip
 
 
@@ -78,12 +78,12 @@ def _merged(monkeypatch: pytest.MonkeyPatch, *groups: tuple[int, ...]) -> tuple[
         told.append(rank)
         return mine or {f"of {rank}": torch.zeros(1)}
 
-    monkeypatch.setattr(runtime, "told_by", telling)
-    monkeypatch.setattr(runtime, "gloo_group", lambda: None)
+    monkeypatch.setattr(state, "broadcast_object", telling)
+    monkeypatch.setattr(state, "gloo_group", lambda: None)
     here: Any = SimpleNamespace(
         plan=SimpleNamespace(devices=groups), place=SimpleNamespace(rank=2, mesh=object())
     )
-    return Runtime._merged(here, {"mine": torch.zeros(1)}), told
+    return RankState._merged(here, {"mine": torch.zeros(1)}), told
 
 
 def test_one_device_group_merges_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_each_device_group_tells_its_part_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What the watch is told from now on, each with whether the rank waits."""
+    """The phases entered from now on, each with whether the rank waits."""
     seen: list[tuple[str, bool]] = []
     enter = progress.enter
 
@@ -115,7 +115,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return seen
 
 
-def test_a_save_and_a_load_are_parts_for_the_watch(
+def test_a_save_and_a_load_are_phases_for_the_watchdog(
     tmp_path: Path, phases: list[tuple[str, bool]]
 ) -> None:
     """Who writes or reads is at work, and begins anew; all else there is waiting for others."""
@@ -132,19 +132,19 @@ def test_a_save_and_a_load_are_parts_for_the_watch(
     assert phases[0] == phases[-1] == loading
     assert phases[1:-1:2] == [waiting] * (len(phases[1:-1]) // 2 + 1)
     assert ("reading a checkpoint", False) in phases
-    assert progress.where.phase is None
+    assert progress.activity.phase is None
 
 
 def test_who_waits_for_others_says_so(
     monkeypatch: pytest.MonkeyPatch, phases: list[tuple[str, bool]]
 ) -> None:
-    monkeypatch.setattr(checkpoint_ranks.dist, "get_world_size", lambda _: 1)
+    monkeypatch.setattr(object_collectives.dist, "get_world_size", lambda _: 1)
     monkeypatch.setattr(
-        checkpoint_ranks.dist, "all_gather_object", lambda heard, *_, **__: heard.clear()
+        object_collectives.dist, "all_gather_object", lambda heard, *_, **__: heard.clear()
     )
     group: Any = object()
     with progress.during("saving a checkpoint"):
-        together(group, lambda: None)
+        run_on_all(group, lambda: None)
     assert phases == [
         ("saving a checkpoint", False),
         (WAITING, True),
@@ -164,7 +164,7 @@ def test_what_is_saved_in_the_background_is_no_phase(
     phases.clear()
 
     def work() -> None:
-        with part("not to be seen"):
+        with phase("not to be seen"):
             pass
 
     with progress.during("training"):

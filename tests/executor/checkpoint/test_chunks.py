@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from meshwright.executor.checkpoint.optimizer import collect
-from meshwright.executor.checkpoint.parts import Writers, boxes
+from meshwright.executor.checkpoint.chunks import ReplicaWriters, local_chunks
+from meshwright.executor.checkpoint.optimizer_state import collect
 
 
 @st.composite
@@ -49,7 +49,7 @@ def test_boxes_are_what_torch_gives_each_rank(
         for placement, ranks, rank in zip(placements, mesh, coordinate, strict=True):
             if isinstance(placement, (Shard, _StridedShard)):
                 local = placement._split_tensor(local, ranks, with_padding=False)[0][rank]
-        held = boxes(shape, placements, mesh, coordinate)
+        held = local_chunks(shape, placements, mesh, coordinate)
         assert sum(torch.Size(box.sizes).numel() for box in held) == local.numel()
         for box in held:
             there = tuple(slice(a, a + n) for a, n in zip(box.offset, box.sizes, strict=True))
@@ -86,7 +86,7 @@ def test_one_replica_writes_each_tensor_and_none_much_more(
     tensors = [torch.empty(size, device="meta") for size in sizes]
     written = []
     for coordinate in product(*(range(n) for n in shape)):
-        writers, mesh = Writers(), _Mesh(shape=shape, coordinate=coordinate)
+        writers, mesh = ReplicaWriters(), _Mesh(shape=shape, coordinate=coordinate)
         written.append([writers.is_mine(x, mesh) for x in tensors])  # type: ignore[arg-type]
     assert all(sum(chosen) == 1 for chosen in zip(*written, strict=True))
     loads = [sum(n for n, mine in zip(sizes, own, strict=True) if mine) for own in written]

@@ -1,4 +1,4 @@
-"""Optimizers that read sums over shards, on DTensors.
+"""All-reduce of partial DTensors inside optimizers that take norms, sums or means of shards.
 
 DTensor leaves a norm, sum or mean over a sharded dim partial: every rank holds its own part until
 an operator asks for the whole. In torch 2.13 two don't ask: `.item()` gives the rank's own part,
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Reduced(TorchFunctionMode):
-    """Inside, no operator leaves a DTensor partial: `with Reduced(): optimizer.step()`.
+    """Redistributes every partial DTensor result to replicated: `with Reduced(): optimizer.step()`.
 
     Collective where results are partial: every rank of the parameters' mesh steps inside.
     """
@@ -30,10 +30,11 @@ class Reduced(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return tree_map_only(DTensor, _whole, func(*args, **(kwargs or {})))
+        return tree_map_only(DTensor, _all_reduced, func(*args, **(kwargs or {})))
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def _all_reduced(x: torch.Tensor) -> torch.Tensor:
+    """A partial DTensor, replicated on its partial axes."""
     assert isinstance(x, DTensor)
     if not any(p.is_partial() for p in x.placements):
         return x

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.checkpoint.files import open_source
-from meshwright.executor.checkpoint.names import Matched, Wanted, match_names
-from meshwright.executor.checkpoint.parts import Piece
+from meshwright.executor.checkpoint.chunks import ChunkRead
+from meshwright.executor.checkpoint.name_matching import Matched, Wanted, match_names
+from meshwright.executor.checkpoint.weight_files import open_source
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.runtime.runtime import Runtime
 from tests.helpers.plan_building import Knobs, build_plan
@@ -71,10 +71,10 @@ def test_every_format_gives_names_shapes_and_boxes(tmp_path: Path, kind: str) ->
     corner = torch.zeros(1, 1, dtype=torch.float64)
     source.fill(
         [
-            Piece(name="a.weight", ranges=((1, 3), (0, 5)), into=rows),
-            Piece(name="a.weight", ranges=((3, 4), (5, 6)), into=corner),
-            Piece(name="a.bias", ranges=((0, 6),), into=whole),
-            Piece(name="count", ranges=(), into=count),
+            ChunkRead(name="a.weight", ranges=((1, 3), (0, 5)), into=rows),
+            ChunkRead(name="a.weight", ranges=((3, 4), (5, 6)), into=corner),
+            ChunkRead(name="a.bias", ranges=((0, 6),), into=whole),
+            ChunkRead(name="count", ranges=(), into=count),
         ]
     )
     assert torch.equal(rows, STATE["a.weight"][1:3, :5])

@@ -1,8 +1,8 @@
-"""Which stored tensor is which of the model's: by name, or by name but for one prefix.
+"""Matching of a file's tensor names with the model's FQNs, up to one prefix.
 
-Files differ from the model in what wraps it: a checkpoint of a training loop says `model.`, one of
-a base model lacks the name that the model with a head has it under (`transformer.`). One prefix is
-dropped from stored names, or added to them, where that finds tensors that are else missing.
+A training loop's checkpoint may say `model.` before every name; a base model's lacks the name under
+which the model with a head holds it (`transformer.`). One prefix is dropped from stored names, or
+added to them, where that finds tensors that are else missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SHOWN = 8  # names listed in a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A tensor of the model: all its names, its shape, and whether it needs a stored value."""
+    """A tensor of the model: its FQNs, its global shape, and whether the file must hold it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -24,8 +24,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """Stored name by the model's FQN, and the stored names that nobody wants. Those outside a
-    dropped prefix belong to something else (an optimizer) and don't count."""
+    """FQN -> stored name, and the stored names that match no tensor. Names outside a dropped prefix
+    belong to something else (an optimizer) and are not listed."""
 
     stored: Mapping[str, str]
     unexpected: tuple[str, ...]
@@ -33,7 +33,7 @@ class Matched:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Prefix:
-    """`text` before every stored name but not the model's (`dropped`), or the other way round."""
+    """`text` before every stored name that the model's lack (`dropped`), or the reverse."""
 
     dropped: bool
     text: str
@@ -42,23 +42,25 @@ class _Prefix:
 def match_names(
     wanted: Mapping[str, Wanted], shapes: Mapping[str, Sequence[int]], path: str
 ) -> Matched:
-    """Find every wanted tensor in a file of these `shapes`. ValueError for missing and misshapen
-    ones, and where two prefixes find as many."""
-    found = _exact(wanted, shapes)
-    lacking = {fqn: want for fqn, want in wanted.items() if fqn not in found}
+    """Match `wanted` tensors (by FQN) with a file's `shapes` (by stored name).
+
+    Raises ValueError for missing and misshapen tensors, and where two prefixes find as many.
+    """
+    stored_names = _exact(wanted, shapes)
+    lacking = {fqn: want for fqn, want in wanted.items() if fqn not in stored_names}
     prefix = _best_prefix(lacking, shapes, path)
     renamed = {_model_name(name, prefix): name for name in shapes} if prefix else {}
-    found |= {fqn: renamed[name] for fqn, name in _exact(lacking, renamed).items()}
-    _check(wanted, shapes, found, path)
+    stored_names |= {fqn: renamed[name] for fqn, name in _exact(lacking, renamed).items()}
+    _check(wanted, shapes, stored_names, path)
     known = {name for want in wanted.values() for name in want.names}
     known |= {renamed[name] for name in known if name in renamed}
     inside = prefix.text if prefix and prefix.dropped else ""
     unexpected = sorted(n for n in shapes if n.startswith(inside) and n not in known)
-    return Matched(stored=found, unexpected=tuple(unexpected))
+    return Matched(stored=stored_names, unexpected=tuple(unexpected))
 
 
 def _exact(wanted: Mapping[str, Wanted], stored: Mapping[str, object]) -> dict[str, str]:
-    """Tensors stored under one of their names, the first that is there."""
+    """FQN -> the first of its names that is stored, where one is."""
     hits = {fqn: [n for n in want.names if n in stored] for fqn, want in wanted.items()}
     return {fqn: names[0] for fqn, names in hits.items() if names}
 
@@ -66,7 +68,8 @@ def _exact(wanted: Mapping[str, Wanted], stored: Mapping[str, object]) -> dict[s
 def _best_prefix(
     lacking: Mapping[str, Wanted], stored: Mapping[str, object], path: str
 ) -> _Prefix | None:
-    """The prefix that finds most of the lacking tensors, if any does."""
+    """The prefix that finds most of the lacking tensors, None if none does. Raises ValueError for a
+    tie."""
     fqn_of = {name: fqn for fqn, want in lacking.items() for name in want.names}
     finds: dict[_Prefix, set[str]] = {}
     for name in stored:
@@ -89,28 +92,28 @@ def _best_prefix(
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """("a.", "b.c"), ("a.b.", "c") of "a.b.c"."""
+    """Every (prefix, rest) of a dotted name: ("a.", "b.c"), ("a.b.", "c") of "a.b.c"."""
     for k, character in enumerate(name):
         if character == ".":
             yield name[: k + 1], name[k + 1 :]
 
 
 def _model_name(stored: str, prefix: _Prefix) -> str:
-    """The model's name of a stored one."""
+    """The model's name for a stored one."""
     return stored.removeprefix(prefix.text) if prefix.dropped else prefix.text + stored
 
 
 def _check(
     wanted: Mapping[str, Wanted],
     shapes: Mapping[str, Sequence[int]],
-    found: Mapping[str, str],
+    stored_names: Mapping[str, str],
     path: str,
 ) -> None:
-    """One error for all that is missing or misshapen."""
-    missing = [fqn for fqn, want in wanted.items() if want.required and fqn not in found]
+    """Raise one ValueError for all missing and misshapen tensors."""
+    missing = [fqn for fqn, want in wanted.items() if want.required and fqn not in stored_names]
     misshapen = [
         f"{fqn} is {tuple(shapes[name])} stored as {name!r}, {wanted[fqn].shape} in the model"
-        for fqn, name in found.items()
+        for fqn, name in stored_names.items()
         if tuple(shapes[name]) != wanted[fqn].shape
     ]
     if not missing and not misshapen:

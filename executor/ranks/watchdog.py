@@ -1,22 +1,23 @@
-"""What a rank is doing, and the end of all ranks when one of them is lost.
+"""Watchdog: ends all ranks when one of them fails or hangs, and says which and where.
 
 A process group tells a rank little of the others: under gloo a killed peer raises at once, a frozen
 one after the group's timeout, and some waits never raise. So every rank has two threads that wake
-once per `POLL_S`. The *listener* asks the store whether a rank has failed. The *clock* looks at how
+once per `POLL_S`. The *listener* asks the store whether a rank has failed. The *clock* checks how
 long this rank has been in the same phase of a step (an instruction of the pipeline, a reduction, a
 checkpoint); it asks nobody, so that it runs on where the store is frozen. User code between steps
 is no phase: it may take as long as it likes.
 
-A failure goes through the store in three messages:
+A failure goes through the store in three keys:
 
-    failures   counts the ranks that fail; who finds it at zero speaks for all
-    heard/<r>  what rank r is doing: the roll call. Who does not answer was killed, or is frozen
+    failures   the number of ranks that failed; the one that finds it at zero speaks for all
+    heard/<r>  what rank r is doing: the roll call. A rank that does not answer was killed, or is
+               frozen
     cause      one line, which every other rank prints before it ends
 
-A rank that hears of a failure has `GRACE_S` to come out by itself, then its listener ends it. Where
+A rank that hears of a failure has `GRACE_S` to raise by itself, then its listener ends it. Where
 the store is gone, so is the rank (or the torchrun agent) that held it, and the next phase ends this
-rank. Where the interpreter's lock is never given up, no thread can run: then faulthandler's timer,
-which the clock winds up whenever it wakes, ends the process without it.
+rank. Where the interpreter's lock is never released, no thread can run: then faulthandler's timer,
+which the clock rewinds whenever it wakes, ends the process without it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed does not declare it
 
 POLL_S = 1.0
 ROLL_CALL_POLL_S = 0.1  # once, after a failure
@@ -45,12 +46,12 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """What a rank's main thread is doing since `since_s` (monotonic clock).
+class Activity:
+    """The phase of a rank's main thread since `since_s` (seconds of the monotonic clock).
 
     `phase` is None in user code; `waits` says that the phase can only end with other ranks' help,
-    so that staying in it is another rank's fault. `raised` is the phase that an exception ended, of
-    which `waits` still speaks.
+    so that staying in it is another rank's fault. `raised` describes the phase that an exception
+    ended; `waits` is then that phase's.
     """
 
     steps_done: int
@@ -73,16 +74,15 @@ class Where:
 
 
 class Progress:
-    """The parts of the ranks in the plan, and where this rank's main thread is; written by the
-    runtime.
+    """The activity of this rank's main thread, written by the runtime, read by the watchdog.
 
-    `stages` are those of each rank, by rank.
+    `stages` are those of every rank of the plan, by rank.
     """
 
     def __init__(self) -> None:
         self.stages: Mapping[int, Sequence[int]] = {}
         self.predicted_peak_bytes: int | None = None
-        self.where = Where(
+        self.activity = Activity(
             steps_done=0,
             phase=None,
             stage=None,
@@ -100,9 +100,9 @@ class Progress:
         microbatch: int | None = None,
         waits: bool = False,
     ) -> None:
-        """The main thread starts something else; call it inside `during`."""
-        self.where = Where(
-            steps_done=self.where.steps_done,
+        """The main thread begins another phase; to be called inside `during`."""
+        self.activity = Activity(
+            steps_done=self.activity.steps_done,
             phase=phase,
             stage=stage,
             microbatch=microbatch,
@@ -113,20 +113,20 @@ class Progress:
 
     @contextmanager
     def during(self, phase: str, *, waits: bool = False, is_step: bool = False) -> Iterator[None]:
-        """What happens inside must not take longer than the timeout, from one `enter` to the
-        next."""
+        """A phase inside: the watchdog ends a rank that is longer than the timeout in it, or
+        between two calls of `enter`."""
         self.enter(phase, waits=waits)
         try:
             yield
         except BaseException as error:
-            self._leave(raised=str(self.where), waits=self.where.waits)
+            self._leave(raised=str(self.activity), waits=self.activity.waits)
             self.advise(error)
             raise
         self._leave(steps=int(is_step))
 
     def _leave(self, *, steps: int = 0, raised: str | None = None, waits: bool = False) -> None:
-        self.where = Where(
-            steps_done=self.where.steps_done + steps,
+        self.activity = Activity(
+            steps_done=self.activity.steps_done + steps,
             phase=None,
             stage=None,
             microbatch=None,
@@ -136,7 +136,7 @@ class Progress:
         )
 
     def advise(self, error: BaseException) -> None:
-        """Note at an error of memory what to do about it, once."""
+        """Add a note to an out-of-memory error on how to need less, once."""
         if is_out_of_memory(error):
             advice = memory_advice(self.predicted_peak_bytes)
             if advice not in getattr(error, "__notes__", ()):
@@ -144,22 +144,22 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """How long the main thread has been where it is."""
-        return time.monotonic() - self.where.since_s
+        """Seconds that the main thread has been in its phase."""
+        return time.monotonic() - self.activity.since_s
 
     def allowed_s(self, limit_s: float) -> float:
-        """How long a phase may take now."""
-        return limit_s if self.where.steps_done else FIRST_STEP_FACTOR * limit_s
+        """Seconds that a phase may take: more until the first step is done."""
+        return limit_s if self.activity.steps_done else FIRST_STEP_FACTOR * limit_s
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Whether the phase takes too long. A rank that waits has patience: who lets it wait is to
-        speak first."""
-        patience_s = GRACE_S if self.where.waits else 0.0
-        in_phase = self.where.phase is not None
+        """Whether the phase exceeds the timeout. A rank that waits gets `GRACE_S` more, so that the
+        rank it waits for reports first."""
+        patience_s = GRACE_S if self.activity.waits else 0.0
+        in_phase = self.activity.phase is not None
         return in_phase and self.seconds > self.allowed_s(limit_s) + patience_s
 
     def name(self, rank: int) -> str:
-        """`rank 3 (stages 0, 7)`."""
+        """E.g. `rank 3 (stages 0, 7)`."""
         stages = self.stages.get(rank, ())
         if not stages:
             return f"rank {rank}"
@@ -169,67 +169,72 @@ class Progress:
 progress = Progress()
 
 
-class Watch:
+class Watchdog:
     """The threads that end this rank when another one failed, or when it makes no progress itself.
 
-    `store` must be a connection of its own: a client serves one request at a time. `holder` says
-    who keeps it. `first_step` is called once, when the first step is done.
+    `store` must be a connection of its own: a client serves one request at a time. `holder` names,
+    for messages, the process that keeps it. `first_step` is called once, when the first step is
+    done.
     """
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         *,
         rank: int,
-        world: int,
+        world_size: int,
         limit_s: float,
         holder: str,
         first_step: Callable[[], None],
     ) -> None:
-        self.store, self.rank, self.world, self.limit_s = store, rank, world, limit_s
-        self.holder, self.first_step = holder, first_step
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.limit_s = limit_s
+        self.holder = holder
+        self.first_step = first_step
         self.main = threading.get_ident()
-        self.over = threading.Event()  # the rank leaves in order
-        self.cause: str | None = None  # what the first rank to fail said, when it was read
-        self.failing = threading.Event()  # the rank is about to end with a reason of its own
+        self.closing = threading.Event()  # the rank leaves in order
+        self.failing = threading.Event()  # the rank is about to end with an error of its own
+        self.cause: str | None = None  # the first failed rank's message, once read
         self.threads = [_thread(self._clock), _thread(self._listen)]
 
     def close(self) -> None:
-        """End the threads; the timer runs on, for what is left of the process group."""
-        self.over.set()
+        """End the threads; the timer runs on, for the rest of the shutdown."""
+        self.closing.set()
         for thread in self.threads:
             thread.join(timeout=GRACE_S)
-        self._wind_up()
+        self._rewind_timer()
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks of an exception of this one, and the user of its cause."""
+        """Announce an exception of this rank to the others, and print it."""
         progress.advise(error)
         reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        self._tell(reason, "".join(traceback.format_exception(error)))
+        self._fail(reason, "".join(traceback.format_exception(error)))
 
     # --- the threads ---
 
     def _clock(self) -> None:
         starting = True
-        while not self.over.wait(POLL_S) and not self.failing.is_set():
-            self._wind_up()
-            if starting and progress.where.steps_done:
+        while not self.closing.wait(POLL_S) and not self.failing.is_set():
+            self._rewind_timer()
+            if starting and progress.activity.steps_done:
                 self.first_step()
                 starting = False
             if progress.is_stuck(self.limit_s):
-                self._tell(f"no progress for {progress.seconds:.0f} s", self._stack())
+                self._fail(f"no progress for {progress.seconds:.0f} s", self._stack())
                 os._exit(1)
 
     def _stack(self) -> str:
         return "".join(traceback.format_stack(sys._current_frames()[self.main]))
 
-    def _wind_up(self) -> None:
+    def _rewind_timer(self) -> None:
         after_s = progress.allowed_s(self.limit_s) + 4 * GRACE_S
         faulthandler.dump_traceback_later(after_s, exit=True, file=_STDERR)
 
     def _listen(self) -> None:
         try:
-            while not self.over.wait(POLL_S):
+            while not self.closing.wait(POLL_S):
                 if self.store.check(["failures"]):
                     self._follow()
                     return
@@ -237,30 +242,29 @@ class Watch:
             self._follow_lost_store()
 
     def _follow(self) -> None:
-        """Another rank failed: answer, and end this one unless it does so itself."""
-        stuck = not progress.where.waits and progress.seconds > GRACE_S
+        """Another rank failed: answer the roll call, and end this one unless it ends itself."""
+        stuck = not progress.activity.waits and progress.seconds > GRACE_S
         self._answer()
         self.cause = self._read_cause()
         if self.failing.wait(GRACE_S):
             return
-        place = f"; it was in {progress.where}, at\n{self._stack()}" if stuck else ""
+        place = f"; it was in {progress.activity}, at\n{self._stack()}" if stuck else ""
         say(f"{progress.name(self.rank)} stops: {self.cause}{place}")
         time.sleep(LINGER_S)
         os._exit(1)
 
     def _follow_lost_store(self) -> None:
-        """A rank that is done with its steps needs no store; one that is not can't go on."""
+        """The store is lost: end this rank in its next phase. User code needs no store."""
         lost_s = time.monotonic()
-        while not self.over.wait(POLL_S) and not self.failing.is_set():
-            if progress.where.phase is not None and time.monotonic() - lost_s > GRACE_S:
-                say(f"{progress.name(self.rank)} stops in {progress.where}: {self._lost()}")
+        while not self.closing.wait(POLL_S) and not self.failing.is_set():
+            if progress.activity.phase is not None and time.monotonic() - lost_s > GRACE_S:
+                say(f"{progress.name(self.rank)} stops in {progress.activity}: {self._lost()}")
                 os._exit(1)
 
     # --- messages ---
 
-    def _tell(self, reason: str, details: str) -> None:
-        """Announce the end of this rank; takes no longer than `2 · GRACE_S`, also where the store
-        does not answer."""
+    def _fail(self, reason: str, details: str) -> None:
+        """Announce the end of this rank within `2 · GRACE_S`, also where the store is frozen."""
         self.failing.set()
         speaker = _thread(lambda: self._announce(reason, details))
         speaker.join(timeout=2 * GRACE_S)
@@ -269,7 +273,7 @@ class Watch:
         time.sleep(LINGER_S)
 
     def _announce(self, reason: str, details: str) -> None:
-        """The first rank to fail says why, with details; the others repeat it in a line."""
+        """Print this failure with details if it is the first, else the first one's in a line."""
         try:
             if self.cause is None:
                 self._answer()
@@ -285,14 +289,14 @@ class Watch:
             say(f"{self._failed(reason)}; {self._lost()}")
 
     def _failed(self, reason: str) -> str:
-        return f"{progress.name(self.rank)} failed in {progress.where}: {reason}"
+        return f"{progress.name(self.rank)} failed in {progress.activity}: {reason}"
 
     def _lost(self) -> str:
         return f"the store is gone: {self.holder} was killed, or has left"
 
     def _answer(self) -> None:
-        where = progress.where
-        answer = [progress.name(self.rank), str(where), progress.seconds, where.waits]
+        activity = progress.activity
+        answer = [progress.name(self.rank), str(activity), progress.seconds, activity.waits]
         self.store.set(f"heard/{self.rank}", json.dumps(answer))
 
     def _read_cause(self) -> str:
@@ -301,46 +305,48 @@ class Watch:
             if time.monotonic() > deadline_s:
                 return "another rank failed, and ended before it could say why"
             time.sleep(ROLL_CALL_POLL_S)
-        return self.store.get("cause").decode()
+        return str(self.store.get("cause").decode())
 
     def _roll_call(self) -> str:
-        """Who does not answer, and who is at work for long while this rank waits."""
-        others = [r for r in range(self.world) if r != self.rank]
+        """The ranks that do not answer, and those in a phase of their own for longer than `GRACE_S`
+        while this rank waits for them; text to append to the cause."""
+        others = [r for r in range(self.world_size) if r != self.rank]
         deadline_s = time.monotonic() + GRACE_S
         while not self.store.check([f"heard/{r}" for r in others]):
             if time.monotonic() > deadline_s:
                 break
             time.sleep(ROLL_CALL_POLL_S)
         silent = [r for r in others if not self.store.check([f"heard/{r}"])]
-        found = ""
+        text = ""
         if silent:
             more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
             listed = ", ".join(map(progress.name, silent[:SHOWN]))
-            found = f"; no word from {listed}{more}: killed, or frozen"
-        if not progress.where.waits:
-            return found
+            text = f"; no word from {listed}{more}: killed, or frozen"
+        if not progress.activity.waits:
+            return text
         answers = [json.loads(self.store.get(f"heard/{r}")) for r in others if r not in silent]
         busy = [a for a in answers if not a[3] and a[2] > GRACE_S]
-        for name, where, seconds, _ in sorted(busy, key=lambda a: -a[2])[:SHOWN]:
-            found += f"; {name} has been in {where} for {seconds:.0f} s"
-        return found
+        for name, activity, seconds, _ in sorted(busy, key=lambda a: -a[2])[:SHOWN]:
+            text += f"; {name} has been in {activity} for {seconds:.0f} s"
+        return text
 
 
 def _thread(run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run, name="meshwright-watch", daemon=True)
+    thread = threading.Thread(target=run, name="meshwright-watchdog", daemon=True)
     thread.start()
     return thread
 
 
 def say(text: str) -> None:
-    """On stderr, if it is still there: nothing may keep a lost rank from ending."""
+    """Print to stderr, if it is still open: nothing may keep a failed rank from ending."""
     with suppress(OSError, ValueError):
         sys.stderr.write(text.rstrip("\n") + "\n")
         sys.stderr.flush()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A device's allocator raises torch.OutOfMemoryError, the CPU's a bare RuntimeError."""
+    """Whether memory ran out: a GPU's allocator raises torch.OutOfMemoryError, the CPU's a bare
+    RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
@@ -350,7 +356,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_advice(predicted_peak_bytes: int | None) -> str:
-    """What the plan expected of this rank's memory, and how to need less."""
+    """The plan's expected peak memory of this rank, if known, and how to need less."""
     expected = (
         f"the plan expects a peak of {predicted_peak_bytes / 2**30:.2f} GiB here; "
         if predicted_peak_bytes is not None

@@ -1,5 +1,4 @@
-"""A folder that is replaced as a whole: whatever happens while a new one is written, one that is
-complete can be found.
+"""Atomic replacement of a folder: whatever happens in between, a complete one can be found.
 
 Beside the folder `F` there may be `.F.<n>.saving`, which is being written, and `.F.old`, which `F`
 was before. One rank does, where → is a rename, each followed by a sync of the parent folder:
@@ -24,9 +23,9 @@ from pathlib import Path
 
 
 def prepare(folder: Path, marker: str) -> Path:
-    """Clear up after earlier crashes; a new empty folder, to be filled and published.
+    """Clean up after earlier crashes; returns a new empty folder, to be filled and published.
 
-    Raises ValueError where `folder` is something else than a folder with a file `marker` in it.
+    Raises ValueError where `folder` exists, and is no folder with a file `marker` in it.
     """
     old = _old(folder)
     saving = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.saving")
@@ -48,7 +47,7 @@ def prepare(folder: Path, marker: str) -> Path:
 
 
 def publish(saving: Path, folder: Path) -> None:
-    """Put a prepared folder, whose files are complete and synced, in the place of `folder`."""
+    """Replace `folder` by a prepared one, whose files are complete and synced."""
     old = _old(folder)
     sync_folder(saving)
     if folder.exists():
@@ -58,13 +57,13 @@ def publish(saving: Path, folder: Path) -> None:
 
 
 def published(folder: Path) -> Path:
-    """The complete folder to read: what was there before, if a crash came between two renames."""
+    """The complete folder to read: the previous one, if a crash came between two renames."""
     old = _old(folder)
     return old if old.exists() and not folder.exists() else folder
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """A file that is on the disk when this returns."""
+    """Write a file and fsync it."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -72,7 +71,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names made, renamed or removed in a folder are on the disk when this returns."""
+    """Fsync a folder: the names made, renamed or removed in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

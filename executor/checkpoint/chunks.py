@@ -1,0 +1,189 @@
+"""The chunks of a tensor that a rank holds, as torch.distributed.checkpoint (DCP) stores them.
+
+A DCP chunk is a box of a tensor: an offset in the global tensor, sizes, and the data. A plain shard
+is one chunk. A strided one is several: of a fused projection [q; k; v], split over the tensor axis,
+each rank holds three runs of rows. DCP describes a DTensor by one chunk, which a strided shard is
+not; so tensors are saved as `LocalChunks`, which list every chunk and give views of the local
+tensor to write from, and loaded as `ChunkRead`s, each a box of a stored tensor and the memory it is
+read into. Nothing is gathered or re-laid, and as offsets are global, a reader of any other layout
+finds what it needs.
+
+Along a dim of n elements, with placements applied from the outermost mesh axis inwards to the
+indices I = (0, …, n-1), `Shard` of m ranks keeps the rank's one of m parts of I, and a strided
+shard of split factor f parts rank, rank + m, … of the f·m parts of I. The chunks are the product,
+over dims, of the runs of consecutive indices that are left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A box of a tensor: its offset in the global and in the local tensor, and its sizes, per
+    dim."""
+
+    offset: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def local_chunks(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[Chunk, ...]:
+    """The chunks of a tensor of `shape` on the rank at `coordinate` of a mesh of `mesh_shape`."""
+    axes = list(zip(placements, mesh_shape, coordinate, strict=True))
+    runs = []
+    for dim, size in enumerate(shape):
+        indices = torch.arange(size)
+        for placement, ranks, rank in axes:
+            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+                parts = indices.chunk(ranks * getattr(placement, "split_factor", 1))[rank::ranks]
+                indices = torch.cat(parts) if parts else indices[:0]
+        runs.append(_runs(indices))
+    return tuple(
+        Chunk(
+            offset=tuple(start for start, _, _ in chosen),
+            local_offset=tuple(position for _, position, _ in chosen),
+            sizes=tuple(length for _, _, length in chosen),
+        )
+        for chosen in product(*runs)
+    )
+
+
+def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(first index, its position, length) of every run of consecutive indices."""
+    breaks = ((indices.diff() != 1).nonzero().flatten() + 1).tolist()
+    ends = sorted({0, *breaks, len(indices)})
+    return [(int(indices[a]), a, b - a) for a, b in pairwise(ends)]
+
+
+def narrowed(x: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The view of a box of a tensor, by its starts and sizes per dim."""
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        x = x.narrow(dim, start, size)
+    return x
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """The box `ranges`, (start, stop) per dim, of the stored tensor `name`, to be read into `into`,
+    whose dtype and device it takes."""
+
+    name: str
+    ranges: tuple[tuple[int, int], ...]
+    into: torch.Tensor
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box as an index of the whole tensor."""
+        return tuple(slice(*ends) for ends in self.ranges)
+
+    @property
+    def metadata(self) -> ChunkStorageMetadata:
+        """The box as DCP describes it."""
+        return ChunkStorageMetadata(
+            offsets=torch.Size(start for start, _ in self.ranges),
+            sizes=torch.Size(stop - start for start, stop in self.ranges),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalChunks:
+    """This rank's chunks of one tensor of global `shape`, with the methods that DCP calls to save
+    it."""
+
+    shape: torch.Size
+    local: torch.Tensor
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def of(x: torch.Tensor) -> LocalChunks:
+        """The chunks of a DTensor without partial placements, or of a plain tensor, which is whole.
+        They share its memory."""
+        x = x.detach()
+        if not isinstance(x, DTensor):
+            return LocalChunks(shape=x.shape, local=x, chunks=local_chunks(x.shape, (), (), ()))
+        mesh = x.device_mesh
+        chunks = local_chunks(x.shape, x.placements, mesh.shape, mesh.get_coordinate() or ())
+        return LocalChunks(shape=x.shape, local=x.to_local(), chunks=chunks)
+
+    def copied(self) -> LocalChunks:
+        """A copy in host memory. From a GPU it is only started."""
+        host = torch.empty_like(self.local, device="cpu", pin_memory=self.local.is_cuda)
+        return replace(self, local=host.copy_(self.local, non_blocking=True))
+
+    def reads(self, stored: str) -> Iterator[ChunkRead]:
+        """The reads that fill this rank's chunks from the stored tensor of that name."""
+        for chunk in self.chunks:
+            ranges = tuple((a, a + n) for a, n in zip(chunk.offset, chunk.sizes, strict=True))
+            yield ChunkRead(name=stored, ranges=ranges, into=self._view(chunk))
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=torch.Size(chunk.sizes))
+            for chunk in self.chunks
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        offset = tuple(index.offset)
+        return self._view(next(chunk for chunk in self.chunks if chunk.offset == offset))
+
+    def _view(self, chunk: Chunk) -> torch.Tensor:
+        return narrowed(self.local, chunk.local_offset, chunk.sizes)
+
+
+class ReplicaWriters:
+    """Chooses the one of a tensor's replicas on a mesh that writes it: the rank with the fewest
+    bytes to write so far. Every rank comes to the same choice, if all ask about the same tensors in
+    the same order."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[int, ...], list[int]] = {}
+
+    def is_mine(self, x: torch.Tensor, mesh: DeviceMesh | None) -> bool:
+        """Whether this rank writes its part of `x`; a plain tensor is the same on all of `mesh`."""
+        if mesh is None:
+            return True
+        placements = x.placements if isinstance(x, DTensor) else (Replicate(),) * mesh.ndim
+        axes = tuple(k for k, p in enumerate(placements) if isinstance(p, Replicate))
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        me = 0
+        for k in axes:
+            me = me * mesh.shape[k] + coordinate[k]
+        loads = self._bytes.setdefault(axes, [0] * math.prod(mesh.shape[k] for k in axes))
+        chosen = loads.index(min(loads))
+        loads[chosen] += x.numel() * x.element_size()
+        return chosen == me

@@ -1,0 +1,282 @@
+"""Reduction of a step's gradients, in buckets, overlapped with the backward.
+
+A hook takes each gradient off its leaf as the backward makes it. Those that are partial on some
+axis are copied to fp32 buckets, in the order in which a backward makes them. A bucket is reduced as
+soon as the last backward of the step has filled it and those before it: all ranks of an axis run
+the same program, so they start the same collectives in the same order. Under ZeRO-2 every
+micro-batch's backward reduces, and only this rank's shard is accumulated. The collectives:
+
+    tensor axis   all-reduce of parameters that every tensor rank reads for its own part of the
+                  activations
+    data axis     all-reduce; or, where ZeRO shards, reduce-scatter over the shard axis and
+                  all-reduce over the replicate axis
+
+A gradient that is whole on every rank stays where autograd leaves it, in fp32. ZeRO-3's data axis
+is `fully_shard`'s (`zero3.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.executor.lowering.reshard import Axis, reduce_scatter_flat, split_parts
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.ranks.meshes import Place
+
+LARGE_BYTES = BUCKET_BYTES // 8  # to copy such a gradient costs more than to reduce it by itself
+
+Collectives = tuple[tuple[str, Axis], ...]  # ("all_reduce" or "reduce_scatter", axis), in order
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _BucketView:
+    """A parameter's gradient in its bucket: columns [start, stop) of the flat buffer."""
+
+    parameter: StageParameter
+    start: int
+    stop: int
+    written: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Bucket:
+    """Gradients reduced together, in one fp32 buffer `flat` of (rows, columns).
+
+    `rows` is the number of shards for a reduce-scatter, else 1. `shard` is the reduced result of
+    (columns,), accumulated over micro-batches if `reduce_each_microbatch` (ZeRO-2). `waiting` are
+    the views (by number) that the current backward has not filled; `running` is the reduction under
+    way. A bucket of one large gradient has no buffer of its own: autograd's is reduced.
+    """
+
+    views: list[_BucketView]
+    rows: int
+    collectives: Collectives
+    reduce_each_microbatch: bool
+    flat: torch.Tensor | None = None
+    shard: torch.Tensor | None = None
+    waiting: set[int] = field(default_factory=set)
+    running: Iterator[None] | None = None
+
+    def add(self, view: _BucketView, gradient: torch.Tensor) -> torch.Tensor:
+        """Add one backward's gradient of a parameter; returns the sum so far, (rows, columns)."""
+        p = view.parameter
+        stacked = split_parts(gradient, p.shard_placement, self.rows) if p.scattered else gradient
+        stacked = stacked.reshape(self.rows, -1)
+        if len(self.views) == 1 and not view.written and stacked.dtype == torch.float32:
+            self.flat, view.written = stacked, True
+            return stacked
+        if self.flat is None:
+            columns = self.views[-1].stop
+            self.flat = torch.empty(self.rows, columns, dtype=torch.float32, device=gradient.device)
+        into = self.flat[:, view.start : view.stop]
+        if view.written:
+            into.add_(stacked)
+        else:
+            into.copy_(stacked)
+            view.written = True
+        return into
+
+    def start(self) -> None:
+        """Start the first collective; gradients that no backward made count as zero."""
+        self.wait()
+        if self.flat is None:
+            self.add(self.views[0], torch.zeros_like(self.views[0].parameter.leaf))
+        assert self.flat is not None
+        for view in self.views:
+            if not view.written:
+                self.flat[:, view.start : view.stop].zero_()
+            view.written = False
+        self.running = self._reduce(self.flat)
+        if self.reduce_each_microbatch or self.rows == 1:  # the result lies in it, and is kept
+            self.flat = None
+        next(self.running)
+
+    def _reduce(self, x: torch.Tensor) -> Iterator[None]:
+        """Run the collectives one after the other; yields while the first is under way."""
+        for k, (kind, axis) in enumerate(self.collectives):
+            if kind == "reduce_scatter":
+                x, work = reduce_scatter_flat(x, axis)
+            else:
+                work = dist.all_reduce(x, group=axis.group, async_op=True)
+            if k == 0:
+                yield
+            work.wait()
+        x = x.view(-1)
+        self.shard = x if self.shard is None else self.shard.add_(x)
+
+    def wait(self) -> None:
+        """Complete the reduction under way, if any."""
+        if self.running is not None:
+            next(self.running, None)
+            self.running = None
+
+    def give_gradients(self) -> None:
+        """Make each parameter's `gradient` a view of the reduced result."""
+        assert self.shard is not None
+        for view in self.views:
+            p = view.parameter
+            shape = list(p.leaf.shape)
+            if p.scattered:
+                shape[p.shard_placement.dim] //= self.rows
+            p.gradient = self.shard[view.start : view.stop].view(shape)
+        self.shard = None
+
+    def wait_for_all_views(self) -> None:
+        """Before a backward: every view is still to be filled."""
+        self.waiting = set(range(len(self.views)))
+
+
+class Reducer:
+    """The gradient buckets of one stage, or of parameters that several stages of a rank share."""
+
+    def __init__(self, parameters: Sequence[StageParameter], place: Place) -> None:
+        """`parameters` in the order of the forward."""
+        self.parameters = [p for p in reversed(parameters) if p.reached and not p.gathered]
+        self.buckets: list[Bucket] = []
+        self.hooks: dict[int, Callable[[torch.Tensor], None]] = {}  # by id of the leaf
+        self.next_bucket = 0  # to be reduced
+        self.last_backward = False  # of the step
+        self.every_gradient = False  # the backward makes all of them, and is not the last
+        alike: dict[tuple[Collectives, bool], list[StageParameter]] = {}
+        for p in self.parameters:
+            if collectives := _collectives(p, place):
+                alike.setdefault((collectives, p.zero == 2 and p.scattered), []).append(p)
+            else:
+                self._hook(p, partial(self._keep_whole, p))
+        for (collectives, each), members in alike.items():
+            for group in _by_size(members):
+                self.buckets.append(_bucket(group, collectives, each))
+        order = {id(p): k for k, p in enumerate(self.parameters)}  # in which a backward fills them
+        self.buckets.sort(key=lambda b: max(order[id(view.parameter)] for view in b.views))
+        for bucket in self.buckets:
+            for k, view in enumerate(bucket.views):
+                self._hook(view.parameter, partial(self._fill, bucket, k))
+
+    def _hook(self, p: StageParameter, hook: Callable[[torch.Tensor], None]) -> None:
+        self.hooks[id(p.leaf)] = hook
+        leaf: Any = p.leaf  # whose method is untyped
+        leaf.register_post_accumulate_grad_hook(hook)
+
+    def begin(self) -> None:
+        """Before a step."""
+        for bucket in self.buckets:
+            bucket.wait_for_all_views()
+        self.next_bucket = 0
+        self.last_backward = False
+        self.every_gradient = False
+
+    def before_backward(self, *, last: bool, whole: bool) -> None:
+        """Before a backward, or (not `whole`) its input or weight half; `last` of the step."""
+        self.last_backward = last
+        self.every_gradient = whole and not last
+
+    def take_gradient(self, leaf: torch.Tensor) -> None:
+        """Run the hook of a leaf whose gradient was not accumulated by autograd."""
+        if hook := self.hooks.get(id(leaf)):
+            hook(leaf)
+
+    def _fill(self, bucket: Bucket, k: int, leaf: torch.Tensor) -> None:
+        """Hook: move a gradient to its bucket. None where the weight gradient is deferred."""
+        if leaf.grad is None:
+            return
+        view = bucket.views[k]
+        summed = bucket.add(view, leaf.grad)
+        leaf.grad = None
+        if self.last_backward:
+            if not bucket.reduce_each_microbatch:  # else earlier backwards' are not in it
+                view.parameter.norm = torch.linalg.vector_norm(summed)
+            bucket.waiting.discard(k)
+            while self.next_bucket < len(self.buckets):
+                if self.buckets[self.next_bucket].waiting:
+                    break
+                self._start_next()
+        elif self.every_gradient and bucket.reduce_each_microbatch:
+            bucket.waiting.discard(k)
+            if not bucket.waiting:
+                bucket.start()
+
+    def _keep_whole(self, p: StageParameter, leaf: torch.Tensor) -> None:
+        """Hook: accumulate in fp32 a gradient that no collective sums; fp32 is left to autograd."""
+        if leaf.grad is None:
+            return
+        summed = leaf.grad
+        if leaf.grad.dtype != torch.float32:
+            summed = leaf.grad.float() if p.gradient is None else p.gradient.add_(leaf.grad)
+            p.gradient, leaf.grad = summed, None
+        if self.last_backward:
+            p.norm = torch.linalg.vector_norm(summed)
+
+    def _start_next(self) -> None:
+        self.buckets[self.next_bucket].start()
+        self.next_bucket += 1
+
+    def after_backward(self) -> None:
+        """After a backward that is not the last: reduce what ZeRO-2 reduces every time."""
+        for bucket in self.buckets:
+            if bucket.reduce_each_microbatch:
+                if bucket.flat is not None:
+                    bucket.start()
+                bucket.wait_for_all_views()
+
+    def flush(self) -> None:
+        """After the last backward of the step: start the buckets that did not fill."""
+        while self.next_bucket < len(self.buckets):
+            self._start_next()
+
+    def finish(self) -> None:
+        """Wait for the reductions and give every parameter its gradient."""
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.give_gradients()
+        for p in self.parameters:
+            if p.gradient is None:
+                p.gradient = torch.zeros_like(p.leaf) if p.leaf.grad is None else p.leaf.grad
+                p.gradient = p.gradient.float()
+            p.leaf.grad = None
+
+
+def _collectives(p: StageParameter, place: Place) -> Collectives:
+    """The collectives that make a parameter's partial gradient whole; none where it is whole."""
+    collectives, holders = [], place.holders(experts=p.experts)
+    if p.sum_tensor:
+        collectives.append(("all_reduce", place.tensor))
+    if p.scattered:
+        collectives += [("reduce_scatter", holders.shard), ("all_reduce", holders.replicate)]
+    elif p.sum_data:
+        collectives.append(("all_reduce", holders.data))
+    return tuple((kind, axis) for kind, axis in collectives if axis.size > 1)
+
+
+def _by_size(parameters: Iterable[StageParameter]) -> Iterator[list[StageParameter]]:
+    """Parameters in order, up to `BUCKET_BYTES` of fp32 gradients each; large ones alone."""
+    bucket: list[StageParameter] = []
+    filled = 0
+    for p in parameters:
+        nbytes = 4 * p.leaf.numel()
+        if nbytes >= LARGE_BYTES:
+            yield [p]
+            continue
+        if filled + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(p)
+        filled += nbytes
+    if bucket:
+        yield bucket
+
+
+def _bucket(parameters: Sequence[StageParameter], collectives: Collectives, each: bool) -> Bucket:
+    rows = next((axis.size for kind, axis in collectives if kind == "reduce_scatter"), 1)
+    views, offset = [], 0
+    for p in parameters:
+        columns = p.leaf.numel() // rows
+        views.append(_BucketView(parameter=p, start=offset, stop=offset + columns))
+        offset += columns
+    return Bucket(views=views, rows=rows, collectives=collectives, reduce_each_microbatch=each)

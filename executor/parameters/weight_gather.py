@@ -1,0 +1,113 @@
+"""All-gather of ZeRO-1 and ZeRO-2 weights after the optimizer's step, and the cast of the others.
+
+The optimizer updates fp32 shards; the graphs read whole leaves in the compute dtype. Shards are
+gathered in buckets, in the order in which the first forward reads them, two in flight: a block
+waits only for its own. In mixed precision they are cast before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.executor.lowering.reshard import Waiting, all_gather_flat
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.parameters.reducer import LARGE_BYTES
+from meshwright.executor.ranks.meshes import Place
+
+IN_FLIGHT = 2  # buckets being gathered
+
+
+class WeightGather:
+    """Fills the leaves of one stage from the stored weights during a step's first forward."""
+
+    def __init__(
+        self, parameters: Sequence[StageParameter], place: Place, reader: Mapping[str, str]
+    ) -> None:
+        """`reader` names the first block that reads each parameter, in the order of the blocks."""
+        order = {fqn: k for k, fqn in enumerate(reader)}
+        trained = [p for p in parameters if p.trainable and not p.aliased]
+        trained.sort(key=lambda p: order[p.fqn])
+        self.place = place
+        self.cast = [p for p in trained if not p.shard_placement.sharded]
+        self.buckets = _by_size([p for p in trained if p.shard_placement.sharded])
+        self.needed: dict[str, int] = {}  # block -> the number of buckets it waits for
+        for k, bucket in enumerate(self.buckets, start=1):
+            self.needed |= {reader[p.fqn]: k for p in bucket}
+        self.started = 0
+        self.finished = 0
+        self.gathers: list[tuple[torch.Tensor, Waiting]] = []  # in flight
+
+    def begin(self) -> None:
+        """Before a step: cast what is whole, and start the first gathers."""
+        if self.cast:
+            with torch.no_grad():
+                torch._foreach_copy_([p.leaf for p in self.cast], [p.stored for p in self.cast])
+        self.started = self.finished = 0
+        self._start()
+
+    def wait(self, block: str) -> None:
+        """Before a block runs: wait until its weights are gathered."""
+        while self.finished < self.needed.get(block, 0):
+            self._finish_next()
+
+    def _start(self) -> None:
+        while self.started < min(len(self.buckets), self.finished + IN_FLIGHT):
+            bucket = self.buckets[self.started]
+            shard = self.place.holders(experts=bucket[0].experts).shard
+            if _in_place(bucket[0]):
+                whole, part = (x.detach().view(-1) for x in (bucket[0].leaf, bucket[0].stored))
+                self.gathers.append(all_gather_flat(part, shard, whole))
+            else:
+                flat = torch.cat([p.stored.detach().to(p.leaf.dtype).reshape(-1) for p in bucket])
+                self.gathers.append(all_gather_flat(flat, shard))
+            self.started += 1
+
+    def _finish_next(self) -> None:
+        gathered, work = self.gathers.pop(0)
+        work.wait()
+        bucket, start = self.buckets[self.finished], 0
+        with torch.no_grad():
+            for p in () if _in_place(bucket[0]) else bucket:
+                stop = start + p.stored.numel()
+                shards = gathered[:, start:stop].view(len(gathered), *p.stored.shape)
+                _shards(p, len(gathered)).copy_(shards)
+                start = stop
+        self.finished += 1
+        self._start()
+
+
+def _shards(p: StageParameter, n: int) -> torch.Tensor:
+    """A view of a leaf as its n ZeRO shards, stacked: (n, *shard shape)."""
+    dim, shape = p.shard_placement.dim, p.leaf.shape
+    stacked = p.leaf.view(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
+    return stacked.movedim(dim, 0)
+
+
+def _by_size(parameters: Sequence[StageParameter]) -> list[list[StageParameter]]:
+    """Buckets of one dtype and one shard axis, in order: up to `BUCKET_BYTES` of leaves each, or
+    one large parameter."""
+    buckets: list[list[StageParameter]] = []
+    filled = 0
+    for p in parameters:
+        nbytes = p.leaf.numel() * p.leaf.dtype.itemsize
+        full = filled + nbytes > BUCKET_BYTES or _in_place(p)
+        if not buckets or full or _bucket_key(buckets[-1][0]) != _bucket_key(p):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(p)
+        filled += nbytes
+    return buckets
+
+
+def _bucket_key(p: StageParameter) -> tuple[torch.dtype, bool, bool]:
+    """Equal for parameters that may share a bucket."""
+    return p.leaf.dtype, p.experts, _in_place(p)
+
+
+def _in_place(p: StageParameter) -> bool:
+    """Whether a large parameter is gathered directly into its leaf, without a copy."""
+    large = p.leaf.numel() * p.leaf.dtype.itemsize >= LARGE_BYTES
+    return large and p.shard_placement.dim == 0 and p.leaf.dtype == p.stored.dtype
