@@ -81,7 +81,7 @@ MAX_FOLDER_LINES = 2200  # tests excepted
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-PUBLIC = {"auto_parallelize", "rule", "profile_model"}  # keywords of users, as many as they need
+PUBLIC = {"auto_parallelize", "rule"}  # keywords of users and what each means
 
 SOLVERS = ("pulp", "highspy")
 SOLVING = "planner/intra_op/solvers.py"
@@ -207,7 +207,7 @@ def large_functions(file: SourceFile) -> list[str]:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         parameters = len([arg for arg in given if arg.arg not in ("self", "cls")])
-        if lines > MAX_FUNCTION_LINES:
+        if lines > MAX_FUNCTION_LINES and node.name not in PUBLIC:
             found.append(f"{at} has {lines} lines, at most {MAX_FUNCTION_LINES}")
         if parameters > MAX_PARAMETERS and node.name not in PUBLIC:
             found.append(f"{at} has {parameters} parameters, at most {MAX_PARAMETERS}")

@@ -223,7 +223,7 @@ class _UseRecorder(TorchDispatchMode):
     """Records by storage what operators do to it: `uses` and `written` as in `_Visit`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.uses: dict[int, bool] = {}
         self.written: dict[int, set[Region]] = {}
 

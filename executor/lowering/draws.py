@@ -197,10 +197,9 @@ class DropoutAttention(nn.Module):
         p: float,
         causal: bool,
         scale: float | None,
-        grouped: bool,
         rng: torch.Tensor,
     ) -> torch.Tensor:
-        if grouped:
+        if q.shape[-3] != k.shape[-3]:  # groups of queries share keys and values
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
             v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
         scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)

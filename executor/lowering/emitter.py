@@ -287,7 +287,8 @@ class Emitter:
         route = self.routes[leg.dispatch]
         if part == "product":
             x, weight = args[:2]
-            bias, transposed = [*args[3:], *(None, False)[len(args) - 3 :]]
+            bias = args[3] if len(args) > 3 else None
+            transposed = args[4] if len(args) > 4 else False
             return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
         return self._call(Return(), (args[0], route)) if part == "combine" else None
 

@@ -119,7 +119,6 @@ def _attention(call: Call, context: Context) -> Replacement:
         given.get("p", given.get("dropout_p", 0.0)),
         given.get("causal", given.get("is_causal", False)),
         given.get("scale"),
-        q[-3] != k[-3],
         call.rng,
     )
     return DropoutAttention(grid, call.position), args

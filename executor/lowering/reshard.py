@@ -327,7 +327,8 @@ class Reshard(nn.Module):
         self.source, self.target, self.axis, self.size = source, target, axis, size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        moved: torch.Tensor = _Transition.apply(x, self.source, self.target, self.axis, self.size)
+        states = self.source, self.target
+        moved: torch.Tensor = _Transition.apply(x, *states, self.axis, self.size)  # type: ignore[no-untyped-call]
         return moved
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import transformers
@@ -80,6 +80,13 @@ def sums_of(**columns: float | tuple[float, float, float, float]) -> Sums:
 # --- clusters ------------------------------------------------------------------------------------
 
 
+class Waits(TypedDict, total=False):
+    """Seconds before a message, and before a kernel; none unless given."""
+
+    latency_s: float
+    launch_s: float
+
+
 def cluster(
     devices: int = 4,
     *,
@@ -87,14 +94,13 @@ def cluster(
     flops: float = 1e12,
     memory_bandwidth: float = 1e12,
     bandwidth: float = 1e10,
-    latency_s: float = 0.0,
-    launch_s: float = 0.0,
     memory_bytes: float = 2.0**40,
     node_bandwidth: float = 1e10,
+    **waits: Unpack[Waits],
 ) -> Cluster:
     """`nodes` nodes of `devices` devices that reach what they promise, whatever the shape, reserve
     nothing and wait for no host."""
-    base = Cluster.from_catalog("h100-sxm")
+    base, latency_s = Cluster.from_catalog("h100-sxm"), waits.get("latency_s", 0.0)
     device = dataclasses.replace(
         base.device,
         peak_flops={"fp32": flops, "bf16": flops},
@@ -103,7 +109,7 @@ def cluster(
         attention_efficiency=1.0,
         memory_efficiency=1.0,
         tiles=(),
-        launch_overhead_s=launch_s,
+        launch_overhead_s=waits.get("launch_s", 0.0),
         host_overhead_s=0.0,
         overlap_slowdown=0.0,
         reserved_bytes=0,

@@ -285,7 +285,7 @@ class _KernelCounter(TorchDispatchMode):
     `nbytes` of all others; `random`: whether one draws random numbers."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = self.nbytes = 0
         self.taken = [0] * len(tensors)
         self.numbers = {_storage(x): k for k, x in enumerate(tensors)}

@@ -191,7 +191,7 @@ class _CoarsestDtype(TorchDispatchMode):
     """Notes the `tolerance` of the least precise dtype computed in: a forward may cast."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tolerance = 0.0
 
     def __torch_dispatch__(

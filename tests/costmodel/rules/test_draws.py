@@ -122,7 +122,7 @@ def test_attention_drops_its_probabilities_in_training_alone() -> None:
     module = DropoutAttention(IndexGrid((2, 3, 6, 6), [], 0), 5)
 
     def attend(p: float) -> torch.Tensor:
-        return module(q, k, v, None, p, True, None, False, RNG)
+        return module(q, k, v, None, p, True, None, RNG)
 
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(attend(1.0), torch.zeros_like(expected))
