@@ -1,1 +1,1 @@
-"""What a choice costs: seconds and bytes of operators, collectives, memory and schedules."""
+"""What a choice costs, in seconds and bytes."""

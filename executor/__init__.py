@@ -1,1 +1,1 @@
-"""Doing it: a plan lowered to this rank's local graphs, and the runtime that trains with them."""
+"""Doing it: a plan lowered and run on ranks."""

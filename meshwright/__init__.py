@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import auto_parallelize as auto_parallelize
-    from meshwright.costmodel.rules.user import RuleError as RuleError
-    from meshwright.costmodel.user_rules.add import rule as rule
-    from meshwright.executor.parameters.partial_dtensors import Reduced as Reduced
-    from meshwright.executor.ranks.launch import distributed as distributed
+    from meshwright.costmodel.rules import RuleError as RuleError
+    from meshwright.costmodel.user_rules import rule as rule
+    from meshwright.executor.parameters import Reduced as Reduced
+    from meshwright.executor.ranks import distributed as distributed
     from meshwright.model import ParallelModel as ParallelModel
     from meshwright.planner.errors import TraceError as TraceError
-    from meshwright.planner.overrides.overrides import Overrides as Overrides
-    from meshwright.planner.overrides.values import OverrideError as OverrideError
-    from meshwright.planner.plan.infeasible import InfeasibleError as InfeasibleError
-    from meshwright.planner.plan.plan import Plan as Plan
-    from meshwright.planner.plan.plan import PlanError as PlanError
-    from meshwright.planner.tracing.user_module.leaf import leaf as leaf
+    from meshwright.planner.overrides import OverrideError as OverrideError
+    from meshwright.planner.overrides import Overrides as Overrides
+    from meshwright.planner.plan import InfeasibleError as InfeasibleError
+    from meshwright.planner.plan import Plan as Plan
+    from meshwright.planner.plan import PlanError as PlanError
+    from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
 
 # name -> the module that defines it

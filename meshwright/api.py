@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from meshwright.arguments import check_types, check_values
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.target import target_named
 from meshwright.decision import Request
-from meshwright.executor.lowering.compile import backend_of
+from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
 from meshwright.given_plan import take_plan
 from meshwright.model import ParallelModel
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import Plan
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.traced import TracedModel

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.costmodel.memory.states import optimizer_bytes
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import PRECISIONS, Plan
+from meshwright.costmodel.memory import optimizer_bytes
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import PRECISIONS, Plan
 from meshwright.profiles.cluster import Cluster
 
 

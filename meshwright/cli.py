@@ -23,10 +23,16 @@ from meshwright.api import auto_parallelize
 from meshwright.costmodel.target import TARGETS
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
-from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
-from meshwright.planner.plan.words import describe, mesh_words, policy_counts
-from meshwright.planner.report.report import sensitivity_lines
+from meshwright.planner.plan import (
+    InfeasibleError,
+    Plan,
+    compress_names,
+    compress_ranks,
+    describe,
+    mesh_words,
+    policy_counts,
+)
+from meshwright.planner.report import sensitivity_lines
 from meshwright.profiles.cluster import Cluster
 
 

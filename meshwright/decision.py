@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Prediction
-from meshwright.planner.report.report import Report
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Prediction
+from meshwright.planner.report import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
-from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.plan import Plan, PlanError
-from meshwright.planner.pricing.evaluate import Evaluator, Prediction
-from meshwright.planner.report.explain import explain_plan
+from meshwright.planner.plan import InfeasibleError, Plan, PlanError
+from meshwright.planner.pricing import Evaluator, Prediction
+from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
 
 

@@ -11,18 +11,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
-from meshwright.executor.checkpoint import checkpoint, weights
-from meshwright.executor.checkpoint.checkpoint import Saving
-from meshwright.executor.parameters.norms import clip_
-from meshwright.executor.ranks import launch
-from meshwright.executor.ranks.watchdog import progress
-from meshwright.executor.runtime.runtime import Runtime
-from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
+from meshwright.executor.checkpoint import Saving, checkpoint, weights
+from meshwright.executor.parameters import clip_
+from meshwright.executor.ranks import launch, progress
+from meshwright.executor.runtime import MeasuredStep, Runtime, timed_step
 from meshwright.planner.batch import batch_rows, input_leaves
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import check_plan, check_runs
 from meshwright.traced import TracedModel
 from meshwright.world import why_not_here
 

@@ -5,7 +5,7 @@ A module that calls the operators itself is planned alike; expert parallelism ne
 `combine` to work on each copy alone.
 """
 
-from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
-from meshwright.planner.published.moe_layer import GroupedLinear, MoE
+from meshwright.planner.operators import combine, dispatch, grouped_linear
+from meshwright.planner.published import GroupedLinear, MoE
 
 __all__ = ["GroupedLinear", "MoE", "combine", "dispatch", "grouped_linear"]

@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE
-from meshwright.planner.plan.plan import PLACEMENTS
+from meshwright.planner.overrides import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE, Overrides
+from meshwright.planner.plan import PLACEMENTS
 
 _WHAT = {
     "tp": "tensor-parallel degree",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
-from meshwright.planner.alternatives.answers import Answers
-from meshwright.planner.alternatives.explain import explain_search
-from meshwright.planner.overrides.overrides import check_overrides
-from meshwright.planner.search.search import Search
-from meshwright.planner.stages.programs import BlockPrograms
+from meshwright.planner.alternatives import Answers, explain_search
+from meshwright.planner.overrides import check_overrides
+from meshwright.planner.search import Search
+from meshwright.planner.stages import BlockPrograms
 from meshwright.world import planned_to_run
 
 

@@ -22,25 +22,27 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators.flops import op_flops
-from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.costmodel.sharding.local_call import signature
-from meshwright.costmodel.sharding.strategies import Strategy, strategies
+from meshwright.costmodel.operators import op_flops
+from meshwright.costmodel.sharding import FactorTable, Strategy, analyse, signature, strategies
 from meshwright.planner.batch import batch_rows
-from meshwright.planner.plan.ranks import divisors
-from meshwright.planner.tracing.trace import trace
+from meshwright.planner.plan import divisors
+from meshwright.planner.tracing import trace
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
-from meshwright.profiles.measure.imports import (
+from meshwright.profiles.measure import (
+    COLLECTIVES,
+    SIZES_BYTES,
     CollectiveRow,
+    Skipped,
     is_gpu,
+    launch_local,
+    measure_all,
+    neighbours,
     read_collectives_csv,
     read_nccl_tests,
+    shapes,
     timings_for,
     world_of_log,
 )
-from meshwright.profiles.measure.neighbours import neighbours
-from meshwright.profiles.measure.operators import Skipped, measure_all
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json

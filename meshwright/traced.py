@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.costmodel.user_rules.add import verified
+from meshwright.costmodel.sharding import FactorTable, analyse
+from meshwright.costmodel.user_rules import verified
 from meshwright.planner.batch import batch_rows
-from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.tracing.trace import trace
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.tracing import trace
 
 
 class TracedModel:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from meshwright.executor.ranks import launch
-from meshwright.planner.plan.check import check_runs
-from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan import Plan, PlanError, check_runs
 from meshwright.profiles.cluster import Cluster
 
 

@@ -1,1 +1,1 @@
-"""What to do, and why: the search for the fastest plan that fits, and its account of itself."""
+"""What to do, and why."""

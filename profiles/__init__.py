@@ -1,1 +1,1 @@
-"""What the hardware does: devices, links and clusters, from a catalog or from measurement."""
+"""What the hardware does: devices, links, clusters, measurements."""

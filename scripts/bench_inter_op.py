@@ -14,9 +14,13 @@ from itertools import product
 
 import numpy as np
 
-from meshwright.planner.inter_op.equal_meshes import cut_evenly
-from meshwright.planner.inter_op.partition import minimal_shortfall, solve_inter_op
-from meshwright.planner.inter_op.table import Constraints, StageTable
+from meshwright.planner.inter_op import (
+    Constraints,
+    StageTable,
+    cut_evenly,
+    minimal_shortfall,
+    solve_inter_op,
+)
 
 GIB = 2.0**30
 

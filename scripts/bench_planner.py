@@ -24,13 +24,13 @@ import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding.factors import analyse
-from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.words import describe, seconds
-from meshwright.planner.search.search import Search, SearchResult
-from meshwright.planner.tracing.trace import trace
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharding import analyse
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import describe, seconds
+from meshwright.planner.search import Search, SearchResult
+from meshwright.planner.tracing import trace
 from meshwright.profiles.cluster import Cluster
 from scripts.experts.compare import compare, show, summary
 from scripts.experts.plans import experts

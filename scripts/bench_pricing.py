@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import time
 
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.published.predict import traced
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import make_plan
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Evaluator
+from meshwright.planner.published import make_plan, read_row, traced
 
 MODEL = {
     "model": "GPT-3", "layers": "96", "hidden": "12288", "heads": "96", "vocab": "51200",

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from meshwright.costmodel.user_rules.add import RuleError, overload_of, target_of
+from meshwright.costmodel.rules import RuleError
+from meshwright.costmodel.user_rules import overload_of, target_of
 from scripts.discovery.discover import Proposal, discover
 
 

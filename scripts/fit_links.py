@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.kernels.collectives import Group, collective_time
+from meshwright.costmodel.kernels import Group, collective_time
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import Curve
-from meshwright.profiles.measure.imports import CollectiveRow, read_collectives_csv
+from meshwright.profiles.measure import CollectiveRow, read_collectives_csv
 
 Vector = NDArray[np.float64]
 KNOTS = tuple(2.0**exponent for exponent in (16, 20, 23, 26, 29))

@@ -31,10 +31,10 @@ import torch
 
 from meshwright import Cluster, auto_parallelize
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.factors import analyse
-from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.plan.words import describe
-from meshwright.planner.tracing.trace import trace
+from meshwright.costmodel.sharding import analyse
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.plan import describe
+from meshwright.planner.tracing import trace
 from scripts.zoo.coverage_worker import LAYOUTS, RANKS
 from scripts.zoo.models import PUBLISHED, SMALL, ZOO, Built
 from tests.helpers.launching import launch

@@ -31,9 +31,8 @@ from torch.nn import functional as F
 
 from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
 from meshwright.executor.ranks import launch
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.words import describe
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import InfeasibleError, describe
 from meshwright.profile_command import Effort, profile_model
 from scripts.rank_correlation import spearman
 

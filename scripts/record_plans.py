@@ -57,14 +57,17 @@ def recorded(case: Case) -> dict[str, Any]:
 
 
 def without_times(report: str) -> list[str]:
-    """The report's lines but those that say how long planning took."""
-    return [line for line in report.splitlines() if not re.search(r"\bplann(ed|ing)\b", line)]
+    """The report's lines without the times of planner and solver."""
+    kept = [line for line in report.splitlines() if not line.startswith("Planned in")]
+    return [re.sub(r"(HiGHS|CBC|elimination) in [\d.]+ s", r"\1", line) for line in kept]
 
 
 def numbers_kept(data: Any) -> Any:
     """JSON data with every digit of its floats, less the planner's own times."""
     if isinstance(data, Mapping):
-        return {str(k): numbers_kept(v) for k, v in data.items() if k not in ("phases_s",)}
+        return {
+            str(k): numbers_kept(v) for k, v in data.items() if k not in ("planning_s", "time_s")
+        }
     if isinstance(data, list | tuple):
         return [numbers_kept(v) for v in data]
     return repr(data) if isinstance(data, float) else data

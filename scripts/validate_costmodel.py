@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.planner.published.predict import Unpriced, predict_row
+from meshwright.planner.published import Unpriced, predict_row
 from scripts.rank_correlation import spearman
 
 # family -> (text in the row's source, test on the row)

@@ -1,0 +1,34 @@
+"""The price of a block and of a stage: seconds, saved bytes, peak memory, recompute."""
+
+from meshwright.costmodel.blocks.peak import (
+    fits,
+    peak_bytes,
+    room_bytes,
+    shortfall_bytes,
+    stage_bytes,
+)
+from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable
+from meshwright.costmodel.blocks.price import (
+    PassPrice,
+    pass_depends_on,
+    price_block,
+    price_pass,
+    repeated_by_policy,
+)
+from meshwright.costmodel.blocks.selective import selective_ops
+from meshwright.costmodel.blocks.stage import StageCosts, combined, of_one, stage_costs
+from meshwright.costmodel.blocks.sums import (
+    NO_RECOMPUTE,
+    Floats,
+    Recompute,
+    Sums,
+    block_sums,
+    parameter_sums,
+)
+
+__all__ = [
+    "NO_RECOMPUTE", "RECOMPUTE", "Floats", "PassPrice", "Recompute", "StageCosts", "Sums",
+    "block_sums", "combined", "fits", "of_one", "parameter_sums", "pass_depends_on",
+    "peak_bytes", "price_block", "price_pass", "recomputable", "repeated_by_policy",
+    "room_bytes", "selective_ops", "shortfall_bytes", "stage_bytes", "stage_costs",
+]  # fmt: skip

@@ -16,23 +16,33 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.memory.call import Call
-from meshwright.costmodel.memory.kept import keep
-from meshwright.costmodel.memory.storage import (
+from meshwright.costmodel.memory import (
+    Call,
     Held,
     Local,
     Origin,
     Storage,
     compact,
     fresh,
+    keep,
     permuted,
     reshaped,
 )
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.rules.traits import row_reduction
-from meshwright.costmodel.sharding.moves import Enter, Leave, Move, Role, Run, Step
-from meshwright.costmodel.sharding.strategies import REPLICATE, Placement, R, Strategy, largest_part
+from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.rules import divided, row_reduction
+from meshwright.costmodel.sharding import (
+    REPLICATE,
+    Enter,
+    Leave,
+    Move,
+    Placement,
+    R,
+    Role,
+    Run,
+    Step,
+    Strategy,
+    largest_part,
+)
 
 ALIASES = frozenset((("R", "Rp"), ("Rp", "R")))  # moves that change the gradient's state alone
 ORIGINS: Mapping[Role, Origin] = {

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks.stage import StageCosts
 from meshwright.costmodel.blocks.sums import Floats
-from meshwright.costmodel.schedules.schedule import peak_activation, stages_of_devices
+from meshwright.costmodel.schedules import peak_activation, stages_of_devices
 from meshwright.profiles.cluster import Cluster
 
 

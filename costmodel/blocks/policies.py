@@ -7,7 +7,7 @@ operators again (`selective.py`).
 from __future__ import annotations
 
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.rules.traits import draws_anew, updates_statistics
+from meshwright.costmodel.rules import draws_anew, updates_statistics
 
 PARTIAL = ("selective", "alternate")
 RECOMPUTE = ("none", *PARTIAL, "full")

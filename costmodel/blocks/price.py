@@ -14,12 +14,19 @@ from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.blocks.selective import repeated_ops
 from meshwright.costmodel.graph import Block, Op
-from meshwright.costmodel.operators.cost import Cost, Setting, total
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
-from meshwright.costmodel.sharding.moves import Move, Run, Step, moves
-from meshwright.costmodel.sharding.strategies import Placement, R, Strategy
+from meshwright.costmodel.operators import Cost, Pricer, Setting, total
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import (
+    Assignment,
+    BlockLayouts,
+    Move,
+    Placement,
+    R,
+    Run,
+    Step,
+    Strategy,
+    moves,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

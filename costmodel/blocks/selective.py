@@ -22,12 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.memory.call import Call
-from meshwright.costmodel.memory.kept import keep
-from meshwright.costmodel.memory.storage import Local, fresh
-from meshwright.costmodel.operators.flops import op_flops
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.memory import Call, Local, fresh, keep
+from meshwright.costmodel.operators import op_flops
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import FactorTable
 
 
 def repeated_ops(

@@ -23,8 +23,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
-from meshwright.costmodel.memory.states import model_state_bytes, working_bytes
-from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
+from meshwright.costmodel.memory import model_state_bytes, working_bytes
+from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from meshwright.costmodel.blocks.policies import PARTIAL, recomputable
 from meshwright.costmodel.blocks.price import BlockPrice
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators.cost import COST_FIELDS, Cost
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.operators import COST_FIELDS, Cost, Pricer
+from meshwright.costmodel.sharding import Placement
 
 Floats: TypeAlias = NDArray[np.float64]
 

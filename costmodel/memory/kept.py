@@ -23,7 +23,7 @@ from meshwright.costmodel.graph import argument
 from meshwright.costmodel.memory.call import SINGLE, Call, Saver, listed, new, width
 from meshwright.costmodel.memory.kept_products import PRODUCTS, attention_results
 from meshwright.costmodel.memory.storage import Held, Storage, compact, placed
-from meshwright.costmodel.rules.leaf import LEAVES, leaf_of
+from meshwright.costmodel.rules import LEAVES, leaf_of
 
 INDEX = 8  # bytes of an index
 

@@ -22,8 +22,7 @@ from typing import Literal
 import torch
 
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules.auto import VIEWS, is_pointwise
-from meshwright.costmodel.rules.shuffle import PERMUTATIONS, permutation
+from meshwright.costmodel.rules import PERMUTATIONS, VIEWS, is_pointwise, permutation
 
 Sizes = tuple[float, ...]
 Origin = Literal["made", "input", "raw", "stored"]

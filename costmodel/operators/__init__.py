@@ -1,0 +1,12 @@
+"""The price of an operator on one rank: forward, backward, host, communication."""
+
+from meshwright.costmodel.operators.cost import COST_FIELDS, DTYPE_BYTES, Cost, Setting, total
+from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_flops, op_flops
+from meshwright.costmodel.operators.fusion import Fusion, fuse
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.operators.problem import Problem
+
+__all__ = [
+    "COST_FIELDS", "DTYPE_BYTES", "Cost", "Fusion", "ModelFlops", "Pricer", "Problem",
+    "Setting", "fuse", "is_per_row", "model_flops", "op_flops", "total",
+]  # fmt: skip

@@ -11,15 +11,11 @@ from __future__ import annotations
 import math
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.kernels.collectives import collective_time
-from meshwright.costmodel.kernels.compute import stream_seconds
-from meshwright.costmodel.kernels.moe_costs import exchange_seconds
+from meshwright.costmodel.kernels import collective_time, exchange_seconds, stream_seconds
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.rules.moe import TOKEN_FACTORS
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.strategies import Strategy, strategies
+from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
+from meshwright.costmodel.sharding import FactorTable, Strategy, strategies
 
 
 def batch_statistics(sizes: LocalSizes, op: Op) -> Cost:

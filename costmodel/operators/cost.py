@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from operator import attrgetter
 
-from meshwright.costmodel.kernels.collectives import Group, collective_time, group_for
-from meshwright.costmodel.kernels.measured import OpProfile
+from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
 from meshwright.costmodel.target import EAGER, Target
 from meshwright.profiles.cluster import Cluster
 

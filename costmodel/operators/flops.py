@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding import FactorTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
     for op in graph.ops:
         if table.ops[op.name].flops:
             work = (1 + _backward_share(graph, op)) * op_flops(table, op)
-            if _per_row(table, op):
+            if is_per_row(table, op):
                 per_row += work / graph.batch_size
             else:
                 fixed += work
@@ -45,7 +45,7 @@ def _backward_share(graph: Graph, op: Op) -> int:
     return 1 if frozen else 2
 
 
-def _per_row(table: FactorTable, op: Op) -> bool:
+def is_per_row(table: FactorTable, op: Op) -> bool:
     """Whether an operator's FLOPs grow with the batch."""
     atoms = table.letters[op.name]
     return any(table.batch in atoms.get(f, ()) for f in table.ops[op.name].flop_factors)

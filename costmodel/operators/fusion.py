@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.auto import is_pointwise
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.rules import is_pointwise, traits_of
+from meshwright.costmodel.sharding import FactorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

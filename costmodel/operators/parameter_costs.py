@@ -23,12 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.kernels.collectives import Group
-from meshwright.costmodel.kernels.compute import stream_seconds
-from meshwright.costmodel.memory.states import optimizer_step_bytes
+from meshwright.costmodel.kernels import Group, stream_seconds
+from meshwright.costmodel.memory import optimizer_step_bytes
 from meshwright.costmodel.operators.cost import DTYPE_BYTES, NOTHING, Cost, Setting
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.sharding import FactorTable, Placement
 
 
 @dataclass(slots=True, kw_only=True)

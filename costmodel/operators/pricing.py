@@ -31,10 +31,8 @@ from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit
 from meshwright.costmodel.operators.products import attention, product
 from meshwright.costmodel.operators.resharding import ReshardPricer
 from meshwright.costmodel.operators.streams import leaf, stream
-from meshwright.costmodel.rules.leaf import leaf_of
-from meshwright.costmodel.rules.traits import IMPLEMENTATIONS, takes_batch_statistics, traits_of
-from meshwright.costmodel.sharding.local_call import signature
-from meshwright.costmodel.sharding.strategies import Placement, Strategy
+from meshwright.costmodel.rules import IMPLEMENTATIONS, leaf_of, takes_batch_statistics, traits_of
+from meshwright.costmodel.sharding import Placement, Strategy, signature
 
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 

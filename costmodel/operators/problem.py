@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.kernels.measured import OpProfile
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.kernels import OpProfile
+from meshwright.costmodel.sharding import FactorTable
 from meshwright.costmodel.target import EAGER, Target
 from meshwright.profiles.cluster import Cluster
 

@@ -7,12 +7,10 @@ attention        backward 2.5 × the forward's FLOPs (scores are computed again)
 from __future__ import annotations
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.kernels.compute import attention_seconds, matmul_seconds
+from meshwright.costmodel.kernels import attention_seconds, matmul_seconds
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.rules.language import Dims
-from meshwright.costmodel.rules.moe import EXPERT_FACTOR
-from meshwright.costmodel.rules.traits import Product, traits_of
-from meshwright.costmodel.sharding.strategies import Strategy, largest_part
+from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, traits_of
+from meshwright.costmodel.sharding import Strategy, largest_part
 
 
 def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:

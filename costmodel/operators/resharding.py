@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.costmodel.kernels.collectives import Group
+from meshwright.costmodel.kernels import Group
 from meshwright.costmodel.operators.cost import NOTHING, Cost
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.sharding.strategies import Placement, R, stays_with_experts, transition
+from meshwright.costmodel.sharding import Placement, R, stays_with_experts, transition
 
 
 @dataclass(slots=True, kw_only=True)

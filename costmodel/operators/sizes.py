@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, largest_part
+from meshwright.costmodel.sharding import FactorTable, Placement, R, Strategy, largest_part
 
 
 @dataclass(slots=True, kw_only=True)

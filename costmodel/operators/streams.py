@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.kernels.compute import stream_seconds
+from meshwright.costmodel.kernels import stream_seconds
 from meshwright.costmodel.operators.fusion import Fusion
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.rules.leaf import Work, leaf_of
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.strategies import Strategy
+from meshwright.costmodel.rules import Work, leaf_of, traits_of
+from meshwright.costmodel.sharding import Strategy
 from meshwright.profiles.cluster import Device
 
 BACKWARD = 2.0  # gradients of what a leaf takes and of its weights

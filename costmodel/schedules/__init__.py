@@ -1,0 +1,25 @@
+"""Pipeline schedules: their records, instruction streams, and the simulated step."""
+
+from meshwright.costmodel.schedules.orders import Action
+from meshwright.costmodel.schedules.schedule import (
+    Instruction,
+    backward_follows_forward,
+    build_schedule,
+    in_flight,
+    peak_activation,
+)
+from meshwright.costmodel.schedules.simulate import (
+    Event,
+    StageTimes,
+    Timeline,
+    chrome_trace,
+    event_of,
+    simulate,
+)
+from meshwright.costmodel.schedules.table import SCHEDULES, stages_of_devices
+
+__all__ = [
+    "SCHEDULES", "Action", "Event", "Instruction", "StageTimes", "Timeline",
+    "backward_follows_forward", "build_schedule", "chrome_trace", "event_of", "in_flight",
+    "peak_activation", "simulate", "stages_of_devices",
+]  # fmt: skip

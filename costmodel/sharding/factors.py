@@ -17,11 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.language import Kind, OpFactors
-from meshwright.costmodel.rules.leaf import leaf_of
-from meshwright.costmodel.rules.moe import EXPERT_FACTOR, copies_of
-from meshwright.costmodel.rules.registry import factors_of
-from meshwright.costmodel.rules.traits import traits_of
+from meshwright.costmodel.rules import (
+    EXPERT_FACTOR,
+    Kind,
+    OpFactors,
+    copies_of,
+    factors_of,
+    leaf_of,
+    traits_of,
+)
 
 AtomDims = tuple[tuple[int, ...], ...]
 

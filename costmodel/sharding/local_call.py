@@ -14,8 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op, map_refs
-from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.rules.traits import IMPLEMENTATIONS, draws, traits_of
+from meshwright.costmodel.rules import IMPLEMENTATIONS, divided, draws, traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import Placement, Strategy, largest_part
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.graph import Graph, Op, TensorMeta, map_refs
+from meshwright.costmodel.rules import (
+    Dims,
+    OpFactors,
+    RuleError,
+    UserRule,
+    divided,
+    place_of,
+    words,
+)
 from meshwright.costmodel.rules import registry as rules
 from meshwright.costmodel.rules import user as user_rules
-from meshwright.costmodel.rules.language import Dims, OpFactors, divided, place_of, words
-from meshwright.costmodel.rules.user import RuleError, UserRule
 from meshwright.costmodel.user_rules.verify import (
     Fault,
     Trial,

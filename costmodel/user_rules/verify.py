@@ -22,9 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.costmodel.graph import Op, TensorMeta, map_refs
-from meshwright.costmodel.rules.language import OpFactors, divided
-from meshwright.costmodel.rules.leaf import leaf_of
-from meshwright.costmodel.rules.traits import traits_of
+from meshwright.costmodel.rules import OpFactors, divided, leaf_of, traits_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 

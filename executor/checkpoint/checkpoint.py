@@ -38,20 +38,20 @@ from meshwright.executor.checkpoint import atomic_folder, optimizer_state
 from meshwright.executor.checkpoint.chunks import LocalChunks, ReplicaWriters
 from meshwright.executor.checkpoint.dcp_storage import read_tensors, stored_tensors, write_tensors
 from meshwright.executor.checkpoint.weights import initialise_buffers
-from meshwright.executor.ranks import background
-from meshwright.executor.ranks.background import Background
-from meshwright.executor.ranks.object_collectives import (
+from meshwright.executor.ranks import (
+    Background,
     all_gather_object,
+    background,
     gather_object,
     gloo_group,
     phase,
+    progress,
     raising_runtime_error,
     run_on_all,
     run_on_first,
 )
-from meshwright.executor.ranks.watchdog import progress
-from meshwright.executor.runtime.runtime import Runtime
-from meshwright.planner.plan.flow import stages_of_parameters
+from meshwright.executor.runtime import Runtime
+from meshwright.planner.plan import stages_of_parameters
 
 FORMAT = 1
 NOTES, PLAN = "training.pt", "plan.json"

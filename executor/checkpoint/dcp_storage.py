@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.executor.checkpoint.chunks import ChunkRead, LocalChunks, narrowed
-from meshwright.executor.ranks.object_collectives import WAITING, phase
+from meshwright.executor.ranks import WAITING, phase
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

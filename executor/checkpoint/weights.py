@@ -18,8 +18,8 @@ from meshwright.executor.checkpoint.chunks import LocalChunks, local_chunks
 from meshwright.executor.checkpoint.initialise import initialise
 from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_names
 from meshwright.executor.checkpoint.weight_files import open_source
-from meshwright.executor.parameters.parameters import as_torch, refresh_frozen
-from meshwright.executor.runtime.state import RankState
+from meshwright.executor.parameters import as_torch, refresh_frozen
+from meshwright.executor.runtime import RankState
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.data_axis import DataLayout
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.costmodel.sharding import DataLayout, FactorTable, Placement, R
 from meshwright.executor.lowering.deferred import WeightGradientQueue
 from meshwright.executor.lowering.reshard import Axis
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.costmodel.rules.traits import TRAITS
+from meshwright.costmodel.rules import TRAITS
 
 DeferredGradient = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # (leaf, computes its gradient)
 

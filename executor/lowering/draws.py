@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
-from meshwright.costmodel.rules.traits import Draw, traits_of
-from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.rules import Draw, traits_of
+from meshwright.costmodel.sharding import Placement
 from meshwright.executor.lowering.reshard import local_part
-from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.plan import PlanError
 
 _LOW = 0xFFFFFFFF
 _SECOND = 0x5851F42D  # tells the second stream of a pair from the first

@@ -16,10 +16,8 @@ import torch
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument, map_refs
-from meshwright.costmodel.rules.language import divided
-from meshwright.costmodel.rules.traits import draws, runs_as_reshape, traits_of
-from meshwright.costmodel.sharding.moves import Enter, Leave, Move, Run, Step
-from meshwright.costmodel.sharding.strategies import COPY_DIMS, Placement
+from meshwright.costmodel.rules import divided, draws, runs_as_reshape, traits_of
+from meshwright.costmodel.sharding import COPY_DIMS, Enter, Leave, Move, Placement, Run, Step
 from meshwright.executor.lowering.context import Context, State, local_view
 from meshwright.executor.lowering.experts import (
     FindRoute,
@@ -33,7 +31,7 @@ from meshwright.executor.lowering.implementations import ScaledMean
 from meshwright.executor.lowering.losses import is_counted
 from meshwright.executor.lowering.replacements import Call, replacement
 from meshwright.executor.lowering.reshard import Reshard
-from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,14 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.auto import is_pointwise
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.rules import is_pointwise, traits_of
+from meshwright.costmodel.sharding import FactorTable
 from meshwright.executor.lowering.reshard import Axis
-from meshwright.planner.operators.moe import expert_order, grouped_rows, grouped_weights, inverse_of
-from meshwright.planner.plan.plan import PlanError
-
-# --- on the wire ----------------------------------------------------------------------------------
+from meshwright.planner.operators import expert_order, grouped_rows, grouped_weights, inverse_of
+from meshwright.planner.plan import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -206,9 +203,6 @@ class GroupedProduct(nn.Module):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, route: Route
     ) -> torch.Tensor:
         return _product(x, weight, bias, route.counts, self.transposed)
-
-
-# --- what runs on the way -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.costmodel.sharding.strategies import RP, P
+from meshwright.costmodel.sharding import RP, P
 from meshwright.executor.lowering.reshard import Axis, Reshard, all_reduce
 
 

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.rules.leaf import leaf_of
-from meshwright.costmodel.rules.traits import draws
-from meshwright.costmodel.sharding.strategies import Strategy
+from meshwright.costmodel.rules import draws, leaf_of
+from meshwright.costmodel.sharding import Strategy
 from meshwright.executor.lowering.reshard import Axis
-from meshwright.planner.operators.leaf import Program
+from meshwright.planner.operators import Program
 
 MIXER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring numbers
 SEEDS = 2**63

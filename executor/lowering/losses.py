@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.rules.traits import row_reduction, traits_of
-from meshwright.costmodel.sharding.strategies import REPLICATE, Strategy
+from meshwright.costmodel.rules import row_reduction, traits_of
+from meshwright.costmodel.sharding import REPLICATE, Strategy
 from meshwright.executor.lowering.context import Context
 from meshwright.executor.lowering.implementations import GlobalLoss
 

@@ -17,10 +17,16 @@ from typing import Any
 from torch import nn
 
 from meshwright.costmodel.graph import Block, Op, class_hash
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
-from meshwright.costmodel.sharding.moves import Step, moves, replicated_steps
-from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import (
+    Assignment,
+    BlockLayouts,
+    Placement,
+    R,
+    Step,
+    moves,
+    replicated_steps,
+)
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter, Written

@@ -17,7 +17,7 @@ from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding import FactorTable
 
 
 class Repeated(nn.Module):

@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules.traits import draws, traits_of
-from meshwright.costmodel.sharding.strategies import Strategy
+from meshwright.costmodel.rules import draws, traits_of
+from meshwright.costmodel.sharding import Strategy
 from meshwright.executor.lowering.context import Context, State, local_view
 from meshwright.executor.lowering.deferred import DeferredProduct
 from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
@@ -20,7 +20,7 @@ from meshwright.executor.lowering.experts import refused
 from meshwright.executor.lowering.implementations import MODULES
 from meshwright.executor.lowering.leaves import LeafCall, part_number
 from meshwright.executor.lowering.losses import global_loss, is_global
-from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.plan import PlanError
 
 Replacement = tuple[nn.Module, Sequence[Any]]  # a module and the arguments of its call
 

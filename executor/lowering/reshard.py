@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.costmodel.sharding.strategies import Placement, largest_part
+from meshwright.costmodel.sharding import Placement, largest_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,27 @@
+"""Parameters as DTensors, their gradients, ZeRO, norms and the loss scale."""
+
+from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
+from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.parameters.parameters import (
+    ParameterSpec,
+    StageParameter,
+    accumulate_grads,
+    as_torch,
+    expose,
+    load,
+    make_parameter,
+    refresh_frozen,
+    shard_gradients,
+)
+from meshwright.executor.parameters.partial_dtensors import Reduced
+from meshwright.executor.parameters.reducer import Reducer
+from meshwright.executor.parameters.tied import TiedLayout, sum_tied_gradients
+from meshwright.executor.parameters.weight_gather import WeightGather
+from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage
+
+__all__ = [
+    "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter", "StepGuard",
+    "TiedLayout", "WeightGather", "accumulate_grads", "as_torch", "check_sharding", "clip_",
+    "collect_gradients", "expose", "load", "make_parameter", "refresh_frozen",
+    "shard_gradients", "shard_stage", "sum_tied_gradients",
+]  # fmt: skip

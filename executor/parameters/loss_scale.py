@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks.meshes import Place
+from meshwright.executor.ranks import Place
 
 log = logging.getLogger(__name__)
 

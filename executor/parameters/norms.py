@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
-from meshwright.executor.ranks.meshes import Place
+from meshwright.executor.ranks import Place
 
 ROW = 4096  # elements
 

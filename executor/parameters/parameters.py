@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.lowering.reshard import local_part
-from meshwright.executor.ranks.meshes import Holders, Place
+from meshwright.costmodel.sharding import Placement, R
+from meshwright.executor.lowering import local_part
+from meshwright.executor.ranks import Holders, Place
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

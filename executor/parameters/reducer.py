@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.target import BUCKET_BYTES
-from meshwright.executor.lowering.reshard import Axis, reduce_scatter_flat, split_parts
+from meshwright.executor.lowering import Axis, reduce_scatter_flat, split_parts
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks.meshes import Place
+from meshwright.executor.ranks import Place
 
 LARGE_BYTES = BUCKET_BYTES // 8  # to copy such a gradient costs more than to reduce it by itself
 

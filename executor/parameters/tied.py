@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.executor.lowering.reshard import all_gather, local_part
+from meshwright.costmodel.sharding import Placement
+from meshwright.executor.lowering import all_gather, local_part
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks.meshes import Place
+from meshwright.executor.ranks import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

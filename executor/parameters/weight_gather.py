@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from meshwright.costmodel.target import BUCKET_BYTES
-from meshwright.executor.lowering.reshard import Waiting, all_gather_flat
+from meshwright.executor.lowering import Waiting, all_gather_flat
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.parameters.reducer import LARGE_BYTES
-from meshwright.executor.ranks.meshes import Place
+from meshwright.executor.ranks import Place
 
 IN_FLIGHT = 2  # buckets being gathered
 

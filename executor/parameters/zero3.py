@@ -21,8 +21,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
-from meshwright.executor.ranks.meshes import Holders, Place, StageMesh
-from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.executor.ranks import Holders, Place, StageMesh
+from meshwright.planner.plan import Plan, PlanError
 
 # a placement on another mesh than the module's, which older versions of torch lack
 _ON_OTHER_MESH: Any = getattr(_fsdp_common, "ShardPlacementResult", None)

@@ -1,0 +1,36 @@
+"""Ranks: launch, meshes and process groups, watchdog, agreement."""
+
+from meshwright.executor.ranks import background, launch
+from meshwright.executor.ranks.background import Background
+from meshwright.executor.ranks.launch import device_here, distributed, world_size
+from meshwright.executor.ranks.meshes import (
+    BACKWARD,
+    FORWARD,
+    Edge,
+    Holders,
+    Place,
+    StageMesh,
+    join_groups,
+    single_process,
+    stage_meshes,
+)
+from meshwright.executor.ranks.object_collectives import (
+    WAITING,
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    gloo_group,
+    phase,
+    raising_runtime_error,
+    run_on_all,
+    run_on_first,
+)
+from meshwright.executor.ranks.watchdog import progress
+
+__all__ = [
+    "BACKWARD", "FORWARD", "WAITING", "Background", "Edge", "Holders", "Place", "StageMesh",
+    "all_gather_object", "background", "broadcast_object", "device_here", "distributed",
+    "gather_object", "gloo_group", "join_groups", "launch", "phase", "progress",
+    "raising_runtime_error", "run_on_all", "run_on_first", "single_process", "stage_meshes",
+    "world_size",
+]  # fmt: skip

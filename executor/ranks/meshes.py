@@ -24,12 +24,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.executor.lowering.experts import legs
-from meshwright.executor.lowering.reshard import Axis
-from meshwright.planner.plan.expert_parallel import check_experts_run, folds
-from meshwright.planner.plan.plan import Plan
+from meshwright.costmodel.sharding import Assignment, FactorTable
+from meshwright.executor.lowering import Axis, legs
+from meshwright.planner.plan import Plan, check_experts_run, folds
 
 Edge = tuple[int, int]  # (source stage, target stage) of an activation
 FORWARD, BACKWARD = "forward", "backward"  # directions along an edge

@@ -12,34 +12,42 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.traits import draws, traits_of, updates_statistics
-from meshwright.costmodel.schedules.schedule import (
-    Action,
-    Instruction,
-    build_schedule,
-    stages_of_devices,
+from meshwright.costmodel.rules import draws, traits_of, updates_statistics
+from meshwright.costmodel.schedules import Action, Instruction, build_schedule, stages_of_devices
+from meshwright.costmodel.sharding import Assignment, FactorTable, loss_is_summed
+from meshwright.executor.lowering import WeightGradientQueue, backend_of
+from meshwright.executor.parameters import (
+    LossScale,
+    Reducer,
+    StepGuard,
+    WeightGather,
+    accumulate_grads,
+    check_sharding,
+    collect_gradients,
+    shard_gradients,
+    sum_tied_gradients,
 )
-from meshwright.costmodel.sharding.data_axis import loss_is_summed
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.executor.lowering.compile import backend_of
-from meshwright.executor.lowering.deferred import WeightGradientQueue
-from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
-from meshwright.executor.parameters.parameters import accumulate_grads, shard_gradients
-from meshwright.executor.parameters.reducer import Reducer
-from meshwright.executor.parameters.tied import sum_tied_gradients
-from meshwright.executor.parameters.weight_gather import WeightGather
-from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients
-from meshwright.executor.ranks.launch import device_here, world_size
-from meshwright.executor.ranks.meshes import Place, join_groups, single_process, stage_meshes
-from meshwright.executor.ranks.watchdog import progress
+from meshwright.executor.ranks import (
+    Place,
+    device_here,
+    join_groups,
+    progress,
+    single_process,
+    stage_meshes,
+    world_size,
+)
 from meshwright.executor.runtime.state import RankState
-from meshwright.executor.stages.batches import Batches, Rows
-from meshwright.executor.stages.build import Builder, BuiltStage
-from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
-from meshwright.planner.plan.check import check_runs
-from meshwright.planner.plan.flow import crossings, stages_of_parameters
-from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.executor.stages import (
+    Batches,
+    Builder,
+    BuiltStage,
+    Observer,
+    Phase,
+    PipelineRun,
+    Rows,
+    RunStage,
+)
+from meshwright.planner.plan import Plan, PlanError, check_runs, crossings, stages_of_parameters
 
 # operators that follow `train(False)`: all others compute in evaluation as they were traced
 

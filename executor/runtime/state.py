@@ -10,13 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.costmodel.graph import Graph
-from meshwright.executor.lowering.reshard import all_gather, local_part
-from meshwright.executor.parameters.parameters import StageParameter, load, refresh_frozen
-from meshwright.executor.ranks import background
-from meshwright.executor.ranks.meshes import Place
-from meshwright.executor.ranks.object_collectives import broadcast_object, gloo_group
-from meshwright.executor.stages.build import BuiltStage
-from meshwright.planner.plan.plan import Plan
+from meshwright.executor.lowering import all_gather, local_part
+from meshwright.executor.parameters import StageParameter, load, refresh_frozen
+from meshwright.executor.ranks import Place, background, broadcast_object, gloo_group
+from meshwright.executor.stages import BuiltStage
+from meshwright.planner.plan import Plan
 
 
 class RankState:

@@ -33,11 +33,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.schedules.schedule import Action, Instruction
-from meshwright.costmodel.schedules.simulate import Event, chrome_trace, event_of
-from meshwright.executor.ranks.object_collectives import gloo_group, run_on_first
+from meshwright.costmodel.schedules import Action, Event, Instruction, chrome_trace, event_of
+from meshwright.executor.ranks import gloo_group, run_on_first
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.executor.stages.pipeline import Phase
+from meshwright.executor.stages import Phase
 
 ROUNDS = 8  # round trips per clock offset
 COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.data_axis import DataLayout
-from meshwright.executor.ranks.meshes import Place
+from meshwright.costmodel.sharding import DataLayout
+from meshwright.executor.ranks import Place
 from meshwright.planner.batch import input_leaves
-from meshwright.planner.plan.plan import Plan
+from meshwright.planner.plan import Plan
 
 Rows = list[dict[str, torch.Tensor]]  # per micro-batch, by value name
 

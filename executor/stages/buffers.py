@@ -8,12 +8,9 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
-from meshwright.costmodel.sharding.moves import buffer_state
-from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.lowering.lower import Lowered
-from meshwright.executor.lowering.reshard import local_part
-from meshwright.executor.ranks.meshes import Place
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, buffer_state
+from meshwright.executor.lowering import Lowered, local_part
+from meshwright.executor.ranks import Place
 
 
 def buffer_placements(

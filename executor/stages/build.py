@@ -9,27 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.costmodel.blocks.policies import recomputable
-from meshwright.costmodel.blocks.selective import selective_ops
+from meshwright.costmodel.blocks import recomputable, selective_ops
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.schedules.schedule import SCHEDULES, backward_follows_forward
-from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
-from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.executor.lowering.context import Context, State
-from meshwright.executor.lowering.deferred import WeightGradientQueue
-from meshwright.executor.lowering.lower import Lowered, Lowering
-from meshwright.executor.parameters.parameters import StageParameter, expose
-from meshwright.executor.parameters.zero3 import shard_stage
-from meshwright.executor.ranks.meshes import Place
+from meshwright.costmodel.schedules import SCHEDULES, backward_follows_forward
+from meshwright.costmodel.sharding import (
+    Assignment,
+    BlockLayouts,
+    DataLayout,
+    FactorTable,
+    Placement,
+    data_layout,
+)
+from meshwright.executor.lowering import Context, Lowered, Lowering, State, WeightGradientQueue
+from meshwright.executor.parameters import StageParameter, expose, shard_stage
+from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import buffer_placements, load_buffers
 from meshwright.executor.stages.channels import Channels, stage_channels
 from meshwright.executor.stages.parameters import RankParameters, parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageProgram, StageValues
-from meshwright.planner.plan.flow import crossings, stage_of
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.plan.written_buffers import updates_of
+from meshwright.planner.plan import Plan, crossings, stage_of, updates_of
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

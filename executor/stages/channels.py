@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules.schedule import Action
-from meshwright.costmodel.sharding.data_axis import DataLayout
-from meshwright.executor.lowering.context import boundary_placement
-from meshwright.executor.ranks.meshes import BACKWARD, FORWARD, Edge, Place
+from meshwright.costmodel.schedules import Action
+from meshwright.costmodel.sharding import DataLayout
+from meshwright.executor.lowering import boundary_placement
+from meshwright.executor.ranks import BACKWARD, FORWARD, Edge, Place
 from meshwright.executor.stages.transfer import Channel, held, slices
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]  # (instruction, peer stage) -> value

@@ -8,21 +8,17 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.sharding.data_axis import DataLayout
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import RP, Placement, R
-from meshwright.executor.lowering.context import State
-from meshwright.executor.parameters.parameters import (
+from meshwright.costmodel.sharding import RP, Assignment, DataLayout, Placement, R
+from meshwright.executor.lowering import State
+from meshwright.executor.parameters import (
     ParameterSpec,
     StageParameter,
+    TiedLayout,
     expose,
     make_parameter,
 )
-from meshwright.executor.parameters.tied import TiedLayout
-from meshwright.executor.ranks.meshes import Place
-from meshwright.planner.plan.expert_parallel import expert_weights
-from meshwright.planner.plan.flow import stage_of, stages_of_parameters
-from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.executor.ranks import Place
+from meshwright.planner.plan import Plan, PlanError, expert_weights, stage_of, stages_of_parameters
 
 
 class RankParameters:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from meshwright.costmodel.schedules.schedule import Action, Instruction
-from meshwright.executor.lowering.deferred import WeightGradientQueue, accumulate
-from meshwright.executor.parameters.reducer import Reducer
-from meshwright.executor.ranks.watchdog import progress
+from meshwright.costmodel.schedules import Action, Instruction
+from meshwright.executor.lowering import WeightGradientQueue, accumulate
+from meshwright.executor.parameters import Reducer
+from meshwright.executor.ranks import progress
 from meshwright.executor.stages.channels import Channels
 from meshwright.executor.stages.stage import Pass, StageProgram
 

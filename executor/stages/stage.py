@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.executor.lowering.lower import Lowered, block_salt
+from meshwright.executor.lowering import Lowered, block_salt
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.executor.ranks.meshes import StageMesh
+from meshwright.costmodel.sharding import Placement
+from meshwright.executor.ranks import StageMesh
 
 Box = tuple[tuple[int, int], ...]
 

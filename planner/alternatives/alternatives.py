@@ -14,16 +14,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from meshwright.planner.alternatives.families import Family, families
-from meshwright.planner.report.indivisible import Excluded, excluded
-from meshwright.planner.search.candidates import PlanDraft
-from meshwright.planner.search.equal_stages import Combination, EqualStages, MeshChoice, StageDraft
-from meshwright.planner.search.least_memory import (
+from meshwright.planner.report import Excluded, excluded
+from meshwright.planner.search import (
+    OPTIMISM,
+    OVERSHOOT,
+    Combination,
+    EqualStages,
     MemoryNeed,
+    MeshChoice,
+    PlanDraft,
+    Search,
+    SearchResult,
+    StageDraft,
     least_memory,
     least_memory_choices,
     shortfall_bytes,
 )
-from meshwright.planner.search.search import OPTIMISM, OVERSHOOT, Search, SearchResult
 
 T = TypeVar("T")
 

@@ -13,14 +13,10 @@ from typing import Any
 from meshwright.planner.alternatives.alternatives import Alternative, alternatives
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
-from meshwright.planner.overrides.dropped import each_dropped
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.words import describe, seconds
-from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.search.candidates import Candidate, PlanDraft
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.overrides import OverrideError, Overrides, each_dropped
+from meshwright.planner.plan import InfeasibleError, describe, seconds
+from meshwright.planner.pricing import Evaluator
+from meshwright.planner.search import Candidate, PlanDraft, Search, SearchResult
 
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.planner.alternatives.alternatives import Alternative
-from meshwright.planner.plan.check import check_runs
-from meshwright.planner.plan.plan import Plan, PlanError
-from meshwright.planner.plan.words import GIB, describe, seconds
-from meshwright.planner.pricing.evaluate import Evaluation
-from meshwright.planner.report.components import breakdown, why_slower
-from meshwright.planner.report.explain import Searched, explain
-from meshwright.planner.report.report import Report
-from meshwright.planner.search.search import SearchResult
+from meshwright.planner.plan import GIB, Plan, PlanError, check_runs, describe, seconds
+from meshwright.planner.pricing import Evaluation
+from meshwright.planner.report import Report, Searched, breakdown, explain, why_slower
+from meshwright.planner.search import SearchResult
 
 
 def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str, float]) -> Report:

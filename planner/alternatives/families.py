@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.planner.plan.check import check_runs
-from meshwright.planner.plan.expert_parallel import runs_experts
-from meshwright.planner.plan.plan import RUNS, Plan, PlanError
-from meshwright.planner.search.equal_stages import MeshChoice, StageSetup
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.plan import RUNS, Plan, PlanError, check_runs, runs_experts
+from meshwright.planner.search import MeshChoice, Search, SearchResult, StageSetup
 
 RUNS_HERE = "runs here"
 WITHOUT: Mapping[str, str] = {

@@ -17,8 +17,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Evaluator
+from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.device import Link
 

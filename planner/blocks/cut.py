@@ -15,9 +15,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op, class_hash
-from meshwright.costmodel.operators.flops import _per_row, op_flops
-from meshwright.costmodel.rules.moe import inside_experts
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.operators import is_per_row, op_flops
+from meshwright.costmodel.rules import inside_experts
+from meshwright.costmodel.sharding import FactorTable
 from meshwright.planner.blocks.repeats import (
     NARROW,
     bytes_at_cuts,
@@ -51,7 +51,7 @@ def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) ->
 def _work(graph: Graph, factors: FactorTable, op: Op) -> float:
     """FLOPs of an operator's forward on `ROWS` rows."""
     flops = op_flops(factors, op)
-    return flops / graph.batch_size * ROWS if _per_row(factors, op) else flops
+    return flops / graph.batch_size * ROWS if is_per_row(factors, op) else flops
 
 
 def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | None:

@@ -1,0 +1,6 @@
+"""The intra-op integer program of a block, solved exactly."""
+
+from meshwright.planner.intra_op.program import BlockProgram, BlockTable
+from meshwright.planner.intra_op.solvers import Certificate
+
+__all__ = ["BlockProgram", "BlockTable", "Certificate"]

@@ -27,15 +27,17 @@ eliminated. That leaves pairs, and this core goes to the solver for every x_K.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
+
+S = TypeVar("S", bound=Hashable)
 
 Pair = tuple[str, str]
 Scope = tuple[str, ...]  # the nodes that a cost depends on: one or two in a problem
@@ -358,3 +360,12 @@ def restricted(unary: Mapping[str, np.ndarray], states: Mapping[str, int]) -> di
     for name, state in states.items():
         fixed[name] = np.where(np.arange(len(fixed[name])) == state, fixed[name], np.inf)
     return fixed
+
+
+def for_all_pairs(
+    price: Callable[[S, S], float | tuple[float, ...]], left: Sequence[S], right: Sequence[S]
+) -> np.ndarray:
+    """(left, right) or (left, right, n): prices of all pairs, of equal pairs found once."""
+    rows, columns = ({s: k for k, s in enumerate(dict.fromkeys(side))} for side in (left, right))
+    prices = np.array([[price(s, t) for t in columns] for s in rows])
+    return prices[np.ix_([rows[s] for s in left], [columns[t] for t in right])]

@@ -16,8 +16,7 @@ costs of parameters,
     a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
 
 and where experts are shared out, from one ep > 1 to another, the costs of operators that exchange
-copies of tokens or work through them (`_shared_out`). The rest is built and eliminated once per
-program.
+copies of tokens or work through them (`_shared_out`). The rest is solved once per program.
 """
 
 from __future__ import annotations
@@ -30,13 +29,26 @@ from functools import partial
 import numpy as np
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators.cost import Cost
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
-from meshwright.costmodel.sharding.moves import Route, routes
-from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
-from meshwright.planner.intra_op.elimination import Elimination, PairwiseProblem, Scope, restricted
+from meshwright.costmodel.operators import Cost, Pricer
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import (
+    RP,
+    Assignment,
+    BlockLayouts,
+    Placement,
+    R,
+    Route,
+    Strategy,
+    default_state,
+    routes,
+)
+from meshwright.planner.intra_op.elimination import (
+    Elimination,
+    PairwiseProblem,
+    Scope,
+    for_all_pairs,
+    restricted,
+)
 from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
 
 
@@ -229,7 +241,7 @@ class BlockProgram:
         def seconds(source: Placement, target: Placement) -> float:
             return self._seconds(self.pricer.reshard(value, source, target))
 
-        self.problem.edge(a, b, _for_all(seconds, left, right))
+        self.problem.edge(a, b, for_all_pairs(seconds, left, right))
 
     # --- parameters ---
 
@@ -246,7 +258,7 @@ class BlockProgram:
             moves = np.array([self._copying(value, wait) for wait in waits])
         else:
             op, i = readers[0]
-            moves = _for_all(partial(self._moving, value), states, self._targets(op, i))
+            moves = for_all_pairs(partial(self._moving, value), states, self._targets(op, i))
             self.problem.node(node, states, np.zeros(len(states)))
             self.problem.edge(node, op.name, moves[..., 0])
         return _Stored(
@@ -386,14 +398,3 @@ class BlockTable:
         """The whole program handed to the solver, without elimination: an independent proof."""
         unary = restricted(self.problem.unary, dict(zip(self.keep, index, strict=True)))
         return solve_pairwise(unary, self.problem.pairs, time_limit_s=time_limit_s)
-
-
-def _for_all(
-    price: Callable[[Placement, Placement], float | tuple[float, ...]],
-    left: Sequence[Placement],
-    right: Sequence[Placement],
-) -> np.ndarray:
-    """Prices of all pairs, those of equal pairs found once."""
-    rows, columns = ({s: k for k, s in enumerate(dict.fromkeys(side))} for side in (left, right))
-    prices = np.array([[price(s, t) for t in columns] for s in rows])
-    return prices[np.ix_([rows[s] for s in left], [columns[t] for t in right])]

@@ -1,0 +1,18 @@
+"""Overrides: what the user fixed, as restrictions of the search."""
+
+from meshwright.planner.overrides.dropped import each_dropped, without
+from meshwright.planner.overrides.overrides import Overrides, check_overrides
+from meshwright.planner.overrides.pinned import plan_overrides
+from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.overrides.values import (
+    BY_BLOCK,
+    CHOICES,
+    COUNTS,
+    FORBIDDABLE,
+    OverrideError,
+)
+
+__all__ = [
+    "BY_BLOCK", "CHOICES", "COUNTS", "FORBIDDABLE", "OverrideError", "Overrides",
+    "Restrictions", "check_overrides", "each_dropped", "plan_overrides", "restrict", "without",
+]  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.overrides.values import (
     BY_BLOCK,
     CHOICES,
@@ -25,8 +25,7 @@ from meshwright.planner.overrides.values import (
     check_stages,
     check_value,
 )
-from meshwright.planner.plan.plan import RUNS
-from meshwright.planner.plan.ranks import divisors
+from meshwright.planner.plan import RUNS, divisors
 
 _DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.costmodel.sharding import Entry
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.plan import Plan, compress_names
-from meshwright.planner.plan.ranks import placement_of
-from meshwright.planner.plan.shardings import express_shardings, resolve_shardings
+from meshwright.planner.plan import (
+    Plan,
+    compress_names,
+    express_shardings,
+    placement_of,
+    resolve_shardings,
+)
 
 
 def plan_overrides(plan: Plan, graph: Graph) -> Overrides:

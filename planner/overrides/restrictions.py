@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.overrides.overrides import (
     Overrides,
     left_schedules,
@@ -25,9 +25,7 @@ from meshwright.planner.overrides.overrides import (
     spelled,
 )
 from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError
-from meshwright.planner.plan.expert_parallel import has_experts
-from meshwright.planner.plan.plan import compress_names, expand_names
-from meshwright.planner.plan.shardings import glob
+from meshwright.planner.plan import compress_names, expand_names, glob, has_experts
 
 OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value per stage
 

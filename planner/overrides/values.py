@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.planner.plan.plan import PLACEMENTS, ZERO
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.plan import PLACEMENTS, ZERO
 
 MESH = ("tp", "dp", "cp", "ep")
 BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value

@@ -1,0 +1,41 @@
+"""Plans: the contract with the executor; checked, laid out on ranks, put into words."""
+
+from meshwright.planner.plan.assignments import Known
+from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.expert_parallel import (
+    check_experts_run,
+    expert_weights,
+    fewest_experts,
+    folds,
+    has_experts,
+    runs_experts,
+)
+from meshwright.planner.plan.flow import crossings, spread_of, stage_of, stages_of_parameters
+from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
+from meshwright.planner.plan.plan import (
+    PLACEMENTS,
+    PRECISIONS,
+    RUNS,
+    ZERO,
+    Plan,
+    PlanError,
+    StagePlan,
+    compress_names,
+    compress_ranks,
+    expand_names,
+    recompute_of,
+)
+from meshwright.planner.plan.ranks import divisors, placement_of
+from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
+from meshwright.planner.plan.words import GIB, counted, describe, mesh_words, policy_counts, seconds
+from meshwright.planner.plan.written_buffers import inseparable, updates_of
+
+__all__ = [
+    "GIB", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known", "Plan",
+    "PlanError", "Relaxation", "StagePlan", "check_experts_run", "check_plan", "check_runs",
+    "compress_names", "compress_ranks", "counted", "crossings", "describe", "divisors",
+    "expand_names", "expert_weights", "express_shardings", "fewest_experts", "fingerprint",
+    "folds", "glob", "has_experts", "inseparable", "mesh_words", "placement_of",
+    "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
+    "spread_of", "stage_of", "stages_of_parameters", "updates_of",
+]  # fmt: skip

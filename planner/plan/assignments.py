@@ -6,15 +6,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import (
+from meshwright.costmodel.sharding import (
     Assignment,
     BlockLayouts,
     Entry,
+    FactorTable,
+    Placement,
+    R,
+    can_hold,
     default_state,
+    transition,
     translate,
 )
-from meshwright.costmodel.sharding.strategies import Placement, R, can_hold, transition
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.shardings import check_matched, resolve_block
 

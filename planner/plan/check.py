@@ -8,12 +8,11 @@ from collections import Counter
 from itertools import zip_longest
 from typing import Any
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.planner.plan.assignments import Known as Known
 from meshwright.planner.plan.assignments import stage_assignments
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts

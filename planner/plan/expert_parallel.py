@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.moe import EXPERT_FACTOR, TOKEN_FACTORS
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import stays_with_experts
+from meshwright.costmodel.rules import EXPERT_FACTOR, TOKEN_FACTORS, traits_of
+from meshwright.costmodel.sharding import Assignment, FactorTable, stays_with_experts
 from meshwright.planner.plan.plan import PlanError, StagePlan
 
 

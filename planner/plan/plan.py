@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.blocks import RECOMPUTE
 
 FORMAT = 1
 ZERO = (0, 1, 2, 3)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.costmodel.schedules import stages_of_devices
 from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, compress_ranks
 
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.layouts import FOLLOW, Entry
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import FOLLOW, Entry
 from meshwright.planner.plan.plan import PlanError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30

@@ -7,19 +7,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.costmodel.blocks.peak import peak_bytes, shortfall_bytes
-from meshwright.costmodel.blocks.stage import StageCosts, of_one, stage_costs
-from meshwright.costmodel.blocks.sums import NO_RECOMPUTE, Sums, parameter_sums
-from meshwright.costmodel.kernels.transfers import send_seconds
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.schedules.schedule import build_schedule, in_flight
-from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import Placement, R
+from meshwright.costmodel.blocks import (
+    NO_RECOMPUTE,
+    StageCosts,
+    Sums,
+    of_one,
+    parameter_sums,
+    peak_bytes,
+    shortfall_bytes,
+    stage_costs,
+)
+from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
+from meshwright.costmodel.sharding import Assignment, Placement, R
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan.check import Known, check_plan
-from meshwright.planner.plan.flow import crossings, spread_of
-from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, spread_of
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 

@@ -13,25 +13,30 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from meshwright.costmodel.blocks.price import (
+from meshwright.costmodel.blocks import (
+    Floats,
     PassPrice,
+    Sums,
+    block_sums,
     pass_depends_on,
     price_block,
     price_pass,
     repeated_by_policy,
 )
-from meshwright.costmodel.blocks.sums import Floats, Sums, block_sums
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.kernels.transfers import send_seconds
-from meshwright.costmodel.operators.cost import Setting
-from meshwright.costmodel.operators.flops import ModelFlops, model_flops
-from meshwright.costmodel.operators.fusion import Fusion, fuse
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
-from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.planner.blocks.cut import activations_at_cuts
-from meshwright.planner.plan.check import fingerprint
+from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.operators import (
+    Fusion,
+    ModelFlops,
+    Pricer,
+    Problem,
+    Setting,
+    fuse,
+    model_flops,
+)
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement
+from meshwright.planner.blocks import activations_at_cuts
+from meshwright.planner.plan import fingerprint
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]

@@ -1,3 +1,13 @@
 """Published measurements: their rows read as plans of reference models, and priced."""
 
-from meshwright.planner.published.predict import predict_row as predict_row
+from meshwright.planner.published.frameworks import framework_of, with_experts
+from meshwright.planner.published.models import Transformer, TransformerDims
+from meshwright.planner.published.moe_layer import GroupedLinear, MoE
+from meshwright.planner.published.predict import predict_row, traced
+from meshwright.planner.published.rows import read_row
+from meshwright.planner.published.setup import Setup, Unpriced, make_plan
+
+__all__ = [
+    "GroupedLinear", "MoE", "Setup", "Transformer", "TransformerDims", "Unpriced",
+    "framework_of", "make_plan", "predict_row", "read_row", "traced", "with_experts",
+]  # fmt: skip

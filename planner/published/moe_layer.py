@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
+from meshwright.planner.operators import combine, dispatch, grouped_linear
 
 
 class GroupedLinear(nn.Module):

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.pricing.evaluate import Evaluator, Prediction
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharding import FactorTable, analyse
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.published.models import TransformerDims, build
 from meshwright.planner.published.repeat import deepen
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import Setup, Unpriced, make_plan
-from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing import trace
 
 TRACED_LAYERS = 4
 

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph
-from meshwright.planner.plan.check import fingerprint
-from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan import Plan, StagePlan, fingerprint
 from meshwright.planner.published.frameworks import Framework
 from meshwright.planner.published.models import TransformerDims
 from meshwright.profiles.cluster import Cluster

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.costmodel.blocks.stage import StageCosts
-from meshwright.planner.plan.words import seconds
-from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.costmodel.blocks import StageCosts
+from meshwright.planner.plan import seconds
+from meshwright.planner.pricing import Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

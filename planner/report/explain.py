@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import transition
-from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.plan import Plan, compress_names, compress_ranks
-from meshwright.planner.plan.ranks import divisors
-from meshwright.planner.plan.words import describe, mesh_words, policy_counts
-from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharding import Assignment, DataLayout, data_layout, transition
+from meshwright.planner.plan import (
+    Plan,
+    check_plan,
+    compress_names,
+    compress_ranks,
+    describe,
+    divisors,
+    mesh_words,
+    policy_counts,
+)
+from meshwright.planner.pricing import Evaluation
 from meshwright.planner.report.components import breakdown
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report, Row

@@ -17,11 +17,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators.flops import op_flops
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.layouts import Assignment
-from meshwright.costmodel.sharding.strategies import indivisible, splitting_degrees, strategies
-from meshwright.planner.plan.plan import Plan
+from meshwright.costmodel.operators import op_flops
+from meshwright.costmodel.sharding import (
+    Assignment,
+    FactorTable,
+    indivisible,
+    splitting_degrees,
+    strategies,
+)
+from meshwright.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

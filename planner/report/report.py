@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.plan.words import GIB, counted, seconds
+from meshwright.planner.plan import GIB, Plan, counted, seconds
 from meshwright.planner.report.components import Components
 
 MAX_REFUSALS = 2  # products that an alternative can't split, in the text

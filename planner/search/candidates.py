@@ -12,18 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.blocks.peak import room_bytes
+from meshwright.costmodel.blocks import room_bytes
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.schedules.schedule import in_flight
-from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
-from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.plan.shardings import express_shardings
-from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.costmodel.schedules import in_flight
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Entry, Placement
+from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
+from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
 from meshwright.planner.search.equal_stages import StageDraft
 from meshwright.planner.search.space import Mesh, groups_of
-from meshwright.planner.stages.recompute import choose_policies
+from meshwright.planner.stages import choose_policies
 from meshwright.profiles.cluster import Cluster
 
 

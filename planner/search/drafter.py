@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.restrictions import restrict
-from meshwright.planner.plan.shardings import resolve_shardings
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.overrides import Overrides, restrict
+from meshwright.planner.plan import resolve_shardings
+from meshwright.planner.pricing import StageCoster
 from meshwright.planner.search.candidates import (
     Candidate,
     PipelineSetup,
@@ -23,7 +22,7 @@ from meshwright.planner.search.candidates import (
 from meshwright.planner.search.equal_stages import Combination, EqualStages, StageDraft
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
-from meshwright.planner.stages.programs import BlockPrograms
+from meshwright.planner.stages import BlockPrograms
 
 
 class Drafter:

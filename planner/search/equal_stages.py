@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.blocks.peak import fits, room_bytes
-from meshwright.costmodel.blocks.stage import of_one
-from meshwright.costmodel.operators.cost import Setting
-from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight
-from meshwright.planner.inter_op.equal_meshes import cut_evenly
+from meshwright.costmodel.blocks import fits, of_one, room_bytes
+from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.schedules import SCHEDULES, in_flight
+from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.search.space import Mesh, Space
-from meshwright.planner.stages.chain import Chain
-from meshwright.planner.stages.programs import MODES, BlockPrograms
-from meshwright.planner.stages.recompute_levels import (
+from meshwright.planner.stages import (
+    MODES,
+    BlockPrograms,
+    Chain,
     ChosenLevel,
     RecomputeLevels,
     recompute_levels,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.words import describe
+from meshwright.planner.overrides import OverrideError
+from meshwright.planner.plan import InfeasibleError, describe
 from meshwright.planner.search.candidates import PlanDraft
 from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks.peak import stage_bytes
-from meshwright.costmodel.blocks.stage import of_one
-from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.costmodel.blocks import of_one, stage_bytes
+from meshwright.costmodel.schedules import in_flight
 from meshwright.planner.search.equal_stages import EqualStages, MeshChoice, StageSetup
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.unequal_stages import UnequalStages
-from meshwright.planner.stages.recompute_levels import recompute_levels
+from meshwright.planner.stages import recompute_levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

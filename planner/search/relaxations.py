@@ -16,11 +16,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from meshwright.costmodel.memory.states import model_state_bytes
-from meshwright.planner.overrides.dropped import each_dropped, without
-from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan.infeasible import Relaxation
-from meshwright.planner.plan.words import describe
+from meshwright.costmodel.memory import model_state_bytes
+from meshwright.planner.overrides import OverrideError, each_dropped, without
+from meshwright.planner.plan import Relaxation, describe
 from meshwright.planner.search.candidates import PlanDraft
 from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs

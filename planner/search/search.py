@@ -19,17 +19,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.planner.intra_op.solvers import Certificate
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.check import check_plan
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.intra_op import Certificate
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import check_plan
 from meshwright.planner.search.candidates import Candidate, PlanDraft
 from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft
 from meshwright.planner.search.failure import failure
 from meshwright.planner.search.space import Mesh
-from meshwright.planner.stages.chain import boundary_index
-from meshwright.planner.stages.programs import BlockPrograms
+from meshwright.planner.stages import BlockPrograms, boundary_index
 
 T = TypeVar("T")
 

@@ -24,14 +24,11 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight, stages_of_devices
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.planner.overrides.restrictions import Restrictions
-from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan.expert_parallel import fewest_experts
-from meshwright.planner.plan.ranks import divisors
-from meshwright.planner.plan.written_buffers import inseparable
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
+from meshwright.costmodel.sharding import FactorTable
+from meshwright.planner.overrides import OverrideError, Restrictions
+from meshwright.planner.plan import divisors, fewest_experts, inseparable
 from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12

@@ -22,17 +22,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES, in_flight
-from meshwright.planner.inter_op.partition import (
+from meshwright.costmodel.schedules import SCHEDULES, in_flight
+from meshwright.planner.inter_op import (
+    Constraints,
     InterOpSolution,
     MemoryShortfall,
+    StageTable,
     minimal_shortfall,
     solve_inter_op,
 )
-from meshwright.planner.inter_op.table import Constraints, StageTable
 from meshwright.planner.search.equal_stages import EqualStages, StageDraft, StageSetup
 from meshwright.planner.search.space import Mesh, Space
-from meshwright.planner.stages.recompute_levels import recompute_levels
+from meshwright.planner.stages import recompute_levels
 
 DP_GAP = 0.002  # the DP may stop this close to its bound; its answer is priced by simulation anyway
 

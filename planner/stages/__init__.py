@@ -1,0 +1,15 @@
+"""Stages a search may choose: block programs solved and composed, recomputed as needed."""
+
+from meshwright.planner.stages.chain import Chain, boundary_index
+from meshwright.planner.stages.programs import MODES, BlockPrograms
+from meshwright.planner.stages.recompute import choose_policies
+from meshwright.planner.stages.recompute_levels import (
+    ChosenLevel,
+    RecomputeLevels,
+    recompute_levels,
+)
+
+__all__ = [
+    "MODES", "BlockPrograms", "Chain", "ChosenLevel", "RecomputeLevels", "boundary_index",
+    "choose_policies", "recompute_levels",
+]  # fmt: skip

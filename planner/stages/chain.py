@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.sums import Floats, Sums
+from meshwright.costmodel.blocks import Floats, Sums
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators.cost import Setting
-from meshwright.costmodel.sharding.layouts import Assignment, translate
-from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.sharding import Assignment, Placement, translate
 
 if TYPE_CHECKING:
-    from meshwright.planner.intra_op.program import BlockTable
+    from meshwright.planner.intra_op import BlockTable
 
 Ints: TypeAlias = NDArray[np.int64]
 

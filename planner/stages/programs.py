@@ -14,16 +14,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from meshwright.costmodel.blocks.sums import Floats, Sums, parameter_sums
+from meshwright.costmodel.blocks import Floats, Sums, parameter_sums
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.operators.cost import Setting
-from meshwright.costmodel.operators.flops import op_flops
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules.traits import traits_of
-from meshwright.costmodel.sharding.layouts import BlockLayouts, Entry
-from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, divides
-from meshwright.planner.intra_op.program import BlockProgram, BlockTable
-from meshwright.planner.pricing.stage_costs import MeshKey, StageCoster, mesh_key
+from meshwright.costmodel.operators import Pricer, Setting, op_flops
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import BlockLayouts, Entry, Placement, R, Strategy, divides
+from meshwright.planner.intra_op import BlockProgram, BlockTable
+from meshwright.planner.pricing import MeshKey, StageCoster, mesh_key
 from meshwright.planner.stages.chain import Chain
 
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be

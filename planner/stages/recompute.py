@@ -32,7 +32,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
+from meshwright.costmodel.blocks import Floats, Recompute, Sums
 
 Ints: TypeAlias = NDArray[np.int64]
 

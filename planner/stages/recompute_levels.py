@@ -20,10 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.peak import fits, stage_bytes
-from meshwright.costmodel.blocks.stage import StageCosts, combined, stage_costs
-from meshwright.costmodel.blocks.sums import Floats, Sums
-from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.blocks import (
+    Floats,
+    StageCosts,
+    Sums,
+    combined,
+    fits,
+    stage_bytes,
+    stage_costs,
+)
+from meshwright.costmodel.operators import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

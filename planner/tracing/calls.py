@@ -15,23 +15,21 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.graph import Ref, map_refs, short_name
-from meshwright.costmodel.rules.leaf import Leaf
-from meshwright.costmodel.rules.traits import traits_of_target
+from meshwright.costmodel.rules import Leaf, traits_of_target
 from meshwright.planner.errors import TraceError
-from meshwright.planner.tracing.leaves.operators import LEAF_OPERATORS
-from meshwright.planner.tracing.similar.copied_calls import CopiedCalls
-from meshwright.planner.tracing.values.functional import (
+from meshwright.planner.tracing.leaves import LEAF_OPERATORS
+from meshwright.planner.tracing.similar import CopiedCalls
+from meshwright.planner.tracing.values import (
     RESHAPES,
     GraphBuilder,
     Origin,
     Slots,
-    functional_call,
-    infer_metas,
-)
-from meshwright.planner.tracing.values.fx_nodes import (
+    TracedState,
     Unknown,
     canonical_target,
     check_dense,
+    functional_call,
+    infer_metas,
     is_dynamic,
     meta_of,
     module_of,
@@ -43,7 +41,6 @@ from meshwright.planner.tracing.values.fx_nodes import (
     thawed,
     where,
 )
-from meshwright.planner.tracing.values.traced_state import TracedState
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")

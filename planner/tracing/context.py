@@ -17,9 +17,7 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from meshwright.planner.tracing.user_module.hooks import refused_hooks
-from meshwright.planner.tracing.user_module.leaf import TRACE
-from meshwright.planner.tracing.user_module.sources import condition, user_frame
+from meshwright.planner.tracing.user_module import TRACE, condition, refused_hooks, user_frame
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,17 @@ from meshwright.costmodel.graph import Graph, Ref, TensorMeta, verify_graph
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.calls import CallConverter, Environment
 from meshwright.planner.tracing.loss import LossModule
-from meshwright.planner.tracing.similar.copied_calls import MARKS, CopiedCalls
-from meshwright.planner.tracing.values.functional import GraphBuilder, Origin, Slots, split_derived
-from meshwright.planner.tracing.values.fx_nodes import Unknown, meta_of, where
-from meshwright.planner.tracing.values.traced_state import TracedState
+from meshwright.planner.tracing.similar import MARKS, CopiedCalls
+from meshwright.planner.tracing.values import (
+    GraphBuilder,
+    Origin,
+    Slots,
+    TracedState,
+    Unknown,
+    meta_of,
+    split_derived,
+    where,
+)
 
 
 def convert(

@@ -19,8 +19,8 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.rules.traits import traits_of_target
-from meshwright.planner.tracing.values.fx_nodes import ONE_DTYPE, share_memory
+from meshwright.costmodel.rules import traits_of_target
+from meshwright.planner.tracing.values import ONE_DTYPE, share_memory
 
 CAST = ONE_DTYPE | {"__matmul__", "__rmatmul__", "layer_norm", "group_norm"}
 

@@ -12,8 +12,8 @@ from torch import nn
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.batch import FakeBatch
-from meshwright.planner.tracing.leaves.record import LeafRecorder
-from meshwright.planner.tracing.similar.stand_ins import StandIns
+from meshwright.planner.tracing.leaves import LeafRecorder
+from meshwright.planner.tracing.similar import StandIns
 
 
 class LossModule(nn.Module):

@@ -26,16 +26,20 @@ from meshwright.planner.tracing.batch import FakeBatch, check_call
 from meshwright.planner.tracing.context import explain, quiet, recorded_gradients, unvalidated
 from meshwright.planner.tracing.convert import convert
 from meshwright.planner.tracing.dtypes import CastStrategy, cast_strategies, writes_floats
-from meshwright.planner.tracing.leaves.record import LeafRecorder
+from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.loss import LossModule
-from meshwright.planner.tracing.similar.stand_ins import Irregular, StandIns
-from meshwright.planner.tracing.transformers.adapter import adapted
-from meshwright.planner.tracing.user_module.fake_copy import fake_copy
-from meshwright.planner.tracing.user_module.hooks import check_hooks
-from meshwright.planner.tracing.user_module.similar_layers import SimilarLayers, find_similar_layers
-from meshwright.planner.tracing.user_module.sources import user_frame
-from meshwright.planner.tracing.user_module.untraceable import more_leaves, running_module
-from meshwright.planner.tracing.values.fx_nodes import mixed_operands
+from meshwright.planner.tracing.similar import Irregular, StandIns
+from meshwright.planner.tracing.transformers import adapted
+from meshwright.planner.tracing.user_module import (
+    SimilarLayers,
+    check_hooks,
+    fake_copy,
+    find_similar_layers,
+    more_leaves,
+    running_module,
+    user_frame,
+)
+from meshwright.planner.tracing.values import mixed_operands
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,19 @@
+"""Measurements of this machine, and those that others took: operators, collectives, imports."""
+
+from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
+from meshwright.profiles.measure.imports import (
+    CollectiveRow,
+    is_gpu,
+    read_collectives_csv,
+    read_nccl_tests,
+    timings_for,
+    world_of_log,
+)
+from meshwright.profiles.measure.neighbours import neighbours
+from meshwright.profiles.measure.operators import Skipped, measure_all
+
+__all__ = [
+    "COLLECTIVES", "SIZES_BYTES", "CollectiveRow", "Skipped", "is_gpu", "launch_local",
+    "measure_all", "neighbours", "read_collectives_csv", "read_nccl_tests", "shapes",
+    "timings_for", "world_of_log",
+]  # fmt: skip

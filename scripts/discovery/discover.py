@@ -23,8 +23,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.costmodel.graph import Op, Ref, refs
-from meshwright.costmodel.rules.language import Dims, Kind, OpFactors, divided, signature_of
-from meshwright.costmodel.user_rules.verify import Tensors, Trial, called, cut_dim, perform
+from meshwright.costmodel.rules import Dims, Kind, OpFactors, divided, signature_of
+from meshwright.costmodel.user_rules import Tensors, Trial, called, cut_dim, perform
 
 PARTS = 2
 SMALLEST = 4  # a part of one element broadcasts

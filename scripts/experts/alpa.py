@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.operators.moe import combine, dispatch
-from meshwright.planner.published.models import Transformer, TransformerDims
-from meshwright.planner.published.moe_layer import GroupedLinear
-from meshwright.planner.tracing.trace import trace
+from meshwright.costmodel.sharding import FactorTable, analyse
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.operators import combine, dispatch
+from meshwright.planner.published import GroupedLinear, Transformer, TransformerDims
+from meshwright.planner.tracing import trace
 
 TOPK = 2
 CLASSES = 1024

@@ -15,14 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.pinned import plan_overrides
-from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.plan import RUNS, Plan
-from meshwright.planner.plan.words import GIB, describe, seconds
-from meshwright.planner.pricing.evaluate import Evaluator, Prediction
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.overrides import Overrides, plan_overrides
+from meshwright.planner.plan import GIB, RUNS, InfeasibleError, Plan, describe, seconds
+from meshwright.planner.pricing import Evaluator, Prediction
+from meshwright.planner.search import Search, SearchResult
 from scripts.experts.plans import Expert
 
 TOLERANCE = 0.005

@@ -19,16 +19,19 @@ from functools import cache, partial
 from pathlib import Path
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding import FactorTable
 from meshwright.costmodel.target import Target
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.check import fingerprint
-from meshwright.planner.plan.plan import Plan, PlanError
-from meshwright.planner.plan.shardings import resolve_shardings
-from meshwright.planner.published.frameworks import framework_of, with_experts
-from meshwright.planner.published.predict import traced as traced_dims
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, Unpriced, make_plan
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import Plan, PlanError, fingerprint, resolve_shardings
+from meshwright.planner.published import (
+    Setup,
+    Unpriced,
+    framework_of,
+    make_plan,
+    read_row,
+    with_experts,
+)
+from meshwright.planner.published import traced as traced_dims
 from meshwright.profiles.cluster import Cluster
 from scripts.experts.alpa import RESNET_50, RESNET_101, moe, traced, wide_resnet
 

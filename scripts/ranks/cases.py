@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides import Overrides
 from scripts.ranks import baselines as by_hand
 from scripts.ranks.baselines import Setting, Trainer
 

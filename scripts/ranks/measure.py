@@ -23,16 +23,15 @@ import torch.distributed as dist
 
 from meshwright import Cluster, auto_parallelize
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharding import FactorTable, analyse
 from meshwright.executor.ranks import launch
-from meshwright.executor.runtime.runtime import Runtime
-from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.plan import Plan
-from meshwright.planner.search.search import Search
-from meshwright.planner.tracing.trace import trace
+from meshwright.executor.runtime import Runtime
+from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import Plan, check_plan
+from meshwright.planner.search import Search
+from meshwright.planner.tracing import trace
 from scripts.ranks.baselines import Batch, Setting, Trainer, adamw, loss_of
 
 SIDES = ("ours", "theirs")

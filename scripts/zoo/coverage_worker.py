@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from meshwright import Cluster, OverrideError, Overrides, auto_parallelize
 from meshwright.executor.ranks import launch
 from meshwright.planner.batch import split_batch
-from meshwright.planner.plan.words import describe
+from meshwright.planner.plan import describe
 from meshwright.profiles.device import Link
 from scripts.zoo.models import SMALL, ZOO, Built
 from tests.parity.parity_launch import on_ranks, run_all

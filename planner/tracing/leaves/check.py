@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Op, TensorMeta
-from meshwright.costmodel.rules.language import Misfit, OpFactors
-from meshwright.costmodel.rules.leaf import LEAF, Leaf, factors_of_spec
-from meshwright.planner.operators.leaf import Program
+from meshwright.costmodel.rules import LEAF, Leaf, Misfit, OpFactors, factors_of_spec
+from meshwright.planner.operators import Program
 from meshwright.planner.tracing.leaves.probe import (
     LeafError,
     TensorLike,

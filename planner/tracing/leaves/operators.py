@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.costmodel.rules.leaf import LEAF, RANDOM_LEAF
+from meshwright.costmodel.rules import LEAF, RANDOM_LEAF
 
 _SCHEMA = (
     "(Tensor[] operands, int leaf, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes) "

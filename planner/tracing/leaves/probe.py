@@ -25,11 +25,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.costmodel.rules.language import Dims
-from meshwright.costmodel.rules.leaf import Work
+from meshwright.costmodel.rules import Dims, Work
 from meshwright.planner.errors import TraceError
-from meshwright.planner.operators.leaf import Program
-from meshwright.planner.tracing.user_module.similar_layers import PLAIN
+from meshwright.planner.operators import Program
+from meshwright.planner.tracing.user_module import PLAIN
 
 T = TypeVar("T")
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.rules.leaf import Leaf, Work
+from meshwright.costmodel.rules import Leaf, Work
 from meshwright.planner.errors import Untraceable, enclosing_modules
-from meshwright.planner.operators.leaf import Operand, Program, to_meta
+from meshwright.planner.operators import Operand, Program, to_meta
 from meshwright.planner.tracing.leaves.check import check_rule
 from meshwright.planner.tracing.leaves.operators import LEAF_OPERATORS
 from meshwright.planner.tracing.leaves.probe import (
@@ -34,10 +34,16 @@ from meshwright.planner.tracing.leaves.probe import (
     probe_on_random,
 )
 from meshwright.planner.tracing.leaves.subject import Subject
-from meshwright.planner.tracing.similar.stand_ins import Irregular
-from meshwright.planner.tracing.user_module.hooks import hooked, taken_hooks
-from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declaration, declared
-from meshwright.planner.tracing.user_module.similar_layers import PLAIN
+from meshwright.planner.tracing.similar import Irregular
+from meshwright.planner.tracing.user_module import (
+    PLAIN,
+    TRACE,
+    Amount,
+    Declaration,
+    declared,
+    hooked,
+    taken_hooks,
+)
 
 # class or function -> hash of a call's key (which keeps nothing alive) -> why the rule is taken on
 # trust there, "" where it was tried: what was checked in this process

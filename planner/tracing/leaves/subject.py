@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.planner.operators.leaf import Applied, state_of
-from meshwright.planner.tracing.similar.stand_ins import positions_of
-from meshwright.planner.tracing.user_module.hooks import hooks_in
-from meshwright.planner.tracing.user_module.leaf import Declaration, declared
-from meshwright.planner.tracing.user_module.similar_layers import describe
+from meshwright.planner.operators import Applied, state_of
+from meshwright.planner.tracing.similar import positions_of
+from meshwright.planner.tracing.user_module import Declaration, declared, describe, hooks_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.costmodel.graph import Op, TensorMeta
-from meshwright.costmodel.rules.language import OpFactors
-from meshwright.costmodel.rules.leaf import LEAF, Leaf, Work, factors_of_spec
-from meshwright.costmodel.user_rules.verify import (
+from meshwright.costmodel.rules import LEAF, Leaf, OpFactors, Work, factors_of_spec
+from meshwright.costmodel.user_rules import (
     TOLERANCES,
     Fault,
     Trial,
@@ -30,7 +29,7 @@ from meshwright.costmodel.user_rules.verify import (
     meta_of,
     random_operands,
 )
-from meshwright.planner.operators.leaf import Program, UnseenWrite
+from meshwright.planner.operators import Program, UnseenWrite
 from meshwright.planner.tracing.leaves.probe import (
     LeafError,
     TensorLike,

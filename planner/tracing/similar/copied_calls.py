@@ -27,9 +27,8 @@ from torch import nn
 
 from meshwright.costmodel.graph import Op, Ref, map_refs
 from meshwright.planner.tracing.similar.stand_ins import ENTER, LEAVE, REPEATED, Irregular
-from meshwright.planner.tracing.user_module.similar_layers import SimilarLayers
-from meshwright.planner.tracing.values.functional import GraphBuilder, Slots
-from meshwright.planner.tracing.values.traced_state import TracedState
+from meshwright.planner.tracing.user_module import SimilarLayers
+from meshwright.planner.tracing.values import GraphBuilder, Slots, TracedState
 
 MARKS = (ENTER, LEAVE, REPEATED)
 

@@ -31,7 +31,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from meshwright.planner.tracing.user_module.similar_layers import (
+from meshwright.planner.tracing.user_module import (
     PLAIN,
     STATE,
     AttributePath,

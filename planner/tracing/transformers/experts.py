@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
+from meshwright.planner.operators import combine, dispatch, grouped_linear
 
 PLACE, INTERFACE, LOOKUP = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS", "get_interface"
 Forward = Callable[..., Tensor]

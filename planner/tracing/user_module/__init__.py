@@ -1,0 +1,30 @@
+"""The user's module before the trace: hooks, leaves, similar layers, what can't be traced."""
+
+from meshwright.planner.tracing.user_module.fake_copy import fake_copy
+from meshwright.planner.tracing.user_module.hooks import (
+    check_hooks,
+    hooked,
+    hooks_in,
+    refused_hooks,
+    taken_hooks,
+)
+from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declaration, declared, leaf
+from meshwright.planner.tracing.user_module.similar_layers import (
+    PLAIN,
+    STATE,
+    AttributePath,
+    SimilarLayers,
+    describe,
+    find_similar_layers,
+    held_state,
+    snapshot,
+)
+from meshwright.planner.tracing.user_module.sources import condition, user_frame
+from meshwright.planner.tracing.user_module.untraceable import more_leaves, running_module
+
+__all__ = [
+    "PLAIN", "STATE", "TRACE", "Amount", "AttributePath", "Declaration", "SimilarLayers",
+    "check_hooks", "condition", "declared", "describe", "fake_copy", "find_similar_layers",
+    "held_state", "hooked", "hooks_in", "leaf", "more_leaves", "refused_hooks",
+    "running_module", "snapshot", "taken_hooks", "user_frame",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshwright.costmodel.rules.leaf import summable
+from meshwright.costmodel.rules import summable
 
 ATTRIBUTE = "_meshwright_leaf"
 Amount = float | Callable[..., float]

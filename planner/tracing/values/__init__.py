@@ -1,0 +1,36 @@
+"""Values of a traced program: fx nodes, functionalization, traced state."""
+
+from meshwright.planner.tracing.values.functional import (
+    RESHAPES,
+    GraphBuilder,
+    Origin,
+    Slots,
+    functional_call,
+    infer_metas,
+    split_derived,
+)
+from meshwright.planner.tracing.values.fx_nodes import (
+    ONE_DTYPE,
+    Unknown,
+    canonical_target,
+    check_dense,
+    is_dynamic,
+    meta_of,
+    mixed_operands,
+    module_of,
+    results_of,
+    schema_of,
+    shapes_of,
+    share_memory,
+    source_of,
+    thawed,
+    where,
+)
+from meshwright.planner.tracing.values.traced_state import TracedState
+
+__all__ = [
+    "ONE_DTYPE", "RESHAPES", "GraphBuilder", "Origin", "Slots", "TracedState", "Unknown",
+    "canonical_target", "check_dense", "functional_call", "infer_metas", "is_dynamic",
+    "meta_of", "mixed_operands", "module_of", "results_of", "schema_of", "shapes_of",
+    "share_memory", "source_of", "split_derived", "thawed", "where",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
-from meshwright.costmodel.rules.traits import traits_of
+from meshwright.costmodel.rules import traits_of
 from meshwright.planner.errors import TraceError
 
 # results that carry no gradient, whatever the operands do
