@@ -9,7 +9,6 @@ import torch
 from scripts.zoo.from_transformers import built, decoder, transformers_library, vision
 from scripts.zoo.registry import IMAGES, SMALL, VOCAB, Built, entry, ids, pixels, random_numbers
 
-
 vision(
     "ConvNeXt",
     "ConvNext",
