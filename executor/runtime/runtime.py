@@ -153,7 +153,7 @@ class Runtime(RankState):
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
         self._check_ready()
-        _check_evaluable(self.graph)
+        check_evaluable(self.graph)
         inputs = self.batches.checked(batch)
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
@@ -308,7 +308,7 @@ def _shared_seed(place: Place) -> int:
     return int(seed)
 
 
-def _check_evaluable(graph: Graph) -> None:
+def check_evaluable(graph: Graph) -> None:
     """Raise ValueError for an operator that would compute in evaluation as it does in training.
 
     The graph was traced for training. Dropout, attention's dropout and leaves follow the mode in

@@ -23,7 +23,7 @@ from meshwright.costmodel.rules.traits import Draw, RowLoss, Statistics, Traits
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.local_call import signature
 from meshwright.costmodel.sharding.strategies import strategies
-from meshwright.executor.runtime.evaluating import check_evaluable
+from meshwright.executor.runtime.runtime import check_evaluable
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 

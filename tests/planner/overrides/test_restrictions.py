@@ -203,7 +203,7 @@ def test_with_equal_meshes_one_block_speaks_for_all() -> None:
             {"gpipe", "eager_1f1b"},
         ),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_virtual_stages_and_schedules_fit(
     given: dict[str, Any], pp: int | None, each: int | None, schedules: set[str]
