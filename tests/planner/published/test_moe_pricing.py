@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright import profiles
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
@@ -33,29 +31,12 @@ from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import evaluate
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.published.models import TransformerDims
 from meshwright.planner.published.predict import traced
 from meshwright.planner.search.space import Mesh
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import Curve
-
-CATALOG = Path(profiles.__file__).parent / "catalog"
-DENSE = TransformerDims(
-    layers=3,
-    hidden=64,
-    heads=4,
-    kv_heads=4,
-    ffn=96,
-    vocab=128,
-    seq_len=32,
-    activation="swiglu",
-    norm="rms",
-    positions="rotary",
-    bias=False,
-    tied=False,
-)
-SPARSE = dataclasses.replace(DENSE, experts=16, topk=3, expert_ffn=32)
+from tests.planner.published.test_moe_models import DENSE, SPARSE
 
 
 def ideal(nodes: int, per_node: int) -> Cluster:
