@@ -31,10 +31,9 @@ ROOT = Path(__file__).parents[3]
 NAME = "traits_test.normalise"
 # comparisons of an operator's name with a literal, or with a constant that is one
 NAMED = {
-    "planner/tracing/convert.py": 1,  # which strides a `contiguous` of fake tensors sees
+    "planner/tracing/calls.py": 1,  # which strides a `contiguous` of fake tensors sees
     "planner/tracing/values/functional.py": 2,  # the inverse of a view
-    "executor/lowering/no_grad.py": 1,  # the operator that it would add
-    "executor/lowering/emitter.py": 13,
+    "executor/lowering/emitter.py": 1,  # the operator that it would add
 }
 
 

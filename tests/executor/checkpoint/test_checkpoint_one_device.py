@@ -19,7 +19,7 @@ from tests.executor.checkpoint.checkpoint_worker import (
     resume,
     start,
 )
-from tests.helpers.plan_building import build_plan
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.tiny import ROWS, batch, net, planned
 from tests.models.models import CASES, GLOBAL_BATCH, MLP, parallelize, traced
 
@@ -74,9 +74,8 @@ def test_dropout_goes_on_with_the_same_masks(tmp_path: Path) -> None:
 
 def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
     of = traced(CASES["mlp"], GLOBAL_BATCH, "fp16")
-    plan = build_plan(
-        of.graph, meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1, precision="fp16"
-    )
+    knobs = Knobs(meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1, precision="fp16")
+    plan = build_plan(of.graph, knobs)
     run, again = (parallelize(CASES["mlp"].model(), plan, of) for _ in range(2))
     for finite in (False, True):
         run.loss_scale.update(finite)
@@ -125,7 +124,7 @@ class Hollow(MLP):
 
 def test_a_parameter_without_elements_is_kept(tmp_path: Path) -> None:
     of = traced(replace(CASES["mlp"], build=Hollow), GLOBAL_BATCH)
-    plan = build_plan(of.graph, meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1)
+    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1))
     runs = [parallelize(Hollow(), plan, of) for _ in range(2)]
     optimizers = [torch.optim.AdamW(run.parameters()) for run in runs]
     runs[0].train_step(CASES["mlp"].batch(GLOBAL_BATCH, 0))
