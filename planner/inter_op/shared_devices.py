@@ -36,7 +36,9 @@ def even_out(
 
     def loads(table: Floats, cuts: Ints) -> Floats:
         """(devices,): the sum over all stages of each."""
-        return np.bincount(device_of_stage, weights=table[level_of_stage, cuts[:-1], cuts[1:]])
+        own = table[level_of_stage, cuts[:-1], cuts[1:]]
+        total: Floats = np.bincount(device_of_stage, weights=own).astype(np.float64)
+        return total
 
     best = np.array(cuts)
     busy = loads(time_s, best)

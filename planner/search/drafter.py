@@ -80,6 +80,16 @@ class Drafter:
             programs=self.programs,
         )
 
+    def to_the_brim(self) -> Drafter:
+        """The same without a margin of memory."""
+        return Drafter(
+            self.problem,
+            self.global_batch_size,
+            self.overrides,
+            executable=self.executable,
+            programs=self.programs,
+        )
+
     def on_nodes(self, num_nodes: int) -> Drafter:
         """The same on another number of nodes, for which nothing is priced yet."""
         cluster = replace(self.problem.cluster, num_nodes=num_nodes)

@@ -430,8 +430,8 @@ def _sent_s(setup: StageSetup, stages: int) -> float:
 
 def _fill_s(schedule: Schedule, costs: StageCosts[Any], shape: PipelineShape) -> Floats:
     """Seconds that each device but one adds to fill and drain a pipeline of stages like these."""
-    each = (costs.forward_s, costs.backward_s, costs.weight_s)
-    return schedule.fill_s(*map(np.asarray, each), shape)
+    f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
+    return schedule.fill_s(f, b, w, shape)
 
 
 @lru_cache(maxsize=1024)

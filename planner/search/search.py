@@ -35,7 +35,6 @@ from meshwright.planner.stages import BlockPrograms, boundary_index
 
 T = TypeVar("T")
 
-OBJECTIVES = ("robust", "fastest")
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 MAX_KEPT = 6  # plans of different shapes kept for the report

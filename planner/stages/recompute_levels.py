@@ -55,9 +55,7 @@ class RecomputeLevels:
     costs: tuple[StageCosts[Floats], ...]
     blocks: Floats | NDArray[np.int64]
 
-    def choose(
-        self, in_flight: float, room_bytes: float | Floats, *, per_device: int = 1
-    ) -> ChosenLevel:
+    def choose(self, in_flight: float, room_bytes: float, *, per_device: int = 1) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
         flight: the stage and, of `per_device` on a device, as many others like it. One of them is
         in a backward at a time."""
