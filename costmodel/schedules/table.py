@@ -140,7 +140,7 @@ def _fill_v_shaped(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Flo
 
 def _fill_vanishing(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
     """With 2p - 1 micro-batches or more nothing."""
-    return (f + b) * max(0.0, 1.0 - (shape.m - 1) / max(1, 2 * shape.p - 2))
+    return (f + b - w) * max(0.0, 1.0 - (shape.m - 1) / max(1, 2 * shape.p - 2))
 
 
 # --- lower bounds on the step ---

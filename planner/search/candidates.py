@@ -22,6 +22,8 @@ from meshwright.planner.search.space import Mesh, groups_of
 from meshwright.planner.stages import choose_policies
 from meshwright.profiles.cluster import Cluster
 
+MOST_TRIES = 3  # to fit what is written out
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
@@ -77,17 +79,34 @@ def make_draft(
 
 
 def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
-    """The plan of a draft, written out and priced from what is written."""
-    plan, assignments, stages = draft.evaluation.plan, [], []
-    for d, stage in zip(draft.stages, plan.stages, strict=True):
+    """The plan of a draft, written out and priced from what is written. Where whole blocks don't
+    fit as parts of them did, more are recomputed."""
+    rooms = [memory_bytes - coster.cluster.device.reserved_bytes] * len(draft.plan.devices)
+    for _ in range(MOST_TRIES):
+        candidate = _candidate(coster, draft, rooms, memory_bytes)
+        if candidate.fits:
+            break
+        peaks = candidate.evaluation.prediction.peak_memory_bytes
+        rooms = [
+            room - max(0.0, peak - memory_bytes) for room, peak in zip(rooms, peaks, strict=True)
+        ]
+    return candidate
+
+
+def _candidate(
+    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float], memory_bytes: float
+) -> Candidate:
+    """The same with so many bytes of room on each device group."""
+    plan, assignments, stages = draft.plan, [], []
+    policies = _policies(draft, rooms)
+    for d, stage, own in zip(draft.stages, plan.stages, policies, strict=True):
         found = d.setup.chain.assignments(d.start, d.stop)
         assignments.append(found)
         blocks = coster.graph.blocks[d.start : d.stop]
-        policies = _policies(d)
         stages.append(
             dataclasses.replace(
                 stage,
-                recompute=recompute_of(stage.blocks, policies),
+                recompute=recompute_of(stage.blocks, own),
                 shardings=_shardings(coster, blocks, found, stage.tp),
             )
         )
@@ -132,18 +151,29 @@ def _stage_plan(
 # --- recompute -----------------------------------------------------------------------------------
 
 
-def _policies(draft: StageDraft) -> tuple[str, ...]:
-    """The least recompute with which a stage fits in its place, block by block."""
-    if not draft.chosen.fraction[draft.run]:
-        return draft.policies
-    first = draft.levels.at(draft.run, draft.chosen.lowest())
-    found = choose_policies(
-        draft.setup.chain.block_sums(draft.start, draft.stop),
-        draft.levels.policies,
-        in_flight=draft.in_flight,
-        room_bytes=draft.room_bytes - first.static_bytes,
-    )
-    return draft.overridden(found) if found else draft.policies
+def _policies(draft: PlanDraft, rooms: Sequence[float]) -> list[tuple[str, ...]]:
+    """The policy of each block of each stage: the least recompute with which the stages of a device
+    group fit its room together."""
+    found = [d.policies for d in draft.stages]
+    for ranks, room in zip(draft.plan.devices, rooms, strict=True):
+        here = [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
+        stages = [draft.stages[k] for k in here]
+        if not any(d.chosen.level[d.run] or d.chosen.fraction[d.run] for d in stages):
+            continue
+        costs = [d.levels.at(d.run, d.chosen.lowest()) for d in stages]
+        kept = sum(own.static_bytes - own.passing_bytes for own in costs)
+        blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
+        chosen = choose_policies(
+            [own for of_stage in blocks for own in of_stage],
+            stages[0].levels.policies,
+            in_flight=sum(d.in_flight for d in stages) / len(stages),
+            room_bytes=room - kept - max(own.passing_bytes for own in costs),
+        )
+        if chosen:
+            names = iter(chosen)
+            for k, d in zip(here, stages, strict=True):
+                found[k] = d.overridden([next(names) for _ in range(d.stop - d.start)])
+    return found
 
 
 # --- shardings -----------------------------------------------------------------------------------

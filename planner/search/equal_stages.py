@@ -89,7 +89,7 @@ class Combination:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
     """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one, with which
-    `in_flight` micro-batches fit in `room_bytes` of a device."""
+    `in_flight` micro-batches fit on its devices."""
 
     start: int
     stop: int
@@ -97,7 +97,6 @@ class StageDraft:
     levels: RecomputeLevels
     chosen: ChosenLevel
     in_flight: float
-    room_bytes: float
 
     @property
     def run(self) -> int:
@@ -331,7 +330,7 @@ class EqualStages:
         counts = sorted(set(held))
         mates = [0.0 if alike else self._mates_bytes(combination, h) for h in counts]
         chosen_levels = [
-            levels.choose(h, self.room - mate, per_device=each if not mate else 1)
+            levels.choose(h, self.room, per_device=each, others_bytes=mate)
             for h, mate in zip(counts, mates, strict=True)
         ]
         runs = setup.chain.runs
@@ -369,7 +368,6 @@ class EqualStages:
                 levels=levels,
                 chosen=chosen_levels[level[k]],
                 in_flight=held[k],
-                room_bytes=self.room - mates[level[k]] if mates[level[k]] else self.room / each,
             )
             for k in range(stages)
         ]

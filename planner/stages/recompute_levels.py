@@ -55,15 +55,19 @@ class RecomputeLevels:
     costs: tuple[StageCosts[Floats], ...]
     blocks: Floats | NDArray[np.int64]
 
-    def choose(self, in_flight: float, room_bytes: float, *, per_device: int = 1) -> ChosenLevel:
+    def choose(
+        self, in_flight: float, room_bytes: float, *, per_device: int = 1, others_bytes: float = 0.0
+    ) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
-        flight: the stage and, of `per_device` on a device, as many others like it. One of them is
-        in a backward at a time."""
+        flight, and the others of `per_device` on a device: they are like it, or hold
+        `others_bytes`. One of them is in a backward at a time, and which of the device's blocks
+        recompute is decided for all of them together."""
+        alike = 1 if others_bytes else per_device
 
         def used(costs: StageCosts[Floats], passing_bytes: Floats) -> Floats:
             kept = costs.static_bytes - costs.passing_bytes
             held = stage_bytes(kept, costs.activation_bytes, in_flight)
-            return per_device * held + passing_bytes
+            return alike * held + passing_bytes + others_bytes
 
         first = self.costs[0]
         done = np.asarray(fits(used(first, first.passing_bytes), room_bytes))
@@ -74,7 +78,8 @@ class RecomputeLevels:
             below = used(low, high.passing_bytes)
             here = ~done & np.asarray(fits(above, room_bytes))
             part = (below - room_bytes) / np.maximum(below - above, 1.0)
-            part = np.ceil(np.clip(part, 0.0, 1.0) * self.blocks - 1e-9) / self.blocks
+            blocks = self.blocks * per_device
+            part = np.ceil(np.clip(part, 0.0, 1.0) * blocks - 1e-9) / blocks
             level, fraction = np.where(here, k - 1, level), np.where(here, part, fraction)
             done = done | here
         return ChosenLevel(level=level, fraction=fraction, fits=done)

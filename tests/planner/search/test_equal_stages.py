@@ -48,7 +48,6 @@ def every_cut(
                     levels=levels,
                     chosen=levels.choose(held, room),
                     in_flight=held,
-                    room_bytes=room,
                 )
             )
         yield make_draft(search.programs.coster, drafted, step, search.space.memory_bytes)
