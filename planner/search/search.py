@@ -275,11 +275,17 @@ class Search(Drafter):
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cut with different meshes for m micro-batches becomes a draft."""
         limit = self._limit()
+        if self.objective == "robust":  # a tie would go to equal meshes
+            limit /= 1 + TIE
         setups = self.unequal.setups(m, meshes, limit)
         if not setups:
             return
-        table, options = self.unequal.table(m, setups)
         deadline = self._deadline if limit < math.inf else None  # first find something
+        if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
+            setups = self.unequal.promising(m, setups, limit * OVERSHOOT, deadline)
+            if not setups:
+                return
+        table, options = self.unequal.table(m, setups)
         solution = self.unequal.solve(table, m, limit * OVERSHOOT, deadline)
         if solution is None:
             return

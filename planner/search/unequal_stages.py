@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import SCHEDULES, in_flight
 from meshwright.planner.inter_op import (
@@ -35,7 +36,12 @@ from meshwright.planner.search.equal_stages import EqualStages, StageDraft, Stag
 from meshwright.planner.search.space import Mesh, Space
 from meshwright.planner.stages import recompute_levels
 
+COARSE_CUTS = 20  # of more cuts so many are looked at first
+COARSE_EXCESS = 1.05  # by which the best partition at few cuts may exceed the best at all
 DP_GAP = 0.002  # the DP may stop this close to its bound; its answer is priced by simulation anyway
+
+
+Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,21 +84,40 @@ class UnequalStages:
             for setup in self.equal.setups(mesh, m)
         ]
 
-    def table(self, m: int, setups: Sequence[StageSetup]) -> tuple[StageTable, list[Option]]:
-        """Costs of every stage under every option: it fills the pipeline for one pass t; in time it
-        is busy (m-1)·t more, and once per step."""
+    def coarse(self) -> Positions:
+        """(c,): the ends of a few stages among the cuts: evenly spaced, the first and last block
+        apart, and where the user cut."""
+        count = len(self.equal.cuts)
+        own = set(self.space.restrictions.cuts or ())
+        at = {
+            0,
+            1,
+            count - 2,
+            count - 1,
+            *np.linspace(0, count - 1, COARSE_CUTS).round().astype(int),
+        }
+        at |= {k for k, cut in enumerate(self.equal.cuts) if int(cut) in own}
+        return np.array(sorted(k for k in at if 0 <= k < count))
+
+    def table(
+        self, m: int, setups: Sequence[StageSetup], at: Positions | None = None
+    ) -> tuple[StageTable, list[Option]]:
+        """Costs of every stage under every option, with ends at all cuts or those `at`: it fills
+        the pipeline for one pass t; in time it is busy (m-1)·t more, and once per step."""
         policies = self.space.restrictions.policies
+        grid = np.ix_(*[np.arange(len(self.equal.cuts)) if at is None else at] * 2)
         options: list[Option] = []
         times, fills, static, active = [], [], [], []
         for setup in setups:
-            runs, send = setup.chain.runs, self.equal.sent(setup)
-            index = runs.index
-            legal = self.equal.legal & self.equal.allowed(setup)
-            steps = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
+            runs, send = setup.chain.runs, self.equal.sent(setup)[grid]
+            rows, index = np.unique(runs.index[grid], return_inverse=True)
+            index = index.reshape(send.shape)
+            legal = (self.equal.legal & self.equal.allowed(setup))[grid]
+            steps = recompute_levels(runs.sums[rows], setup.setting, policies, runs.blocks[rows])
             for policy, costs in zip(steps.policies, steps.costs, strict=True):
                 pass_s = costs.forward_s + costs.backward_s
                 once_s = costs.reduce_s + costs.optimizer_s
-                ok = legal & np.isfinite(runs.seconds)[index]
+                ok = legal & np.isfinite(runs.seconds[rows])[index]
                 options.append(Option(setup=setup, policy=policy))
                 turn = pass_s[index] + send
                 fills.append(np.where(ok, turn, np.inf))
@@ -107,6 +132,18 @@ class UnequalStages:
             activation_bytes=np.stack(active),
         )
         return table, options
+
+    def promising(
+        self, m: int, setups: Sequence[StageSetup], cutoff_s: float, deadline: float | None
+    ) -> list[StageSetup]:
+        """Setups on the meshes of the best partition whose stages end at few cuts, none where it is
+        not nearly below the cutoff: with all cuts it would hardly be."""
+        table, options = self.table(m, setups, self.coarse())
+        found = self.solve(table, m, cutoff_s * COARSE_EXCESS, deadline)
+        if found is None:
+            return []
+        meshes = {options[choice.variant].setup.mesh for choice in found.stages}
+        return [setup for setup in setups if setup.mesh in meshes]
 
     def solve(
         self, table: StageTable, m: int, cutoff_s: float, deadline: float | None
