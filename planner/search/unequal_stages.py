@@ -18,7 +18,7 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from meshwright.planner.inter_op import (
 )
 from meshwright.planner.search.equal_stages import EqualStages, StageDraft, StageSetup
 from meshwright.planner.search.space import Mesh, Space
-from meshwright.planner.stages import recompute_levels
+from meshwright.planner.stages import Chain, Runs, recompute_levels
 
 COARSE_CUTS = 20  # of more cuts so many are looked at first
 COARSE_EXCESS = 1.05  # by which the best partition at few cuts may exceed the best at all
@@ -58,6 +58,7 @@ class UnequalStages:
 
     space: Space
     equal: EqualStages
+    _coarse: dict[Chain, Runs] = field(default_factory=dict)
 
     def meshes(self, m: int) -> list[Mesh]:
         return [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
@@ -89,13 +90,8 @@ class UnequalStages:
         apart, and where the user cut."""
         count = len(self.equal.cuts)
         own = set(self.space.restrictions.cuts or ())
-        at = {
-            0,
-            1,
-            count - 2,
-            count - 1,
-            *np.linspace(0, count - 1, COARSE_CUTS).round().astype(int),
-        }
+        at = {0, 1, count - 2, count - 1}
+        at |= {round(k * (count - 1) / (COARSE_CUTS - 1)) for k in range(COARSE_CUTS)}
         at |= {k for k, cut in enumerate(self.equal.cuts) if int(cut) in own}
         return np.array(sorted(k for k in at if 0 <= k < count))
 
@@ -106,18 +102,18 @@ class UnequalStages:
         the pipeline for one pass t; in time it is busy (m-1)·t more, and once per step."""
         policies = self.space.restrictions.policies
         grid = np.ix_(*[np.arange(len(self.equal.cuts)) if at is None else at] * 2)
+        ends = None if at is None else tuple(int(cut) for cut in self.equal.cuts[at])
         options: list[Option] = []
         times, fills, static, active = [], [], [], []
         for setup in setups:
-            runs, send = setup.chain.runs, self.equal.sent(setup)[grid]
-            rows, index = np.unique(runs.index[grid], return_inverse=True)
-            index = index.reshape(send.shape)
+            runs = setup.chain.runs if ends is None else self._runs_between(setup.chain, ends)
+            index, send = runs.index, self.equal.sent(setup)[grid]
             legal = (self.equal.legal & self.equal.allowed(setup))[grid]
-            steps = recompute_levels(runs.sums[rows], setup.setting, policies, runs.blocks[rows])
+            steps = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
             for policy, costs in zip(steps.policies, steps.costs, strict=True):
                 pass_s = costs.forward_s + costs.backward_s
                 once_s = costs.reduce_s + costs.optimizer_s
-                ok = legal & np.isfinite(runs.seconds[rows])[index]
+                ok = legal & np.isfinite(runs.seconds)[index]
                 options.append(Option(setup=setup, policy=policy))
                 turn = pass_s[index] + send
                 fills.append(np.where(ok, turn, np.inf))
@@ -132,6 +128,11 @@ class UnequalStages:
             activation_bytes=np.stack(active),
         )
         return table, options
+
+    def _runs_between(self, chain: Chain, ends: tuple[int, ...]) -> Runs:
+        if chain not in self._coarse:
+            self._coarse[chain] = chain.runs_between(ends)
+        return self._coarse[chain]
 
     def promising(
         self, m: int, setups: Sequence[StageSetup], cutoff_s: float, deadline: float | None

@@ -188,7 +188,7 @@ class Chain:
     def runs(self) -> Runs:
         """All stages, replicated at both ends."""
         if self._runs is None:
-            self._runs = self._compose()
+            self._runs = self.runs_between(self.at)
         return self._runs
 
     @property
@@ -202,11 +202,12 @@ class Chain:
         seconds: Floats = self.runs.seconds[self.runs.index]
         return seconds
 
-    def _compose(self) -> Runs:
+    def runs_between(self, ends: Sequence[int]) -> Runs:
+        """All stages that start and end at these boundaries, replicated at both ends."""
         numbers: dict[tuple[int, ...], int] = {}
         pieces: list[_Piece] = []
         kinds: list[int] = []
-        for start, stop in pairwise(self.at):
+        for start, stop in pairwise(ends):
             own = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
             if own == len(pieces):
                 pieces.append(_Piece(self, start, stop))
@@ -217,21 +218,21 @@ class Chain:
         for k, piece in enumerate(pieces):
             costs[k, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
         parts, priced = Sums.zeros(*costs.shape), np.zeros(costs.shape, dtype=bool)
-        at, ends = np.array(self.at), np.arange(most)
+        at, states = np.array(ends), np.arange(most)
         sums, seconds = [Sums.zeros(1).array], [np.full(1, np.inf)]
         blocks = [np.ones(1, dtype=np.int64)]
         # (runs of n pieces, S) by the state at their end: least seconds, and sums on that path
-        best, carried = np.where(ends == 0, 0.0, np.inf)[None, :], Sums.zeros(1, most)
+        best, carried = np.where(states == 0, 0.0, np.inf)[None, :], Sums.zeros(1, most)
         for n, (before, kind, first) in enumerate(steps.by_length, 1):
             options = best[before][:, :, None] + costs[kind]  # (runs, S, S)
             pick = options.argmin(axis=1)  # (runs, S): the state before the last piece
-            best = options[np.arange(len(kind))[:, None], pick, ends]
-            new = np.isfinite(best) & ~priced[kind[:, None], pick, ends]
+            best = options[np.arange(len(kind))[:, None], pick, states]
+            new = np.isfinite(best) & ~priced[kind[:, None], pick, states]
             for run, t in np.argwhere(new):
                 where = kind[run], pick[run, t], t
                 parts.array[where] = pieces[kind[run]].parts(int(pick[run, t]), int(t)).array
                 priced[where] = True
-            carried = carried[before[:, None], pick].then(parts[kind[:, None], pick, ends])
+            carried = carried[before[:, None], pick].then(parts[kind[:, None], pick, states])
             starts, stops = at[first], at[first + n]
             copies, copies_s = self._copies(starts, stops)
             sums.append((carried[:, 0] - copies).array)
