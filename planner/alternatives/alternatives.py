@@ -1,42 +1,35 @@
 """The best plan of each family that the chosen one is not in: why not something else, by a number.
 
-What the search drafted counts; beyond that the most promising combinations of each family are cut
-and simulated, whatever the chosen plan takes. Where nothing of a family fits, the answer is the
+What the search drafted counts; beyond that each family is explored as the search explores the whole
+space, best first, whatever the chosen plan takes. Where nothing of a family fits, the answer is the
 bytes it lacks; where the time ran out, the seconds it takes at least.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 from meshwright.planner.alternatives.families import Family, families
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import (
-    OPTIMISM,
-    OVERSHOOT,
     Combination,
+    Effort,
     EqualStages,
+    Explorer,
     MemoryNeed,
     MeshChoice,
     PlanDraft,
+    Queue,
     Search,
     SearchResult,
-    StageDraft,
     least_memory,
     least_memory_choices,
     shortfall_bytes,
 )
 
-T = TypeVar("T")
-
-MAX_MESHES = 16  # meshes looked at per family, those with the least bounds
-MAX_USELESS = 20  # meshes on which nothing fits, likewise
-MAX_CUTS = 24  # combinations cut per family, those with the least estimates
-MAX_SIMULATED = 6  # of those, the best of each schedule
+MAX_MESHES = 16  # meshes priced anew for a family, the most promising
 MAX_LEAST = 8  # meshes looked at for the least memory, those that divide weights most
 
 
@@ -57,9 +50,7 @@ def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...
     """The best of every family that the search could have chosen from and did not."""
     chosen = result.best.plan
     wanted = [family for family in families(search, result) if not family.has(chosen)]
-    explorer = _Explorer(search=search, result=result)
-    if result.complete:
-        explorer.look(wanted)
+    explorer = _Families(search=search, result=result)
     found = [explorer.best(family) for family in wanted]
     search.forget()
     graph, factors = search.problem.graph, search.problem.factors
@@ -71,49 +62,29 @@ def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...
 
 
 @dataclass(slots=True, kw_only=True)
-class _Explorer:
-    """Shared by all families: the combinations of `MAX_MESHES` meshes of each, and the drafts that
-    were simulated, by the recompute policies that were allowed. Nothing new is looked at where the
-    search ran out of time."""
+class _Families:
+    """The best plan of each family, of what was `drafted` for any. Nothing new is looked at where
+    the search ran out of time."""
 
     search: Search
     result: SearchResult
-    combinations: dict[MeshChoice, Sequence[Combination]] = field(default_factory=dict)
-    drafts: dict[tuple[tuple[str, ...], Combination], PlanDraft] = field(default_factory=dict)
-
-    def look(self, offered: Sequence[Family]) -> None:
-        """Fill `combinations`; a mesh on which nothing fits does not count."""
-        for family in offered:
-            useful = 0
-            for choice in self.choices(family)[: MAX_USELESS + MAX_MESHES]:
-                if choice not in self.combinations:
-                    self.combinations[choice] = self.search.equal.combinations(choice)
-                useful += bool(self.combinations[choice])
-                if useful >= MAX_MESHES:
-                    break
-
-    def choices(self, family: Family) -> list[MeshChoice]:
-        """Meshes that may hold plans of a family, the least bound of each number of micro-batches
-        first: with few of them bounds know no bubble, and some schedules have one."""
-        choices = filter(family.choice, self.result.meshes)
-        return _diverse(choices, lambda s: s.bound_s, lambda s: s.num_microbatches)
+    drafted: list[PlanDraft] = field(default_factory=list)
 
     def best(self, family: Family) -> Alternative | None:
         """The best plan found, or why there is none; None where the space holds none anyway."""
         drafts = [d for d in self.result.drafts if d.fits and family.has(d.plan)]
+        choices = [choice for choice in self.result.meshes if family.choice(choice)]
         if not self.result.complete:
-            bound_s = min((s.bound_s for s in self.choices(family)), default=None)
+            bound_s = min((choice.bound_s for choice in choices), default=None)
             draft = min(drafts, key=_step, default=None)
             if draft is None and bound_s is None:
                 return None
             return Alternative(family=family.name, draft=draft, bound_s=bound_s)
         equal, known_s = self._equal(family), min(map(_step, drafts), default=math.inf)
-        drafts += self._explored(family, equal, self._combinations(family, equal), known_s)
+        drafts += self._explored(family, equal, self._queue(family, equal, choices), known_s)
         need = None if drafts else self._least_memory(family, equal)
         if need is not None and need.excess_bytes <= 0:
-            drafts += self._explored(
-                family, equal, _of(family, equal.combinations(need.choice)), math.inf
-            )
+            drafts += self._explored(family, equal, Queue([need.choice]), math.inf)
         if drafts:
             return Alternative(family=family.name, draft=min(drafts, key=_step))
         if need is None:
@@ -123,7 +94,7 @@ class _Explorer:
 
     def improved(self, found: Alternative, family: Family) -> Alternative:
         """With what was drafted for other families, too."""
-        drafts = [d for d in self.drafts.values() if d.fits and family.has(d.plan)]
+        drafts = [d for d in self.drafted if d.fits and family.has(d.plan)]
         best = min([*drafts, *([found.draft] if found.draft else [])], key=_step, default=None)
         return found if best is None else replace(found, draft=best, shortfall_bytes=None)
 
@@ -138,73 +109,40 @@ class _Explorer:
         own = family.policies
         return self.search.equal if own is None else self.search.equal_with(own)
 
+    def _queue(self, family: Family, equal: EqualStages, choices: Sequence[MeshChoice]) -> Queue:
+        """What the search priced by its estimates; of other meshes some, by their bounds."""
+        queue, known = Queue(), self.search.equal.known
+        for choice in filter(known, choices):
+            own = [n for n in self.search.equal.combinations(choice) if _accepts(family, n)]
+            if equal is self.search.equal:
+                for one in own:
+                    queue.add(max(one.estimate_s, one.bound_s), one)
+            elif own:  # under other policies
+                queue.add(min(one.estimate_s for one in own), choice)
+        others = sorted((c for c in choices if not known(c)), key=lambda choice: choice.bound_s)
+        for choice in others[:MAX_MESHES]:
+            queue.add(choice.bound_s, choice)
+        return queue
+
     def _explored(
-        self,
-        family: Family,
-        equal: EqualStages,
-        combinations: Iterable[Combination],
-        known_s: float,
+        self, family: Family, equal: EqualStages, queue: Queue, known_s: float
     ) -> list[PlanDraft]:
-        """Of the most promising combinations those that may take less than `known_s`: many are
-        cut, few simulated."""
-        cuts: list[tuple[float, Combination, list[StageDraft]]] = []
-        for combination in _diverse(combinations, lambda n: n.estimate_s, _shape)[:MAX_CUTS]:
-            if max(combination.bound_s, combination.estimate_s * OPTIMISM) < known_s:
-                found = equal.solve(combination, known_s * OVERSHOOT)
-                if found is not None:
-                    cuts.append((found[0], combination, found[1]))
-        drafts: list[PlanDraft] = []
-        promising = _diverse(cuts, lambda cut: cut[0], lambda cut: cut[1].schedule)
-        for objective_s, combination, stages in promising[:MAX_SIMULATED]:
-            if objective_s >= known_s:
-                continue
-            key = equal.space.restrictions.policies, combination
-            if key not in self.drafts:
-                self.drafts[key] = self.search.draft(combination, stages)
-            draft = self.drafts[key]
-            if draft.fits and family.has(draft.plan):
-                drafts.append(draft)
-                known_s = min(known_s, draft.step_time_s)
-        return drafts
-
-    def _combinations(self, family: Family, equal: EqualStages) -> list[Combination]:
-        """Combinations of a family; under its own recompute, on the meshes that promise most."""
-        found = {
-            choice: of
-            for choice, combinations in self.combinations.items()
-            if family.choice(choice) and (of := _of(family, combinations))
-        }
-        if equal is self.search.equal:
-            return [combination for combinations in found.values() for combination in combinations]
-        promising = sorted(found, key=lambda choice: min(n.estimate_s for n in found[choice]))
-        return [
-            n for choice in promising[:MAX_MESHES] for n in _of(family, equal.combinations(choice))
-        ]
+        """Plans of a family that may take less than `known_s`."""
+        explorer = Explorer(
+            drafter=self.search,
+            equal=equal,
+            effort=Effort(),
+            accept=lambda one: _accepts(family, one),
+            trust=1.0,
+            known_s=known_s,
+        )
+        explorer.explore(queue)
+        self.drafted += explorer.drafts
+        return [d for d in explorer.drafts if d.fits and family.has(d.plan)]
 
 
-def _of(family: Family, combinations: Iterable[Combination]) -> list[Combination]:
-    return [
-        combination
-        for combination in combinations
-        if family.setup(combination.setup) and family.schedule(combination.schedule)
-    ]
-
-
-def _diverse(
-    items: Iterable[T], seconds: Callable[[T], float], kind: Callable[[T], Any]
-) -> list[T]:
-    """The fastest of each kind, then the second of each, and so on: estimates of one kind err
-    alike."""
-    rank: Counter[Any] = Counter()
-    ranked = []
-    for k, item in enumerate(sorted(items, key=seconds)):
-        ranked.append((rank[kind(item)], k, item))
-        rank[kind(item)] += 1
-    return [item for _, _, item in sorted(ranked, key=lambda entry: entry[:2])]
-
-
-def _shape(combination: Combination) -> tuple[int, int]:
-    return combination.groups, combination.setup.mesh.tp
+def _accepts(family: Family, one: Combination) -> bool:
+    return family.setup(one.setup) and family.schedule(one.schedule)
 
 
 def _step(draft: PlanDraft) -> float:

@@ -8,17 +8,18 @@ from meshwright.planner.search.equal_stages import (
     StageDraft,
     StageSetup,
 )
+from meshwright.planner.search.explore import Effort, Explorer, Queue
 from meshwright.planner.search.least_memory import (
     MemoryNeed,
     least_memory,
     least_memory_choices,
     shortfall_bytes,
 )
-from meshwright.planner.search.search import OPTIMISM, OVERSHOOT, Search, SearchResult
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.search.taste import TIE
 
 __all__ = [
-    "OPTIMISM", "OVERSHOOT", "TIE", "Candidate", "Combination", "EqualStages", "MemoryNeed",
-    "MeshChoice", "PlanDraft", "Search", "SearchResult", "StageDraft", "StageSetup",
+    "TIE", "Candidate", "Combination", "Effort", "EqualStages", "Explorer", "MemoryNeed",
+    "MeshChoice", "PlanDraft", "Queue", "Search", "SearchResult", "StageDraft", "StageSetup",
     "least_memory", "least_memory_choices", "shortfall_bytes",
 ]  # fmt: skip

@@ -232,6 +232,10 @@ class EqualStages:
             for own in self.space.placements(mesh, groups):
                 yield MeshChoice(mesh=own, num_microbatches=m, groups=groups, bound_s=min(bounds))
 
+    def known(self, choice: MeshChoice) -> bool:
+        """Whether the combinations of a mesh are priced."""
+        return choice in self._combinations
+
     def combinations(self, choice: MeshChoice) -> tuple[Combination, ...]:
         """All combinations on a mesh whose model states fit, estimated."""
         if choice not in self._combinations:

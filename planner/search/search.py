@@ -11,14 +11,11 @@ step time is the bound of the whole search, and their ratio its gap.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES
@@ -27,16 +24,13 @@ from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.candidates import Candidate, PlanDraft
 from meshwright.planner.search.drafter import Drafter
-from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft
+from meshwright.planner.search.equal_stages import Combination, MeshChoice
+from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import failure
 from meshwright.planner.search.space import Mesh
 from meshwright.planner.search.taste import TIE, by_taste, of_draft
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
-T = TypeVar("T")
-
-OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
-OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
 MAX_SIMPLER = 2  # combinations of each simpler kind that are simulated for a tie
@@ -103,10 +97,9 @@ class Search(Drafter):
         )
         self.objective = objective
         self.time_limit_s = time_limit_s
-        self._drafts: list[PlanDraft] = []
-        self._phases_s: dict[str, float] = {}
-        self._deadline: float | None = None
-        self._complete = True
+        self._effort = Effort()
+        self._explorer = Explorer(drafter=self, equal=self.equal, effort=self._effort)
+        self._drafts = self._explorer.drafts
 
     def again(self, overrides: Overrides) -> SearchResult:
         """The same search under other overrides, on what was priced. Raises as `run` does."""
@@ -125,97 +118,45 @@ class Search(Drafter):
 
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds."""
-        if self.time_limit_s is not None:
-            self._deadline = time.monotonic() + self.time_limit_s
+        self._effort.limit(self.time_limit_s)
+        timed = self._effort.timed
         counts = self.space.microbatch_counts()
-        meshes = self._timed(
-            "bounds", lambda: [c for m in counts for c in self.equal.mesh_choices(m)]
-        )
+        meshes = timed("bounds", lambda: [c for m in counts for c in self.equal.mesh_choices(m)])
         bound = self._explore(meshes)
-        bound = min(bound, self._explore(self._timed("bounds", self._between)))
+        bound = min(bound, self._explore(timed("bounds", self._between)))
         if self.space.may_differ:
             bound = min(bound, self._unequal(self.space.tried_counts()))
-        chosen = self._timed("write out", self._written)
+        chosen = timed("write out", self._written)
         if not chosen:
             raise failure(self, self._drafts)
         best = chosen[0]
         return SearchResult(
             candidates=tuple(chosen),
-            certificates=self._timed("certify", self._certify, best),
-            phases_s=dict(self._phases_s),
+            certificates=timed("certify", self._certify, best),
+            phases_s=dict(self._effort.phases_s),
             notes=tuple(self.space.notes()),
             meshes=tuple(meshes),
             drafts=tuple(self._drafts),
             bound_s=min(bound, self._limit(), best.step_time_s),
-            complete=self._complete,
+            complete=self._effort.complete,
         )
-
-    def _timed(self, phase: str, work: Callable[..., T], *args: Any) -> T:
-        started = time.process_time()
-        try:
-            return work(*args)
-        finally:
-            self._phases_s[phase] = self._phases_s.get(phase, 0.0) + time.process_time() - started
-
-    def _late(self) -> bool:
-        late = self._deadline is not None and time.monotonic() > self._deadline
-        self._complete &= not late
-        return late
 
     def _limit(self) -> float:
         """Step time to beat: that of the fastest draft that fits."""
-        return min((d.step_time_s for d in self._drafts if d.fits), default=math.inf)
+        return self._explorer.limit_s()
 
     # --- equal stages ---
 
     def _explore(self, choices: Iterable[MeshChoice]) -> float:
-        """Price meshes, estimate, cut and simulate, always what promises most, until nothing left
-        can be faster, or a tie for one that is simpler: a bound on what was left."""
-        queue = _Queue()
-        for choice in choices:
-            queue.add(choice.bound_s, choice)
-        left = math.inf
-        while queue:
-            limit = self._limit()
-            if queue.promised_s >= limit or (limit < math.inf and self._late()):
-                left = min(left, queue.bound_s)
-                self._explore_simpler(queue)
-                break
-            _, _, what, cut = queue.pop()
-            if what.bound_s >= limit:
-                continue
-            if isinstance(what, MeshChoice):
-                for one in self._timed("price stages", self.equal.combinations, what):
-                    queue.add(max(one.estimate_s * OPTIMISM, one.bound_s), one)
-            elif cut is None:
-                found = self._cut(what, limit * OVERSHOOT)
-                if found is not None:
-                    queue.add(found[0] / OVERSHOOT, what, found[1])
-                else:  # below the cutoff nothing fits; the objective is no proof for the rest
-                    left = min(left, what.bound_s)
-            else:
-                left = min(left, what.bound_s)
-                self._simulate(what, cut)
+        """Draft the best plans on these meshes, and simpler ones that may tie with them: a bound on
+        what was left."""
+        queue = Queue(choices)
+        left = min(self._explorer.explore(queue), queue.bound_s)
+        self._explore_simpler(queue)
         self.equal.forget()
         return left
 
-    def _cut(
-        self, combination: Combination, cutoff_s: float, *, alike: bool = False
-    ) -> tuple[float, list[StageDraft]] | None:
-        return self._timed(
-            "cut stages", lambda: self.equal.solve(combination, cutoff_s, alike=alike)
-        )
-
-    def _simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
-        """Draft a cut; where several stages of a device don't fit together, one of equal shares."""
-        draft = self._timed("simulate", self.draft, combination, cut)
-        self._drafts.append(draft)
-        if not draft.fits and combination.stages_per_group > 1:
-            found = self._cut(combination, self._limit() * OVERSHOOT, alike=True)
-            if found is not None:
-                self._drafts.append(self._timed("simulate", self.draft, combination, found[1]))
-
-    def _explore_simpler(self, queue: _Queue) -> None:
+    def _explore_simpler(self, queue: Queue) -> None:
         """Draft what is left and may tie with the best, of each kind that is simpler the most
         promising."""
         best = min((d for d in self._drafts if d.fits), key=_order, default=None)
@@ -223,20 +164,19 @@ class Search(Drafter):
             return
         limit, axes = best.step_time_s * (1 + TIE), of_draft(best, self.problem.cluster)[0]
         seen: Counter[tuple[Any, ...]] = Counter()
-        while queue and queue.promised_s < limit and not self._late():
+        while queue and queue.promised_s < limit and not self._effort.late():
             _, _, what, _ = queue.pop()
             if isinstance(what, MeshChoice):
                 if _axes(what.mesh, what.groups) <= axes:
-                    for one in self._timed("price stages", self.equal.combinations, what):
-                        queue.add(max(one.estimate_s * OPTIMISM, one.bound_s), one)
+                    self._explorer.expand(what, queue)
                 continue
             kind = _kind(what)
             if _axes(what.setup.mesh, what.groups) > axes or seen[kind] >= MAX_SIMPLER:
                 continue
-            found = self._cut(what, limit * OVERSHOOT)
+            found = self._explorer.cut(what, limit * OVERSHOOT)
             if found is not None:
                 seen[kind] += 1
-                self._simulate(what, found[1])
+                self._explorer.simulate(what, found[1])
 
     def _between(self) -> list[MeshChoice]:
         """The mesh of the best draft with the numbers of micro-batches that thinning left out next
@@ -264,12 +204,12 @@ class Search(Drafter):
         for bound, m, meshes in sorted(waiting):
             if bound >= self._limit():
                 continue
-            if self._limit() < math.inf and self._late():
+            if self._limit() < math.inf and self._effort.late():
                 left = min(left, bound)
                 continue
-            self._timed("inter-op DP", self._dp, m, meshes)
+            self._effort.timed("inter-op DP", self._dp, m, meshes)
             left = min(left, bound)
-        self._late()
+        self._effort.late()
         return left
 
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
@@ -280,7 +220,7 @@ class Search(Drafter):
         setups = self.unequal.setups(m, meshes, limit)
         if not setups:
             return
-        deadline = self._deadline if limit < math.inf else None  # first find something
+        deadline = self._effort.deadline if limit < math.inf else None  # first find something
         if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
             setups = self.unequal.promising(m, setups, limit * OVERSHOOT, deadline)
             if not setups:
@@ -377,33 +317,3 @@ def _kind(one: Combination) -> tuple[Any, ...]:
     mesh = one.setup.mesh
     axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
     return *axes, SCHEDULES[one.schedule].standard, one.setup.dp_shard > 0, mesh.spread > 1
-
-
-class _Queue:
-    """What is left to explore, the most promising first: (seconds promised, number, what, its
-    cut)."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
-        self._count = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(
-        self, promised_s: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
-    ) -> None:
-        heapq.heappush(self._heap, (promised_s, next(self._count), what, cut))
-
-    def pop(self) -> tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]:
-        return heapq.heappop(self._heap)
-
-    @property
-    def promised_s(self) -> float:
-        """Seconds of the most promising one."""
-        return self._heap[0][0]
-
-    @property
-    def bound_s(self) -> float:
-        """Lower bound on the step of any plan that is left."""
-        return min((entry[2].bound_s for entry in self._heap), default=math.inf)

@@ -1,0 +1,147 @@
+"""Best-first exploration of plans with equal stages: price meshes, estimate, cut and simulate,
+always what promises most."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from meshwright.planner.search.candidates import PlanDraft
+from meshwright.planner.search.drafter import Drafter
+from meshwright.planner.search.equal_stages import Combination, EqualStages, MeshChoice, StageDraft
+
+T = TypeVar("T")
+
+OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
+OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
+
+
+class Effort:
+    """CPU seconds spent by phase, and the time limit: `complete` until it cut something short."""
+
+    def __init__(self) -> None:
+        self.phases_s: dict[str, float] = {}
+        self.deadline: float | None = None
+        self.complete = True
+
+    def limit(self, seconds: float | None) -> None:
+        """From now on so many seconds of wall time."""
+        if seconds is not None:
+            self.deadline = time.monotonic() + seconds
+
+    def timed(self, phase: str, work: Callable[..., T], *args: Any) -> T:
+        started = time.process_time()
+        try:
+            return work(*args)
+        finally:
+            spent = time.process_time() - started
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + spent
+
+    def late(self) -> bool:
+        late = self.deadline is not None and time.monotonic() > self.deadline
+        self.complete &= not late
+        return late
+
+
+class Queue:
+    """What is left to explore, the most promising first: (seconds promised, number, what, its
+    cut)."""
+
+    def __init__(self, choices: Iterable[MeshChoice] = ()) -> None:
+        self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
+        self._count = itertools.count()
+        for choice in choices:
+            self.add(choice.bound_s, choice)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(
+        self, promised_s: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
+    ) -> None:
+        heapq.heappush(self._heap, (promised_s, next(self._count), what, cut))
+
+    def pop(self) -> tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]:
+        return heapq.heappop(self._heap)
+
+    @property
+    def promised_s(self) -> float:
+        """Seconds of the most promising one."""
+        return self._heap[0][0]
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound on the step of any plan that is left."""
+        return min((entry[2].bound_s for entry in self._heap), default=math.inf)
+
+
+@dataclass(slots=True, kw_only=True)
+class Explorer:
+    """Drafts the best plans of a drafter's `equal` stages among the combinations that `accept`
+    lets through. `trust` is the part of an estimate that a plan is believed to take at least;
+    `known_s` a step to beat."""
+
+    drafter: Drafter
+    equal: EqualStages
+    effort: Effort
+    accept: Callable[[Combination], bool] = lambda _: True
+    trust: float = OPTIMISM
+    known_s: float = math.inf
+    drafts: list[PlanDraft] = field(default_factory=list)
+
+    def limit_s(self) -> float:
+        """Step time to beat: that of the fastest draft that fits."""
+        return min((d.step_time_s for d in self.drafts if d.fits), default=self.known_s)
+
+    def explore(self, queue: Queue) -> float:
+        """Draft what promises most until nothing left in the queue can be faster: a bound on what
+        was passed by, that in the queue apart."""
+        passed = math.inf
+        while queue:
+            limit = self.limit_s()
+            if queue.promised_s >= limit or (limit < math.inf and self.effort.late()):
+                break
+            _, _, what, cut = queue.pop()
+            if what.bound_s >= limit:
+                continue
+            if isinstance(what, MeshChoice):
+                self.expand(what, queue)
+            elif cut is None:
+                found = self.cut(what, limit * OVERSHOOT)
+                if found is not None:
+                    queue.add(found[0] / OVERSHOOT, what, found[1])
+                else:  # below the cutoff nothing fits; the objective is no proof for the rest
+                    passed = min(passed, what.bound_s)
+            else:
+                passed = min(passed, what.bound_s)
+                self.simulate(what, cut)
+        return passed
+
+    def expand(self, choice: MeshChoice, queue: Queue) -> None:
+        """Queue the combinations of a mesh."""
+        for one in self.effort.timed("price stages", self.equal.combinations, choice):
+            if self.accept(one):
+                queue.add(max(one.estimate_s * self.trust, one.bound_s), one)
+
+    def cut(
+        self, combination: Combination, cutoff_s: float, *, alike: bool = False
+    ) -> tuple[float, list[StageDraft]] | None:
+        """The objective and the stages of the best cut below a cutoff."""
+        return self.effort.timed(
+            "cut stages", lambda: self.equal.solve(combination, cutoff_s, alike=alike)
+        )
+
+    def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
+        """Draft a cut; where several stages of a device don't fit together, one of equal shares."""
+        draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
+        self.drafts.append(draft)
+        if not draft.fits and combination.stages_per_group > 1:
+            found = self.cut(combination, self.limit_s() * OVERSHOOT, alike=True)
+            if found is not None:
+                more = self.effort.timed("simulate", self.drafter.draft, combination, found[1])
+                self.drafts.append(more)
