@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwright.costmodel.blocks import (
     Floats,
+    KnownSteps,
     PassPrice,
     Sums,
     block_sums,
@@ -34,7 +35,7 @@ from meshwright.costmodel.operators import (
     fuse,
     model_flops,
 )
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, moves
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import fingerprint
 from meshwright.profiles.cluster import Cluster
@@ -68,6 +69,9 @@ class _Known:
     passes: dict[tuple[str, tuple[float, ...], str, States], PassPrice] = field(
         default_factory=dict
     )
+    # name of a block, tp: its layouts, its steps by choices and states of its inputs
+    layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
+    steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
     # name of a block: operators that each recompute policy repeats
     repeated: dict[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
 
@@ -158,7 +162,7 @@ class StageCoster:
         key = (block.class_id, mesh_key(setting), several, assignment.choices, states)
         known = self._known.blocks
         if key not in known:
-            layouts = BlockLayouts(self.graph, self.problem.factors, block, setting.tp)
+            layouts = self._layouts(block, setting.tp)
             passes = self._pass(pricer, layouts, assignment, inputs)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
             known[key] = block_sums(price, block)
@@ -180,9 +184,29 @@ class StageCoster:
             if block.name not in known.repeated:
                 known.repeated[block.name] = repeated_by_policy(pricer, block)
             known.passes[key] = price_pass(
-                pricer, layouts, assignment, inputs, repeated=known.repeated[block.name]
+                pricer,
+                layouts,
+                assignment,
+                inputs,
+                repeated=known.repeated[block.name],
+                known=self._steps(layouts, assignment, inputs),
             )
         return known.passes[key]
+
+    def _layouts(self, block: Block, tp: int) -> BlockLayouts:
+        known = self._known.layouts
+        if (block.name, tp) not in known:
+            known[block.name, tp] = BlockLayouts(self.graph, self.problem.factors, block, tp)
+        return known[block.name, tp]
+
+    def _steps(
+        self, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
+    ) -> KnownSteps:
+        known, block = self._known.steps, layouts.block
+        key = (block.name, layouts.degree, assignment.choices, tuple(inputs.values()))
+        if key not in known:
+            known[key] = KnownSteps(moves(layouts, assignment, inputs))
+        return known[key]
 
     def send_seconds(self, setting: Setting) -> Floats:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,

@@ -316,6 +316,7 @@ def _matrix(table: BlockTable | None, ins: int, outs: int) -> Floats:
     """(ins, outs): seconds of a block over its boundary states; inf where it has no assignment."""
     if table is None:
         return np.full((ins, outs), np.inf)
-    return np.array(
-        [[table.costs[boundary_index(table, s, t)] for t in range(outs)] for s in range(ins)]
-    )
+    axes = ["in" if name.startswith("in:") else "out" for name in table.keep]
+    costs = table.costs if axes == sorted(axes) else table.costs.T
+    shape = (ins if "in" in axes else 1, outs if "out" in axes else 1)
+    return np.array(np.broadcast_to(costs.reshape(shape), (ins, outs)))

@@ -7,6 +7,7 @@ The only part of pricing that imports the intra-op program and its solver.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -63,6 +64,7 @@ class BlockPrograms:
     # programs by what they depend on, and states by value and tp: the same under all entries
     _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
+    _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
 
     def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
         """The programs under other sharding decisions of the user, with stages that start and end
@@ -214,8 +216,7 @@ class BlockPrograms:
         block = self.graph.blocks[k]
         # statistics of a batch that the data axis splits are summed over it
         summed = setting.dp if _sums_statistics(block) else 1
-        # with tp = 1 nothing is re-sharded, and the program is the same for all ep > 1
-        ep = min(setting.ep, 2) if setting.tp == 1 else setting.ep
+        ep = min(setting.ep, 2) if self._prices_experts(k, setting.tp) else setting.ep
         where = (setting.tp, setting.cp, ep, setting.rows, summed)
         key = (self._key(k, setting.tp), where)
         if key not in self._programs:
@@ -235,6 +236,18 @@ class BlockPrograms:
                 allowed=allowed,
             )
         return self._programs[key]
+
+    def _prices_experts(self, k: int, tp: int) -> bool:
+        """Whether a block's program is the same for all ep > 1: where of what has a part for each
+        expert nothing is re-sharded but parameters, each for one operator."""
+        if tp > 1 and k not in self._same_for_experts:
+            block, experts = self.graph.blocks[k], self.coster.problem.factors.has_experts
+            reads = Counter(value for op in block.ops for value in op.operands)
+            made = {value for op in block.ops for value in op.results} | set(block.inputs)
+            self._same_for_experts[k] = not any(map(experts, made)) and all(
+                reads[value] == 1 for value in block.parameters if experts(value)
+            )
+        return tp == 1 or self._same_for_experts[k]
 
     def _forced(self, layouts: BlockLayouts) -> Callable[[str, Strategy | Placement], bool]:
         """Restriction to the user's sharding entries."""
