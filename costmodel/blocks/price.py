@@ -132,18 +132,34 @@ def price_pass(
     )
 
 
-def pass_depends_on(setting: Setting, block: Block) -> tuple[float, ...]:
-    """Cache key of a pass' price on one cluster and target: the fields of a setting that it depends
-    on. The data axis is not among them, except where statistics are summed over it or a loss is
-    divided by a count over it; nor how many ranks share experts out, where there are none."""
-    traits = [traits_of(op) for op in block.ops]
-    ep = setting.ep if any(each.experts for each in traits) else min(setting.ep, 2)
-    found = (setting.tp, setting.cp, ep, setting.rows, setting.spread)
-    if any(each.batch_statistics for each in traits):
-        return (*found, setting.dp, setting.num_microbatches > 1)
-    if any(each.loss for each in traits):
-        return (*found, setting.dp > 1, setting.num_microbatches > 1)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassNeeds:
+    """What of a mesh the price per micro-batch of a block depends on: statistics are summed over
+    the data axis, a loss is divided by a count over it, experts are shared out."""
+
+    statistics: bool
+    loss: bool
+    experts: bool
+
+    @staticmethod
+    def of(block: Block) -> PassNeeds:
+        traits = [traits_of(op) for op in block.ops]
+        return PassNeeds(
+            statistics=any(each.batch_statistics for each in traits),
+            loss=any(each.loss for each in traits),
+            experts=any(each.experts for each in traits),
+        )
+
+    def key(self, setting: Setting) -> tuple[float, ...]:
+        """Cache key of the price on one cluster and target: the fields of a setting that it depends
+        on."""
+        ep = setting.ep if self.experts else min(setting.ep, 2)
+        found = (setting.tp, setting.cp, ep, setting.rows, setting.spread)
+        if self.statistics:
+            return (*found, setting.dp, setting.num_microbatches > 1)
+        if self.loss:
+            return (*found, setting.dp > 1, setting.num_microbatches > 1)
+        return found
 
 
 def _costs(pricer: Pricer, block: Block, steps: Sequence[Step]) -> Iterator[Cost]:

@@ -37,6 +37,8 @@ Cuts: TypeAlias = Sequence[Sequence[Placement]]
 class _Solved:
     """What was solved under one set of entries and cuts; kept as long as the programs."""
 
+    # tp: states at every boundary
+    cuts: dict[int, list[list[Placement]]] = field(default_factory=dict)
     # block, tp: what its program depends on
     keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
     # setting but ZeRO, micro-batches, mode, policies that the user decided
@@ -103,10 +105,16 @@ class BlockPrograms:
     def cut_states(self, k: int, tp: int) -> list[Placement]:
         """States that the one value crossing cut k may have; replicated where several cross, or the
         value other cuts too (a skip connection): what leaves a stage is whole, wherever it ends."""
-        cuts = self.coster.activations_at_cuts
-        if tp == 1 or len(cuts[k]) != 1 or sum(cuts[k][0] in cut for cut in cuts) > 1:
+        crossing = self.coster.activations_at_cuts[k]
+        if tp == 1 or len(crossing) != 1 or crossing[0] in self._crossing_several:
             return [R]
-        return self.value_states(cuts[k][0], tp)
+        return self.value_states(crossing[0], tp)
+
+    @cached_property
+    def _crossing_several(self) -> frozenset[str]:
+        """Values that cross several cuts."""
+        times = Counter(value for cut in self.coster.activations_at_cuts for value in set(cut))
+        return frozenset(value for value, count in times.items() if count > 1)
 
     def value_states(self, value: str, tp: int) -> list[Placement]:
         """Replicated, or split along any dim but the batch that tp divides."""
@@ -122,7 +130,10 @@ class BlockPrograms:
         return self._states[key]
 
     def _cuts(self, tp: int) -> list[list[Placement]]:
-        return [self.cut_states(k, tp) for k in range(len(self.graph.blocks) + 1)]
+        if tp not in self._solved.cuts:
+            places = range(len(self.graph.blocks) + 1)
+            self._solved.cuts[tp] = [self.cut_states(k, tp) for k in places]
+        return self._solved.cuts[tp]
 
     # --- one setting ---
 
@@ -220,7 +231,7 @@ class BlockPrograms:
         where = (setting.tp, setting.cp, ep, setting.rows, summed)
         key = (self._key(k, setting.tp), where)
         if key not in self._programs:
-            layouts = BlockLayouts(self.graph, self.coster.problem.factors, block, setting.tp)
+            layouts = self.coster.layouts(block, setting.tp)
             try:
                 allowed = self._forced(layouts)
             except ValueError as error:
