@@ -1,15 +1,16 @@
 """Time of every planning phase for models of published size, without a weight or a GPU; our plans
 against published ones.
 
-    python scripts/bench_planner.py [CASE ...] [--replan]
+    python scripts/bench_planner.py [CASE ...] [--report] [--replan] [--time-limit SECONDS]
     python scripts/bench_planner.py --experts [--case TEXT] [--same-recompute] [--pin]
 
 CPU seconds of this process, trace included; the plan, its predicted step, MFU and the bound of the
-search beside them. `--replan` times planning a second time with one override, on what the first
-search has priced. `--experts` compares with the plans of `expert_plans.py` whose names or sources
-contain TEXT, under our cost model, and exits with 1 where ours is slower by more than 0.5 %;
-`--same-recompute` has ours recompute as theirs does; `--pin` searches again with the published
-decisions as overrides and checks that theirs is found, or a better one in what they leave open.
+search beside them. `--report` times the report's text as well. `--replan` times planning a second
+time with one override, on what the first search has priced. `--experts` compares with the plans of
+`expert_plans.py` whose names or sources contain TEXT, under our cost model, and exits with 1 where
+ours is slower by more than 0.5 %; `--same-recompute` has ours recompute as theirs does; `--pin`
+searches again with the published decisions as overrides and checks that theirs is found, or a
+better one in what they leave open.
 """
 
 from __future__ import annotations
@@ -17,116 +18,57 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import analyse
+from meshwright.planner.alternatives import Answers, explain_search
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import describe, seconds
+from meshwright.planner.report import Report
 from meshwright.planner.search import Search, SearchResult
 from meshwright.planner.tracing import trace
-from meshwright.profiles.cluster import Cluster
+from scripts.bench_models import CASES
 from scripts.experts.compare import compare, show, summary
 from scripts.experts.plans import experts
 
 
-def gpt(layers: int, hidden: int, heads: int, vocabulary: int, length: int) -> torch.nn.Module:
-    with torch.device("meta"):
-        config = GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, n_positions=length)
-        config.vocab_size = vocabulary
-        return GPT2LMHeadModel(config)
-
-
-def llama(layers: int, hidden: int, heads: int, ffn: int) -> torch.nn.Module:
-    with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=128256,
-                hidden_size=hidden,
-                intermediate_size=ffn,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=8,
-                max_position_embeddings=8192,
-            )
-        )
-
-
-def gpt3() -> torch.nn.Module:
-    return gpt(96, 12288, 96, 51200, 2048)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model on nodes of 8 devices of the catalog; `batch` rows of `length` tokens a step."""
-
-    model: Callable[[], torch.nn.Module]
-    length: int
-    node: str
-    nodes: int
-    batch: int
-    precision: str = "bf16"
-
-
-CASES: Mapping[str, Case] = {
-    "gpt2": Case(
-        model=lambda: gpt(12, 768, 12, 50257, 1024),
-        length=1024, node="dgx-h100", nodes=1, batch=64,
-    ),
-    "gpt-39b": Case(  # Alpa's largest GPT
-        model=lambda: gpt(48, 8192, 64, 51200, 1024),
-        length=1024, node="p3.16xlarge", nodes=8, batch=1024, precision="fp16",
-    ),
-    "llama-8b": Case(
-        model=lambda: llama(32, 4096, 32, 14336),
-        length=4096, node="dgx-h100", nodes=8, batch=256,
-    ),
-    "gpt3-64": Case(model=gpt3, length=2048, node="dgx-a100", nodes=8, batch=512),
-    "gpt3-1024": Case(model=gpt3, length=2048, node="dgx-a100", nodes=128, batch=1536),
-    "llama-405b": Case(
-        model=lambda: llama(126, 16384, 128, 53248),
-        length=8192, node="dgx-h100", nodes=2048, batch=2048,
-    ),
-    "deep-gpt": Case(
-        model=lambda: gpt(1024, 2048, 16, 51200, 2048),
-        length=2048, node="dgx-a100", nodes=32, batch=512,
-    ),
-}  # fmt: skip
-
-
-def bench(name: str, *, replan: bool) -> None:
+def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) -> None:
     """Plan once, or twice, and print the phases."""
     case = CASES[name]
-    cluster = Cluster.from_catalog(case.node, num_nodes=case.nodes)
-    ids = torch.empty(2, case.length, dtype=torch.long, device="meta")
-    model = case.model()
+    model, cluster = case.model(), case.cluster()
     started = time.process_time()
-    graph = trace(model, {"input_ids": ids, "labels": ids}, precision=case.precision)
+    graph = trace(model.module, model.batch, precision=case.precision)
     traced = time.process_time()
     table = analyse(graph)
     graph = cut_blocks(graph, table)
     cut = time.process_time()
-    problem = Problem(graph=graph, factors=table, cluster=cluster, precision=case.precision)
-    search = Search(problem, case.batch, Overrides())
-    result = search.run()
-    done = time.process_time()
     print(f"{name}: {graph.num_parameters() / 1e9:.3g} B parameters on {cluster.describe()}")
-    show_phases(
-        {"trace": traced - started, "factors, blocks": cut - traced}, result, done - started
-    )
-    if not replan:
-        return
-    override = Overrides(tp=result.best.plan.stages[0].tp)
-    started = time.process_time()
-    result = search.again(override)
-    print(f"  again with tp={override.tp}:")
-    show_phases({}, result, time.process_time() - started)
+    problem = Problem(graph=graph, factors=table, cluster=cluster, precision=case.precision)
+    search = Search(problem, case.batch, Overrides(), time_limit_s=time_limit_s)
+    result = search.run()
+    before = {"trace": traced - started, "factors, blocks": cut - traced}
+    show_phases(before, result, time.process_time() - started)
+    if report:
+        started = time.process_time()
+        text = str(with_answers(search, result))
+        print(f"  str(report), {len(text)} characters: {time.process_time() - started:.1f} CPU-s")
+    if replan:
+        override = Overrides(tp=result.best.plan.stages[0].tp)
+        started = time.process_time()
+        result = search.again(override)
+        print(f"  again with tp={override.tp}:")
+        show_phases({}, result, time.process_time() - started)
+
+
+def with_answers(search: Search, result: SearchResult) -> Report:
+    """The report that `auto_parallelize` gives."""
+    report = explain_search(result, search.problem, {})
+    return replace(report, deferred=Answers(search=search, result=result))
 
 
 def show_phases(before: Mapping[str, float], result: SearchResult, total_s: float) -> None:
@@ -158,6 +100,8 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--replan", action="store_true", help="plan again with one override")
+    parser.add_argument("--report", action="store_true", help="time str(report), too")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the search")
     parser.add_argument("--experts", action="store_true", help="compare with published plans")
     parser.add_argument("--case", default="", metavar="TEXT", help="only plans that contain TEXT")
     parser.add_argument("--same-recompute", action="store_true", help="recompute as they do")
@@ -170,7 +114,7 @@ def main() -> None:
     for name in args.cases or CASES:
         if name not in CASES:
             raise SystemExit(f"no case {name!r}; legal: {', '.join(CASES)}")
-        bench(name, replan=args.replan)
+        bench(name, replan=args.replan, report=args.report, time_limit_s=args.time_limit)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory of the planner {peak:.2f} GiB")
 

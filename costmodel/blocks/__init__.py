@@ -1,5 +1,6 @@
 """The price of a block and of a stage: seconds, saved bytes, peak memory, recompute."""
 
+from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.peak import (
     fits,
     peak_bytes,
@@ -9,8 +10,8 @@ from meshwright.costmodel.blocks.peak import (
 )
 from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable
 from meshwright.costmodel.blocks.price import (
+    PassNeeds,
     PassPrice,
-    pass_depends_on,
     price_block,
     price_pass,
     repeated_by_policy,
@@ -27,8 +28,8 @@ from meshwright.costmodel.blocks.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "RECOMPUTE", "Floats", "PassPrice", "Recompute", "StageCosts", "Sums",
-    "block_sums", "combined", "fits", "of_one", "parameter_sums", "pass_depends_on",
+    "NO_RECOMPUTE", "RECOMPUTE", "Floats", "KnownSteps", "PassNeeds", "PassPrice", "Recompute",
+    "StageCosts", "Sums", "block_sums", "combined", "fits", "of_one", "parameter_sums",
     "peak_bytes", "price_block", "price_pass", "recomputable", "repeated_by_policy",
     "room_bytes", "selective_ops", "shortfall_bytes", "stage_bytes", "stage_costs",
 ]  # fmt: skip

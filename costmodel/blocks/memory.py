@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memory import (
@@ -58,7 +58,8 @@ class BlockMemory:
     """Allocations kept for a block's backward, and the memory of the values that leave it.
 
     `outside` are the allocations of values that enter or leave. `makers` is the operator that made
-    each allocation, `reads` the allocations of each operator's operands.
+    each allocation, `reads` the allocations of each operator's operands; `made` are all in the
+    order in which they were met, `sizes` what differs from their own bytes.
     """
 
     kept: frozenset[Storage]
@@ -66,6 +67,8 @@ class BlockMemory:
     outside: frozenset[Storage]
     makers: Mapping[Storage, str]
     reads: Mapping[str, tuple[Storage, ...]]
+    made: Sequence[Storage] = ()
+    sizes: Mapping[Storage, float] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> float:
@@ -79,7 +82,8 @@ class BlockMemory:
         return self._nbytes({s for s in self.kept | read if self.makers.get(s) not in operators})
 
     def _nbytes(self, storages: Collection[Storage]) -> float:
-        return math.fsum(s.nbytes for s in storages if s not in self.outside)
+        sizes, outside = self.sizes, self.outside
+        return math.fsum(sizes.get(s, s.nbytes) for s in storages if s not in outside)
 
 
 def block_memory(
@@ -140,6 +144,7 @@ class _Walk:
         self.kept: set[Storage] = set()
         self.makers: dict[Storage, str] = {}
         self.reads: dict[str, tuple[Storage, ...]] = {}
+        self.made: list[Storage] = []
 
     def run(self, steps: Sequence[Step], given: Mapping[str, Held]) -> BlockMemory:
         entered: set[Storage] = set()
@@ -150,8 +155,10 @@ class _Walk:
                     outside = fresh(local(self.pricer, value, state), origin=ORIGINS[role])
                     self.held[value, state] = made = given.get(value, outside)
                     entered.add(made.storage)
+                    self.made.append(made.storage)
                 case Move(value, source, target) if not step.known:
-                    self.held[value, target] = self._moved(value, source, target)
+                    self.held[value, target] = made = self._moved(value, source, target)
+                    self.made.append(made.storage)
                 case Run(op, strategy):
                     self._run(op, strategy)
                 case Leave(value, state):
@@ -162,6 +169,7 @@ class _Walk:
             outside=frozenset(entered.union(x.storage for x in leaving.values())),
             makers=self.makers,
             reads=self.reads,
+            made=self.made,
         )
 
     def _written(self) -> set[Storage]:
@@ -221,6 +229,7 @@ class _Walk:
         self.kept.update(found.storages)
         self.reads[op.name] = read = tuple(x.storage for x in operands)
         for storage in (*found.storages, *(x.storage for x in found.results)):
+            self.made.append(storage)
             if storage not in read:
                 self.makers.setdefault(storage, op.name)
         self.held |= dict(zip(results, found.results, strict=True))

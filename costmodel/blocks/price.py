@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
+from meshwright.costmodel.blocks.known_steps import KnownSteps
+from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.blocks.selective import repeated_ops
 from meshwright.costmodel.graph import Block, Op
@@ -108,14 +109,15 @@ def price_pass(
     inputs: Mapping[str, Placement],
     *,
     repeated: Mapping[str, frozenset[str]] | None = None,
+    known: KnownSteps | None = None,
 ) -> PassPrice:
     """Cost and memory of a block per micro-batch, with the re-shards of its parameters. `repeated`
-    is its `repeated_by_policy`, where it is known. Raises ValueError where a re-shard does not
-    exist."""
+    is its `repeated_by_policy`, `known` its steps under the assignment, where they are known.
+    Raises ValueError where a re-shard does not exist."""
     block, chosen = layouts.block, assignment.strategies
-    steps = moves(layouts, assignment, inputs)
-    cost = total(_costs(pricer, block, steps))
-    memory = block_memory(pricer, steps)
+    known = known or KnownSteps(moves(layouts, assignment, inputs))
+    cost = total(_costs(pricer, block, known.steps))
+    memory = known.memory(pricer)
     return PassPrice(
         cost=cost,
         saved_bytes=memory.saved_bytes,
@@ -130,17 +132,34 @@ def price_pass(
     )
 
 
-def pass_depends_on(setting: Setting, block: Block) -> tuple[float, ...]:
-    """Cache key of a pass' price on one cluster and target: the fields of a setting that it depends
-    on. The data axis is not among them, except where statistics are summed over it or a loss is
-    divided by a count over it."""
-    traits = [traits_of(op) for op in block.ops]
-    found = (setting.tp, setting.cp, setting.ep, setting.rows, setting.spread)
-    if any(each.batch_statistics for each in traits):
-        return (*found, setting.dp, setting.num_microbatches > 1)
-    if any(each.loss for each in traits):
-        return (*found, setting.dp > 1, setting.num_microbatches > 1)
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassNeeds:
+    """What of a mesh the price per micro-batch of a block depends on: statistics are summed over
+    the data axis, a loss is divided by a count over it, experts are shared out."""
+
+    statistics: bool
+    loss: bool
+    experts: bool
+
+    @staticmethod
+    def of(block: Block) -> PassNeeds:
+        traits = [traits_of(op) for op in block.ops]
+        return PassNeeds(
+            statistics=any(each.batch_statistics for each in traits),
+            loss=any(each.loss for each in traits),
+            experts=any(each.experts for each in traits),
+        )
+
+    def key(self, setting: Setting) -> tuple[float, ...]:
+        """Cache key of the price on one cluster and target: the fields of a setting that it depends
+        on."""
+        ep = setting.ep if self.experts else min(setting.ep, 2)
+        found = (setting.tp, setting.cp, ep, setting.rows, setting.spread)
+        if self.statistics:
+            return (*found, setting.dp, setting.num_microbatches > 1)
+        if self.loss:
+            return (*found, setting.dp > 1, setting.num_microbatches > 1)
+        return found
 
 
 def _costs(pricer: Pricer, block: Block, steps: Sequence[Step]) -> Iterator[Cost]:

@@ -33,7 +33,7 @@ from meshwright.costmodel.sharding import FactorTable, Placement
 class ParameterPricer:
     """Once-per-step prices of one graph's parameters in one setting. `numel` gives local elements,
     `unit_numel` the elements of all parameters that travel with one; `known`, prices found so far
-    on any data axis."""
+    on any mesh."""
 
     graph: Graph
     table: FactorTable
@@ -46,12 +46,22 @@ class ParameterPricer:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
         parameter, for ZeRO and for none."""
         setting = self.setting
-        several = setting.num_microbatches > 1
-        key = value, placement, setting.dp, setting.dp_shard, setting.spread, several
+        mesh = setting.tp, setting.cp, setting.dp, setting.dp_shard, setting.spread
+        where = mesh, setting.num_microbatches > 1
+        key = value, placement, setting.ep, where
         if key not in self.known:
             meta = self.graph.values[value]
             trained = meta.requires_grad and meta.numel > 0
-            self.known[key] = self._cost(value, placement) if trained else NOTHING
+            self.known[key] = self._alike(value, placement, where) if trained else NOTHING
+        return self.known[key]
+
+    def _alike(self, value: str, placement: Placement, where: Any) -> Cost:
+        """The same for all parameters of one size that travel with as many others."""
+        numel, unit = self.graph.values[value].numel, self.unit_numel.get(value, 0.0)
+        size = self.numel(value, placement), numel, unit
+        key = size, self._parts(value, placement), where
+        if key not in self.known:
+            self.known[key] = self._cost(value, placement)
         return self.known[key]
 
     def _cost(self, value: str, placement: Placement) -> Cost:

@@ -39,13 +39,14 @@ VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
 @dataclass(slots=True, kw_only=True)
 class Pricer(ReshardPricer):
-    """Prices of one graph in one setting. Owns its caches; pure otherwise."""
+    """Prices of one graph in one setting. Owns its caches, but for `known_parameters`, which
+    pricers of one cluster, target and optimizer may share; pure otherwise."""
 
     fusion: Fusion = field(default_factory=Fusion)
     unit_numel: Mapping[str, float] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
     _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
-    _once: dict[Any, Cost] = field(default_factory=dict)
+    known_parameters: dict[Any, Cost] = field(default_factory=dict)
     _splits: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class Pricer(ReshardPricer):
             setting=self.setting,
             numel=self.numel,
             unit_numel=self.unit_numel,
-            known=self._once,
+            known=self.known_parameters,
         )
 
     def once(self, setting: Setting) -> Pricer:

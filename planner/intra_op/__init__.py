@@ -1,6 +1,7 @@
 """The intra-op integer program of a block, solved exactly."""
 
-from meshwright.planner.intra_op.program import BlockProgram, BlockTable
+from meshwright.planner.intra_op.program import BlockProgram
 from meshwright.planner.intra_op.solvers import Certificate
+from meshwright.planner.intra_op.table import BlockTable
 
 __all__ = ["BlockProgram", "BlockTable", "Certificate"]

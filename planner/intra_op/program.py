@@ -16,14 +16,15 @@ costs of parameters,
     a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
 
 and where experts are shared out, from one ep > 1 to another, the costs of operators that exchange
-copies of tokens or work through them (`_shared_out`). The rest is solved once per program.
+copies of tokens or work through them (`_shared_out`), and of handing them their matrices. The rest
+is solved once per program.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -47,20 +48,8 @@ from meshwright.planner.intra_op.elimination import (
     PairwiseProblem,
     Scope,
     for_all_pairs,
-    restricted,
 )
-from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """A hub's state: a value waits for its readers in `state`, and in `copy`, made from it once for
-    all who read that. Legal only from `source` and for readers of `kinds`, where given."""
-
-    state: Placement
-    copy: Placement | None = None
-    source: Placement | None = None
-    kinds: tuple[str, ...] = ()
+from meshwright.planner.intra_op.table import BlockTable, Wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +63,10 @@ class _Stored:
     scope: Scope
     each: np.ndarray
     once: np.ndarray
+
+    def factor(self, microbatches: float) -> np.ndarray:
+        """Seconds of moving it, per micro-batch."""
+        return self.each + self.once / microbatches
 
 
 class BlockProgram:
@@ -101,8 +94,11 @@ class BlockProgram:
         self.allowed = allowed or (lambda name, state: True)
         self.problem = PairwiseProblem()
         self._routes = routes(layouts)
-        several = pricer.setting.ep > 1
+        several, experts = pricer.setting.ep > 1, layouts.table.has_experts
         self._shared_out = [op for op in self.block.ops if several and traits_of(op).experts]
+        # parameters whose local size depends on how many ranks share the experts out
+        self._varying = [v for v in self.block.parameters if several and experts(v)]
+        self._assignments: dict[tuple[int, ...], Assignment] = {}  # by the states of all nodes
         self._build()
         self._storable = {value: self._states(value) for value in self.block.parameters}
         self._stored = [self._store(value) for value in self.block.parameters]
@@ -257,8 +253,8 @@ class BlockProgram:
             states, scope = [wait.state for wait in waits], scope[:1]
             moves = np.array([self._copying(value, wait) for wait in waits])
         else:
-            op, i = readers[0]
-            moves = for_all_pairs(partial(self._moving, value), states, self._targets(op, i))
+            ((op, _),) = readers
+            moves = self._handing(value, states, self.pricer)
             self.problem.node(node, states, np.zeros(len(states)))
             self.problem.edge(node, op.name, moves[..., 0])
         return _Stored(
@@ -272,9 +268,17 @@ class BlockProgram:
         waits = [w for s in states for w in (Wait(state=s), *self._copies(value, s, wanted))]
         return [*waits, Wait(state=R, copy=RP, kinds=("Rp",))]
 
-    def _moving(self, value: str, source: Placement, target: Placement) -> tuple[float, float]:
+    def _handing(self, value: str, states: Sequence[Placement], pricer: Pricer) -> np.ndarray:
+        """(states, strategies of the only reader, 2): seconds of `_moving`."""
+        ((op, i),) = self.layouts.readers[value]
+        moving = partial(self._moving, value, pricer=pricer)
+        return for_all_pairs(moving, states, self._targets(op, i))
+
+    def _moving(
+        self, value: str, source: Placement, target: Placement, pricer: Pricer
+    ) -> tuple[float, float]:
         """Seconds per micro-batch and per step; a partial gradient is reduced once per step."""
-        cost = self.pricer.reshard_parameter(value, source, target)
+        cost = pricer.reshard_parameter(value, source, target)
         each = self._seconds(cost, np.inf)
         return each, 0.0 if cost is None else cost.seconds(1) - each
 
@@ -282,7 +286,7 @@ class BlockProgram:
         if wait.copy is None:
             return 0.0, 0.0
         if wait.kinds:
-            return self._moving(value, wait.state, wait.copy)
+            return self._moving(value, wait.state, wait.copy, self.pricer)
         return self._seconds(self.pricer.reshard(value, wait.state, wait.copy)), 0.0
 
     def _changing(self) -> set[Scope]:
@@ -290,7 +294,11 @@ class BlockProgram:
         that share the experts out."""
         nodes: set[Scope] = {(f"parameter:{stored.value}",) for stored in self._stored}
         nodes |= {(op.name,) for op in self._shared_out}
-        return nodes | {stored.scope for stored in self._stored if stored.once.any()}
+        return nodes | {stored.scope for stored in self._stored if self._moves(stored)}
+
+    def _moves(self, stored: _Stored) -> bool:
+        """Whether moving a parameter takes other seconds on other axes."""
+        return bool(stored.once.any()) or stored.value in self._varying
 
     def _priced(
         self, pricer: Pricer, allowed: Callable[[str, Placement], bool], m: float
@@ -301,6 +309,9 @@ class BlockProgram:
         }
         for stored in self._stored:
             value = stored.value
+            if value in self._varying and pricer.setting.ep != self.pricer.setting.ep:
+                moves = self._handing(value, stored.states, pricer)
+                stored = replace(stored, each=moves[..., 0], once=moves[..., 1])
             cost = {
                 s: self._seconds(pricer.parameter_cost(value, s), m)
                 if self.allowed(value, s) and allowed(value, s)
@@ -310,9 +321,9 @@ class BlockProgram:
             node: Scope = (f"parameter:{value}",)
             factors[node] = np.array([cost[s] for s in stored.states])
             if stored.scope == node:
-                factors[node] += stored.each + stored.once / m
-            elif stored.once.any():
-                factors[stored.scope] = stored.each + stored.once / m
+                factors[node] += stored.factor(m)
+            elif self._moves(stored):
+                factors[stored.scope] = stored.factor(m)
         return factors
 
     def stored_states(self, value: str) -> list[Placement]:
@@ -344,7 +355,7 @@ class BlockProgram:
             return None
         return BlockTable(
             program=self,
-            problem=self.problem.changed(factors),
+            changes=factors,
             keep=tuple(self.boundary_nodes()),
             costs=found.costs,
             choices=found,
@@ -358,7 +369,14 @@ class BlockProgram:
 
     def assignment(self, table: BlockTable, index: tuple[int, ...]) -> Assignment:
         """The solution for given boundary states as strategies and states."""
-        picked = {name: table.problem.states[name][s] for name, s in table.choices[index].items()}
+        choice = table.choices[index]
+        key = tuple(choice.values())
+        if key not in self._assignments:
+            self._assignments[key] = self._assigned(choice)
+        return self._assignments[key]
+
+    def _assigned(self, choice: Mapping[str, int]) -> Assignment:
+        picked = {name: self.problem.states[name][s] for name, s in choice.items()}
         chosen = {op.name: picked[op.name] for op in self.block.ops}
         states: dict[str, Placement] = {}
         for route in self._routes.values():
@@ -372,29 +390,7 @@ class BlockProgram:
                 states[value] = default_state(made, targets, route.leaves)
             else:  # readers of a replicated value share one re-shard per kind anyway
                 states[value] = R if hub == RP and made == R else hub
-        states |= {value: table.stored(index, value) for value in self.block.parameters}
+        for value in self.block.parameters:
+            stored = picked[f"parameter:{value}"]
+            states[value] = stored.state if isinstance(stored, Wait) else stored
         return Assignment(strategies=chosen, states=states)
-
-
-@dataclass(slots=True, kw_only=True)
-class BlockTable:
-    """Cost of a block over the states of its boundary nodes `keep`, and the choice behind each."""
-
-    program: BlockProgram
-    problem: PairwiseProblem
-    keep: tuple[str, ...]
-    costs: np.ndarray
-    choices: Mapping[tuple[int, ...], Mapping[str, int]]
-
-    def stored(self, index: tuple[int, ...], value: str) -> Placement:
-        """State in which a parameter is stored."""
-        node = f"parameter:{value}"
-        state = self.problem.states[node][self.choices[index][node]]
-        return state.state if isinstance(state, Wait) else state
-
-    def certify(
-        self, index: tuple[int, ...], time_limit_s: float | None = 30.0
-    ) -> Certificate | None:
-        """The whole program handed to the solver, without elimination: an independent proof."""
-        unary = restricted(self.problem.unary, dict(zip(self.keep, index, strict=True)))
-        return solve_pairwise(unary, self.problem.pairs, time_limit_s=time_limit_s)

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from meshwright.costmodel.blocks import (
     Floats,
+    KnownSteps,
+    PassNeeds,
     PassPrice,
     Sums,
     block_sums,
-    pass_depends_on,
     price_block,
     price_pass,
     repeated_by_policy,
@@ -26,6 +27,7 @@ from meshwright.costmodel.blocks import (
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import (
+    Cost,
     Fusion,
     ModelFlops,
     Pricer,
@@ -34,7 +36,7 @@ from meshwright.costmodel.operators import (
     fuse,
     model_flops,
 )
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, moves
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import fingerprint
 from meshwright.profiles.cluster import Cluster
@@ -62,12 +64,17 @@ class _Known:
 
     # (tp, cp, ep, spread, rows): prices of operators, the same for all data axes
     pricers: dict[tuple[int, int, int, int, float], Pricer] = field(default_factory=dict)
+    parameters: dict[Any, Cost] = field(default_factory=dict)  # of `ParameterPricer`
     # class of a block, mesh, several micro-batches, choices, states of its inputs: its sums
     blocks: dict[tuple[str, MeshKey, bool, str, States], Sums] = field(default_factory=dict)
+    needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
     # class of a block, what of the setting a pass depends on, choices, states of its inputs
     passes: dict[tuple[str, tuple[float, ...], str, States], PassPrice] = field(
         default_factory=dict
     )
+    # name of a block, tp: its layouts, its steps by choices and states of its inputs
+    layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
+    steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
     # name of a block: operators that each recompute policy repeats
     repeated: dict[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
 
@@ -145,7 +152,11 @@ class StageCoster:
         pricers = self._known.pricers
         if key not in pricers:
             pricers[key] = Pricer(
-                graph=self.graph, table=self.problem.factors, setting=setting, fusion=self._fusion
+                graph=self.graph,
+                table=self.problem.factors,
+                setting=setting,
+                fusion=self._fusion,
+                known_parameters=self._known.parameters,
             )
         return pricers[key].once(setting)
 
@@ -158,7 +169,7 @@ class StageCoster:
         key = (block.class_id, mesh_key(setting), several, assignment.choices, states)
         known = self._known.blocks
         if key not in known:
-            layouts = BlockLayouts(self.graph, self.problem.factors, block, setting.tp)
+            layouts = self.layouts(block, setting.tp)
             passes = self._pass(pricer, layouts, assignment, inputs)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
             known[key] = block_sums(price, block)
@@ -174,15 +185,38 @@ class StageCoster:
         """The price of a block per micro-batch, the same for all data axes with equal rows per
         device."""
         block, known = layouts.block, self._known
-        where = pass_depends_on(pricer.setting, block)
+        if block.class_id not in known.needs:
+            known.needs[block.class_id] = PassNeeds.of(block)
+        where = known.needs[block.class_id].key(pricer.setting)
         key = (block.class_id, where, assignment.choices, tuple(inputs.values()))
         if key not in known.passes:
             if block.name not in known.repeated:
                 known.repeated[block.name] = repeated_by_policy(pricer, block)
             known.passes[key] = price_pass(
-                pricer, layouts, assignment, inputs, repeated=known.repeated[block.name]
+                pricer,
+                layouts,
+                assignment,
+                inputs,
+                repeated=known.repeated[block.name],
+                known=self._steps(layouts, assignment, inputs),
             )
         return known.passes[key]
+
+    def layouts(self, block: Block, tp: int) -> BlockLayouts:
+        """The layouts of a block on a tensor axis."""
+        known = self._known.layouts
+        if (block.name, tp) not in known:
+            known[block.name, tp] = BlockLayouts(self.graph, self.problem.factors, block, tp)
+        return known[block.name, tp]
+
+    def _steps(
+        self, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
+    ) -> KnownSteps:
+        known, block = self._known.steps, layouts.block
+        key = (block.name, layouts.degree, assignment.choices, tuple(inputs.values()))
+        if key not in known:
+            known[key] = KnownSteps(moves(layouts, assignment, inputs))
+        return known[key]
 
     def send_seconds(self, setting: Setting) -> Floats:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,

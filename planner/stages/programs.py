@@ -7,6 +7,7 @@ The only part of pricing that imports the intra-op program and its solver.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -36,6 +37,8 @@ Cuts: TypeAlias = Sequence[Sequence[Placement]]
 class _Solved:
     """What was solved under one set of entries and cuts; kept as long as the programs."""
 
+    # tp: states at every boundary
+    cuts: dict[int, list[list[Placement]]] = field(default_factory=dict)
     # block, tp: what its program depends on
     keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
     # setting but ZeRO, micro-batches, mode, policies that the user decided
@@ -63,6 +66,7 @@ class BlockPrograms:
     # programs by what they depend on, and states by value and tp: the same under all entries
     _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
+    _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
 
     def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
         """The programs under other sharding decisions of the user, with stages that start and end
@@ -101,10 +105,16 @@ class BlockPrograms:
     def cut_states(self, k: int, tp: int) -> list[Placement]:
         """States that the one value crossing cut k may have; replicated where several cross, or the
         value other cuts too (a skip connection): what leaves a stage is whole, wherever it ends."""
-        cuts = self.coster.activations_at_cuts
-        if tp == 1 or len(cuts[k]) != 1 or sum(cuts[k][0] in cut for cut in cuts) > 1:
+        crossing = self.coster.activations_at_cuts[k]
+        if tp == 1 or len(crossing) != 1 or crossing[0] in self._crossing_several:
             return [R]
-        return self.value_states(cuts[k][0], tp)
+        return self.value_states(crossing[0], tp)
+
+    @cached_property
+    def _crossing_several(self) -> frozenset[str]:
+        """Values that cross several cuts."""
+        times = Counter(value for cut in self.coster.activations_at_cuts for value in set(cut))
+        return frozenset(value for value, count in times.items() if count > 1)
 
     def value_states(self, value: str, tp: int) -> list[Placement]:
         """Replicated, or split along any dim but the batch that tp divides."""
@@ -120,7 +130,10 @@ class BlockPrograms:
         return self._states[key]
 
     def _cuts(self, tp: int) -> list[list[Placement]]:
-        return [self.cut_states(k, tp) for k in range(len(self.graph.blocks) + 1)]
+        if tp not in self._solved.cuts:
+            places = range(len(self.graph.blocks) + 1)
+            self._solved.cuts[tp] = [self.cut_states(k, tp) for k in places]
+        return self._solved.cuts[tp]
 
     # --- one setting ---
 
@@ -214,12 +227,11 @@ class BlockPrograms:
         block = self.graph.blocks[k]
         # statistics of a batch that the data axis splits are summed over it
         summed = setting.dp if _sums_statistics(block) else 1
-        # with tp = 1 nothing is re-sharded, and the program is the same for all ep > 1
-        ep = min(setting.ep, 2) if setting.tp == 1 else setting.ep
+        ep = min(setting.ep, 2) if self._prices_experts(k, setting.tp) else setting.ep
         where = (setting.tp, setting.cp, ep, setting.rows, summed)
         key = (self._key(k, setting.tp), where)
         if key not in self._programs:
-            layouts = BlockLayouts(self.graph, self.coster.problem.factors, block, setting.tp)
+            layouts = self.coster.layouts(block, setting.tp)
             try:
                 allowed = self._forced(layouts)
             except ValueError as error:
@@ -235,6 +247,18 @@ class BlockPrograms:
                 allowed=allowed,
             )
         return self._programs[key]
+
+    def _prices_experts(self, k: int, tp: int) -> bool:
+        """Whether a block's program is the same for all ep > 1: where of what has a part for each
+        expert nothing is re-sharded but parameters, each for one operator."""
+        if tp > 1 and k not in self._same_for_experts:
+            block, experts = self.graph.blocks[k], self.coster.problem.factors.has_experts
+            reads = Counter(value for op in block.ops for value in op.operands)
+            made = {value for op in block.ops for value in op.results} | set(block.inputs)
+            self._same_for_experts[k] = not any(map(experts, made)) and all(
+                reads[value] == 1 for value in block.parameters if experts(value)
+            )
+        return tp == 1 or self._same_for_experts[k]
 
     def _forced(self, layouts: BlockLayouts) -> Callable[[str, Strategy | Placement], bool]:
         """Restriction to the user's sharding entries."""

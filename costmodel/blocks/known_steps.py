@@ -1,0 +1,102 @@
+"""The steps of a block under one assignment, and what they keep in memory on any mesh with the same
+tensor axis, for any number of rows.
+
+The size of an allocation is a constant and a part in proportion to the rows. So two walks over the
+steps that differ in sizes alone say what a third would find. One row is always walked: a dim of one
+element lies in memory wherever one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import Run, Step
+
+# cp, copies on the busiest rank over the mean, several data-parallel ranks, several micro-batches
+Where: TypeAlias = tuple[int, float, bool, bool]
+
+
+@dataclass(slots=True)
+class _Line:
+    """A walk at some `rows`, and the growth of each size per row."""
+
+    rows: float
+    walked: BlockMemory
+    growth: Sequence[float]
+
+    def at(self, rows: float) -> BlockMemory:
+        more = rows - self.rows
+        made = zip(self.walked.made, self.growth, strict=True)
+        return replace(self.walked, sizes={s: s.nbytes + each * more for s, each in made if each})
+
+
+@dataclass(slots=True)
+class KnownSteps:
+    """The `steps` of a block, and the memory known so far."""
+
+    steps: Sequence[Step]
+    _ops: Sequence[Op] = field(init=False)
+    _counts: bool = field(init=False)
+    _walked: dict[Where, dict[float, BlockMemory]] = field(default_factory=dict)
+    _lines: dict[Where, _Line] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ops = [step.op for step in self.steps if isinstance(step, Run)]
+        traits = map(traits_of, self._ops)
+        self._counts = any(each.loss or each.batch_statistics for each in traits)
+
+    def memory(self, pricer: Pricer) -> BlockMemory:
+        """As `block_memory`."""
+        setting, where = pricer.setting, self._where(pricer)
+        walked = self._walked.setdefault(where, {})
+        if setting.rows not in walked:
+            if setting.rows != 1 and where in self._lines:
+                return self._lines[where].at(setting.rows)
+            found = block_memory(pricer, self.steps)
+            if where not in self._lines and not self._squared(pricer):
+                line = _line(walked, setting.rows, found)
+                if line is not None:
+                    self._lines[where] = line
+            walked[setting.rows] = found
+        return walked[setting.rows]
+
+    def _where(self, pricer: Pricer) -> Where:
+        """What the memory depends on beside the rows: a loss and statistics on the data axis."""
+        setting, counts = pricer.setting, self._counts
+        crowding = setting.target.expert_imbalance if setting.ep > 1 else 1.0
+        ranks, several = setting.dp > 1, setting.num_microbatches > 1
+        return setting.cp, crowding, counts and ranks, counts and several
+
+    def _squared(self, pricer: Pricer) -> bool:
+        """Whether a size grows with the square of the rows."""
+        dims, batch = pricer.table.dims, pricer.table.batch
+        made = [value for op in self._ops for value in op.results]
+        return any(sum(atoms.count(batch) for atoms in dims[value]) > 1 for value in made)
+
+
+def _line(walked: Mapping[float, BlockMemory], rows: float, found: BlockMemory) -> _Line | None:
+    """Through a walk and an earlier one that differs in sizes alone, if there is one."""
+    for earlier, other in walked.items():
+        if _structure(other) == _structure(found):
+            sizes = zip(other.made, found.made, strict=True)
+            growth = [(b.nbytes - a.nbytes) / (rows - earlier) for a, b in sizes]
+            return _Line(rows=earlier, walked=other, growth=growth)
+    return None
+
+
+def _structure(memory: BlockMemory) -> tuple[object, ...]:
+    """All but sizes, with allocations by number."""
+    number = {storage: k for k, storage in reversed([*enumerate(memory.made)])}
+    return (
+        [number[storage] for storage in memory.made],
+        {number[storage] for storage in memory.kept},
+        {number[storage] for storage in memory.outside},
+        {number[storage]: name for storage, name in memory.makers.items()},
+        {name: [number[s] for s in read] for name, read in memory.reads.items()},
+    )
