@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memory import (
@@ -58,7 +58,8 @@ class BlockMemory:
     """Allocations kept for a block's backward, and the memory of the values that leave it.
 
     `outside` are the allocations of values that enter or leave. `makers` is the operator that made
-    each allocation, `reads` the allocations of each operator's operands.
+    each allocation, `reads` the allocations of each operator's operands; `moved` the re-shard that
+    made an allocation, and what from.
     """
 
     kept: frozenset[Storage]
@@ -66,6 +67,7 @@ class BlockMemory:
     outside: frozenset[Storage]
     makers: Mapping[Storage, str]
     reads: Mapping[str, tuple[Storage, ...]]
+    moved: Mapping[Storage, tuple[Move, Storage]] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> float:
@@ -77,6 +79,27 @@ class BlockMemory:
         they read is."""
         read = {storage for name in operators for storage in self.reads[name]}
         return self._nbytes({s for s in self.kept | read if self.makers.get(s) not in operators})
+
+    def needed(self) -> tuple[set[str], list[Move]]:
+        """The operators and re-shards that make what is kept, all that lies before them
+        included."""
+        operators: set[str] = set()
+        found: list[Move] = []
+        seen: set[Storage] = set()
+        waiting = [storage for storage in self.kept if storage not in self.outside]
+        while waiting:
+            storage = waiting.pop()
+            if storage in seen:
+                continue
+            seen.add(storage)
+            if storage in self.moved:
+                move, source = self.moved[storage]
+                found.append(move)
+                waiting.append(source)
+            elif (maker := self.makers.get(storage)) and maker not in operators:
+                operators.add(maker)
+                waiting += self.reads[maker]
+        return operators, found
 
     def _nbytes(self, storages: Collection[Storage]) -> float:
         return math.fsum(s.nbytes for s in storages if s not in self.outside)
@@ -140,6 +163,7 @@ class _Walk:
         self.kept: set[Storage] = set()
         self.makers: dict[Storage, str] = {}
         self.reads: dict[str, tuple[Storage, ...]] = {}
+        self.moved: dict[Storage, tuple[Move, Storage]] = {}
 
     def run(self, steps: Sequence[Step], given: Mapping[str, Held]) -> BlockMemory:
         entered: set[Storage] = set()
@@ -151,7 +175,9 @@ class _Walk:
                     self.held[value, state] = made = given.get(value, outside)
                     entered.add(made.storage)
                 case Move(value, source, target) if not step.known:
-                    self.held[value, target] = self._moved(value, source, target)
+                    self.held[value, target] = made = self._moved(value, source, target)
+                    if (whole := self.held[value, source].storage) is not made.storage:
+                        self.moved[made.storage] = step, whole
                 case Run(op, strategy):
                     self._run(op, strategy)
                 case Leave(value, state):
@@ -162,6 +188,7 @@ class _Walk:
             outside=frozenset(entered.union(x.storage for x in leaving.values())),
             makers=self.makers,
             reads=self.reads,
+            moved=self.moved,
         )
 
     def _written(self) -> set[Storage]:

@@ -16,6 +16,7 @@ import numpy as np
 from meshwright.costmodel.blocks import (
     Floats,
     PassPrice,
+    Repeated,
     Sums,
     block_sums,
     pass_depends_on,
@@ -68,8 +69,8 @@ class _Known:
     passes: dict[tuple[str, tuple[float, ...], str, States], PassPrice] = field(
         default_factory=dict
     )
-    # name of a block: operators that each recompute policy repeats
-    repeated: dict[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    # class of a block: positions of the operators that each recompute policy repeats
+    repeated: dict[str, Repeated] = field(default_factory=dict)
 
 
 @dataclass
@@ -161,7 +162,7 @@ class StageCoster:
             layouts = BlockLayouts(self.graph, self.problem.factors, block, setting.tp)
             passes = self._pass(pricer, layouts, assignment, inputs)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
-            known[key] = block_sums(price, block)
+            known[key] = block_sums(price)
         return known[key]
 
     def _pass(
@@ -177,10 +178,10 @@ class StageCoster:
         where = pass_depends_on(pricer.setting, block)
         key = (block.class_id, where, assignment.choices, tuple(inputs.values()))
         if key not in known.passes:
-            if block.name not in known.repeated:
-                known.repeated[block.name] = repeated_by_policy(pricer, block)
+            if block.class_id not in known.repeated:
+                known.repeated[block.class_id] = repeated_by_policy(pricer, block)
             known.passes[key] = price_pass(
-                pricer, layouts, assignment, inputs, repeated=known.repeated[block.name]
+                pricer, layouts, assignment, inputs, repeated=known.repeated[block.class_id]
             )
         return known.passes[key]
 

@@ -27,7 +27,6 @@ def made(draw: st.DrawFn) -> Sums:
         backward_host_s=draw(COUNTS),
         saved_bytes=saved,
         input_bytes=draw(st.integers(0, 3)),
-        largest_bytes=saved,
         full=(draw(COUNTS), 0, draw(COUNTS), saved),
         selective=(draw(COUNTS), 0, draw(COUNTS), draw(st.integers(0, saved))),
     )
@@ -55,7 +54,7 @@ def freed(blocks: Sequence[Sums], policies: Sequence[str]) -> float:
 def used(blocks: Sequence[Sums], policies: Sequence[str], in_flight: int) -> float:
     kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
     again = [
-        float(own.largest_bytes) for own, p in zip(blocks, policies, strict=True) if p == "full"
+        float(own.recompute(p).largest_bytes) for own, p in zip(blocks, policies, strict=True)
     ]
     return in_flight * (kept - freed(blocks, policies)) + max(again, default=0.0)
 
@@ -107,7 +106,6 @@ def test_deep_stages_of_one_class_reach_their_bound() -> None:
     layer = sums_of(
         backward_s=20,
         saved_bytes=100,
-        largest_bytes=100,
         full=(10, 0, 0, 100),
         selective=(1, 0, 0, 40),
     )
@@ -118,7 +116,7 @@ def test_deep_stages_of_one_class_reach_their_bound() -> None:
 
 
 def test_what_fits_is_not_run_again_and_what_can_not_is_none() -> None:
-    layer = sums_of(backward_s=2, saved_bytes=10, largest_bytes=10, full=(1, 0, 0, 10))
+    layer = sums_of(backward_s=2, saved_bytes=10, full=(1, 0, 0, 10))
     fits = choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=60)
     assert fits == ("none",) * 3
     # the block being run again is held beside what is in flight
@@ -134,7 +132,6 @@ def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
         sums_of(
             backward_s=2 * s,
             saved_bytes=100 * s,
-            largest_bytes=1e-6 * s,
             full=(s**1.1, 0.0, 0.0, 100 * s),
             selective=(0.2 * s**0.9, 0.0, 0.0, 40 * s),
         )
