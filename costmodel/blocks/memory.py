@@ -75,16 +75,21 @@ class BlockMemory:
         return self._nbytes(self.kept)
 
     def saved_bytes_repeating(self, operators: Collection[str]) -> float:
-        """The same if these operators run again in the backward: what they make is not kept, what
-        they read is."""
-        read = {storage for name in operators for storage in self.reads[name]}
-        return self._nbytes({s for s in self.kept | read if self.makers.get(s) not in operators})
+        """The same if these operators run again in the backward."""
+        return self._nbytes(self.kept_repeating(operators))
 
-    def needed(self) -> tuple[set[str], list[Move]]:
-        """The operators and re-shards that make what is kept, all that lies before them
-        included."""
-        operators: set[str] = set()
-        found: list[Move] = []
+    def kept_repeating(self, operators: Collection[str]) -> frozenset[Storage]:
+        """What is kept if these operators run again: not what they make, but what those read that
+        must."""
+        again, _ = self.needed(operators)
+        read = {storage for name in again for storage in self.reads[name]}
+        return frozenset(s for s in self.kept | read if self.makers.get(s) not in operators)
+
+    def needed(self, operators: Collection[str] | None = None) -> tuple[set[str], list[Move]]:
+        """Of these operators, those that make what is kept, and all before them; of all operators
+        there are (None) with the re-shards between, which are kept otherwise."""
+        found: set[str] = set()
+        between: list[Move] = []
         seen: set[Storage] = set()
         waiting = [storage for storage in self.kept if storage not in self.outside]
         while waiting:
@@ -92,14 +97,15 @@ class BlockMemory:
             if storage in seen:
                 continue
             seen.add(storage)
-            if storage in self.moved:
+            maker = self.makers.get(storage)
+            if storage in self.moved and operators is None:
                 move, source = self.moved[storage]
-                found.append(move)
+                between.append(move)
                 waiting.append(source)
-            elif (maker := self.makers.get(storage)) and maker not in operators:
-                operators.add(maker)
-                waiting += self.reads[maker]
-        return operators, found
+            elif maker and maker not in found and (operators is None or maker in operators):
+                found.add(maker)
+                waiting += (s for s in self.reads[maker] if s not in self.outside)
+        return found, between
 
     def _nbytes(self, storages: Collection[Storage]) -> float:
         return math.fsum(s.nbytes for s in storages if s not in self.outside)

@@ -147,6 +147,23 @@ class Sums:
         scaled[..., :-MAXIMA] *= factor
         return Sums(scaled)
 
+    def scaled(self, *, compute: float, communication: float, data_axis: float) -> Sums:
+        """Sums with all seconds of computing, of communication within a pass, and of the data
+        axis' collectives multiplied."""
+        scaled = Sums(self.array.copy())
+        for whole, part in (("forward_s", "forward_comm_s"), ("backward_s", "backward_comm_s")):
+            comm = getattr(self, part)
+            setattr(scaled, whole, compute * (getattr(self, whole) - comm) + communication * comm)
+        factors = dict.fromkeys(_COMPUTE, compute) | dict.fromkeys(_COMMUNICATION, communication)
+        for name, factor in (factors | dict.fromkeys(_DATA_AXIS, data_axis)).items():
+            setattr(scaled, name, factor * getattr(self, name))
+        for columns in _RECOMPUTE.values():
+            own = self.array[..., columns]
+            computed = compute * (own[..., 0] - own[..., 1]) + communication * own[..., 1]
+            parts = computed, communication * own[..., 1], compute * own[..., 2], own[..., 3]
+            scaled.array[..., columns] = np.stack(parts, axis=-1)
+        return scaled
+
     def recompute(self, policy: str) -> Recompute:
         """What the blocks run again where all of them follow one policy."""
         if policy == "none":
@@ -181,7 +198,9 @@ class Sums:
         self.array[..., _RECOMPUTE[policy]] = seconds, comm_s, host_s, freed_bytes
         self.array[..., _LARGEST[policy]] = freed_bytes
 
-
+_COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "shard_s")
+_COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
+_DATA_AXIS = ("reduce_s", "scatter_s", "gather_s", "replicate_s")
 MAXIMA = 3 + len(_POLICIES)
 COLUMNS = Sums.__dict__["decided_bytes"].at + 1 + len(_POLICIES)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(COST_FIELDS))

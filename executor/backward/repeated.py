@@ -57,8 +57,7 @@ class Repeated(nn.Module):
     def __init__(self, graph: fx.GraphModule, again: Collection[fx.Node]) -> None:
         super().__init__()
         self.graph = graph
-        leaving = {node.name for node in graph.graph.output_node().all_input_nodes}
-        self.again = frozenset(node.name for node in again) - leaving
+        self.again = frozenset(node.name for node in again)
 
     def forward(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -72,6 +71,7 @@ class _Pass(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, again: frozenset[str]) -> None:
         super().__init__(graph)
         self.again = again
+        self.leaving = {node.name for node in graph.graph.output_node().all_input_nodes}
         self.made: dict[int, tuple[StorageWeakRef, fx.Node, int]] = {}  # by address of the storage
         self.operands: dict[fx.Node, Any] = {}
         self.asked: set[_Key] = set()  # what autograd holds notes of
@@ -100,6 +100,8 @@ class _Pass(fx.Interpreter):
         self.running, self.count = (n, read), 0
         result = super().run_node(n)
         self.running = None
+        if n.name in self.leaving:  # held anyway
+            return result
         for k, t in enumerate(tree_leaves(result)):
             if isinstance(t, torch.Tensor) and _address(t) not in read | self.made.keys():
                 self.made[_address(t)] = StorageWeakRef(t.untyped_storage()), n, k

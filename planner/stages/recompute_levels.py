@@ -56,19 +56,23 @@ class RecomputeLevels:
     costs: tuple[StageCosts[Floats], ...]
     blocks: Floats | NDArray[np.int64]
 
-    def choose(self, in_flight: float, room_bytes: float) -> ChosenLevel:
+    def choose(self, in_flight: float, room_bytes: float, *, per_device: int = 1) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
-        flight."""
+        flight: the stage and, of `per_device` on a device, as many others like it. One of them is
+        in a backward at a time."""
+
+        def used(costs: StageCosts[Floats], passing_bytes: Floats) -> Floats:
+            kept = costs.static_bytes - costs.passing_bytes
+            held = stage_bytes(kept, costs.activation_bytes, in_flight)
+            return per_device * held + passing_bytes
+
         first = self.costs[0]
-        done = np.asarray(
-            fits(stage_bytes(first.static_bytes, first.activation_bytes, in_flight), room_bytes)
-        )
+        done = np.asarray(fits(used(first, first.passing_bytes), room_bytes))
         level, fraction = np.zeros(done.shape, dtype=np.int64), np.zeros(done.shape)
         for k in range(1, len(self.costs)):
             low, high = self.costs[k - 1], self.costs[k]
-            more = high.passing_bytes - low.passing_bytes
-            above = stage_bytes(high.static_bytes, high.activation_bytes, in_flight)
-            below = stage_bytes(low.static_bytes + more, low.activation_bytes, in_flight)
+            above = used(high, high.passing_bytes)
+            below = used(low, high.passing_bytes)
             here = ~done & np.asarray(fits(above, room_bytes))
             part = (below - room_bytes) / np.maximum(below - above, 1.0)
             part = np.ceil(np.clip(part, 0.0, 1.0) * self.blocks - 1e-9) / self.blocks

@@ -189,14 +189,15 @@ def predicted(of: Setup) -> float:
 def _kept(of: Setup, block: Block, memory: BlockMemory) -> frozenset[Storage]:
     """What a block's policy keeps, and what it reads."""
     policy = of.recompute.get(block.name, "none")
-    names = {op.name for op in block.ops}
     if policy == "none":
         return memory.kept
     if policy != "full":
         again = repeated_ops(block, of.of.graph, of.of.table, "cpu")[policy]
-        names = {block.ops[k].name for k in again}
-    read = {storage for name in names for storage in memory.reads[name]}
-    return frozenset(s for s in memory.kept | read if memory.makers.get(s) not in names)
+        return memory.kept_repeating({block.ops[k].name for k in again})
+    needed, between = memory.needed()
+    read = {storage for name in needed for storage in memory.reads[name]}
+    read |= {source for _, source in memory.moved.values()} if between else set()
+    return frozenset(s for s in memory.kept | read if s in memory.outside)
 
 
 # --- counted --------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_deep_stages_of_one_class_reach_their_bound() -> None:
         selective=(1, 0, 0, 40),
     )
     blocks = [layer] * 120
-    found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75))
+    found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75) + 40)
     assert found is not None and found.count("selective") == 75 and found.count("none") == 45
     assert divided_s(blocks, 3000.0) == pytest.approx(75)
 
@@ -141,7 +141,9 @@ def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
     room = part * used(blocks, ["none"] * 50, 1)
     found = choose_policies(blocks, LEGAL, in_flight=1, room_bytes=room)
     assert found is not None and used(blocks, found, 1) <= room
+    # one of them is held beside the rest
     needed = used(blocks, ["none"] * 50, 1) - room
+    needed += max(float(own.recompute(p).largest_bytes) for own, p in zip(blocks, found, strict=True))
     bound = divided_s(blocks, needed)
     added = seconds(blocks, found) - seconds(blocks, ["none"] * 50)
     assert bound - 1e-9 <= added <= bound + sizes.min() ** 1.1
