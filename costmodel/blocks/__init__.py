@@ -27,8 +27,8 @@ from meshwright.costmodel.blocks.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "RECOMPUTE", "Floats", "PassPrice", "Recompute", "Repeated", "StageCosts", "Sums",
-    "block_sums", "combined", "fits", "of_one", "parameter_sums", "pass_depends_on",
+    "NO_RECOMPUTE", "RECOMPUTE", "Floats", "PassPrice", "Recompute", "Repeated", "StageCosts",
+    "Sums", "block_sums", "combined", "fits", "of_one", "parameter_sums", "pass_depends_on",
     "peak_bytes", "price_block", "price_pass", "recomputable", "repeated_by_policy",
     "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes", "stage_costs",
 ]  # fmt: skip

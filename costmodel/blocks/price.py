@@ -209,9 +209,7 @@ def _repeats(
         names = {block.ops[k].name for k in positions}
         freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
         needed, _ = memory.needed(names)
-        again = total(
-            cost for op, cost in zip(block.ops, costs, strict=True) if op.name in needed
-        )
+        again = total(cost for op, cost in zip(block.ops, costs, strict=True) if op.name in needed)
         found[policy] = _of_forward(again, max(0.0, freed))
     if not pricer.setting.target.repeats_whole:
         names, between = memory.needed()

@@ -198,6 +198,7 @@ class Sums:
         self.array[..., _RECOMPUTE[policy]] = seconds, comm_s, host_s, freed_bytes
         self.array[..., _LARGEST[policy]] = freed_bytes
 
+
 _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "shard_s")
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
 _DATA_AXIS = ("reduce_s", "scatter_s", "gather_s", "replicate_s")

@@ -1,4 +1,4 @@
-"""Recompute in a lowered graph: nodes that run again when the backward first asks for what they made.
+"""Recompute in a lowered graph: nodes that run again once the backward asks for what they made.
 
 Of repeated nodes neither the results are held nor what their operators keep for themselves. In
 place of each such tensor autograd is given a note (by hooks on what it saves) of the node that made
@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,6 @@ class _Note:
     window: tuple[Any, ...]  # offset, shape, strides
     dtype: torch.dtype
     grad: bool
-
 
     @property
     def key(self) -> _Key:
@@ -62,6 +62,8 @@ class Repeated(nn.Module):
     def forward(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.graph(*args)
+        if torch.compiler.is_compiling():  # a compiler plans the backward: it may repeat all
+            return checkpoint(self.graph, *args, use_reentrant=False, preserve_rng_state=False)
         return _Pass(self.graph, self.again).run(*args)
 
 

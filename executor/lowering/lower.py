@@ -28,10 +28,10 @@ from meshwright.costmodel.sharding import (
     moves,
     replicated_steps,
 )
+from meshwright.executor.backward import repeated
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter, Written
-from meshwright.executor.backward import repeated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,9 @@ class Lowered:
 class Lowering:
     """Lowers the parts of one stage for one rank.
 
-    `recompute` is the policy of each block that repeats some operators; `backend` of torch.compile compiles the blocks, but not one
-    that exchanges tokens with other ranks' experts: how many it sends depends on the data.
+    `recompute` is the policy of each block that may repeat operators; `backend` of torch.compile
+    compiles the blocks, but not one that exchanges tokens with other ranks' experts: how many it
+    sends depends on the data.
     """
 
     context: Context

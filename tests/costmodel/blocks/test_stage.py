@@ -26,7 +26,7 @@ from meshwright.costmodel.blocks.sums import (
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
 from meshwright.costmodel.target import EAGER, Target
-from tests.helpers.planning import case, cluster, sums_of
+from tests.helpers.planning import cluster, sums_of
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)

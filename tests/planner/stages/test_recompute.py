@@ -53,9 +53,7 @@ def freed(blocks: Sequence[Sums], policies: Sequence[str]) -> float:
 
 def used(blocks: Sequence[Sums], policies: Sequence[str], in_flight: int) -> float:
     kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
-    again = [
-        float(own.recompute(p).largest_bytes) for own, p in zip(blocks, policies, strict=True)
-    ]
+    again = [float(own.recompute(p).largest_bytes) for own, p in zip(blocks, policies, strict=True)]
     return in_flight * (kept - freed(blocks, policies)) + max(again, default=0.0)
 
 
@@ -103,12 +101,7 @@ def divided_s(blocks: list[Sums], needed: float) -> float:
 
 def test_deep_stages_of_one_class_reach_their_bound() -> None:
     """120 layers: where the bytes come out even, the bound is the answer."""
-    layer = sums_of(
-        backward_s=20,
-        saved_bytes=100,
-        full=(10, 0, 0, 100),
-        selective=(1, 0, 0, 40),
-    )
+    layer = sums_of(backward_s=20, saved_bytes=100, full=(10, 0, 0, 100), selective=(1, 0, 0, 40))
     blocks = [layer] * 120
     found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75) + 40)
     assert found is not None and found.count("selective") == 75 and found.count("none") == 45
@@ -143,7 +136,9 @@ def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
     assert found is not None and used(blocks, found, 1) <= room
     # one of them is held beside the rest
     needed = used(blocks, ["none"] * 50, 1) - room
-    needed += max(float(own.recompute(p).largest_bytes) for own, p in zip(blocks, found, strict=True))
+    needed += max(
+        float(own.recompute(p).largest_bytes) for own, p in zip(blocks, found, strict=True)
+    )
     bound = divided_s(blocks, needed)
     added = seconds(blocks, found) - seconds(blocks, ["none"] * 50)
     assert bound - 1e-9 <= added <= bound + sizes.min() ** 1.1
