@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.arguments import check_types, check_values
+from meshwright.arguments import MEMORY_MARGIN, check_search, check_types, check_values
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.target import target_named
 from meshwright.decision import Request
@@ -37,6 +37,8 @@ def auto_parallelize(
     overrides: Overrides | None = None,
     plan: Plan | str | Path | None = None,
     target: str | None = None,
+    objective: str = "robust",
+    memory_margin: float | None = None,
     compile: bool | str = False,
     tf32: bool = False,
     profile: bool = True,
@@ -55,7 +57,10 @@ def auto_parallelize(
     all of this process; prices know nothing of it. `target` ("eager", "compiled", "megatron") says
     what software the prices are for; None means what `train_step` runs: "compiled" with `compile`,
     else "eager". `profile` uses what `meshwright profile` measured on this kind of device, where it
-    did. After `time_limit_s` the best plan found so far is returned, and the report says by how
+    did. `objective="robust"` chooses, of the plans that prices can't tell from the best, the
+    simplest; "fastest" the one of the least predicted step. `memory_margin` is the part of a
+    device's memory that the plan leaves free, for what prices of memory miss: by default 5 %.
+    After `time_limit_s` the best plan found so far is returned, and the report says by how
     much it may miss the best.
     `executable` leaves the search only what `train_step` runs so far; None means: where ranks are
     running, for one device, and for CPU processes (gloo), and everything that can be planned
@@ -68,6 +73,7 @@ def auto_parallelize(
     """
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
     check_values(global_batch_size, precision, optimizer, time_limit_s, tf32)
+    check_search(objective, memory_margin)
     if target is None:
         target = "compiled" if backend_of(compile) else "eager"
     launch.start(cluster.backend)
@@ -85,6 +91,8 @@ def auto_parallelize(
     request = Request(
         global_batch_size=global_batch_size,
         overrides=overrides or Overrides(),
+        objective=objective,
+        memory_margin=MEMORY_MARGIN if memory_margin is None else memory_margin,
         time_limit_s=time_limit_s,
         executable=executable,
         compile=compile,

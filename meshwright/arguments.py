@@ -13,6 +13,9 @@ from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import PRECISIONS, Plan
 from meshwright.profiles.cluster import Cluster
 
+OBJECTIVES = ("robust", "fastest")
+MEMORY_MARGIN = 0.05  # peaks are predicted within so much; the allocator's fragments come on top
+
 
 def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
     """ValueError for a value of another type, and for a plan beside overrides."""
@@ -47,6 +50,20 @@ def check_values(
         _check_time_limit(time_limit_s)
     if tf32 and precision != "fp32":
         raise ValueError(f"tf32=True is about fp32 products, and precision={precision!r}; drop one")
+
+
+def check_search(objective: Any, memory_margin: Any) -> None:
+    """ValueError for an objective or a margin that can't be."""
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r}; legal: {', '.join(OBJECTIVES)}")
+    if memory_margin is None:
+        return
+    number = isinstance(memory_margin, int | float) and not isinstance(memory_margin, bool)
+    if not number or not 0 <= memory_margin < 1:
+        raise ValueError(
+            f"memory_margin={memory_margin!r}; legal: the part of a device's memory to leave free, "
+            f"from 0 to less than 1, or None for {MEMORY_MARGIN}"
+        )
 
 
 def _check_time_limit(time_limit_s: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from meshwright import override_flags, profile_command
 from meshwright.api import auto_parallelize
+from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES
 from meshwright.costmodel.target import TARGETS
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
@@ -187,6 +188,18 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="robust",
+        help="the simplest of the plans that prices can't tell from the best, or the fastest",
+    )
+    parser.add_argument(
+        "--memory-margin",
+        type=float,
+        metavar="PART",
+        help=f"part of a device's memory that the plan leaves free (default {MEMORY_MARGIN})",
+    )
+    parser.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
@@ -258,6 +271,8 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
         optimizer=args.optimizer,
         target=args.software,
         profile=not args.no_profile,
+        objective=args.objective,
+        memory_margin=args.memory_margin,
         time_limit_s=args.time_limit,
         executable=args.executable,
         expert_imbalance=args.expert_imbalance,

@@ -17,6 +17,8 @@ class Request:
 
     global_batch_size: int
     overrides: Overrides
+    objective: str
+    memory_margin: float
     time_limit_s: float | None
     executable: bool | None
     compile: bool | str

@@ -61,6 +61,8 @@ def _searched(
         request.global_batch_size,
         request.overrides,
         executable=bool(request.executable),
+        memory_margin=request.memory_margin,
+        objective=request.objective,
         time_limit_s=request.time_limit_s,
         programs=programs,
     )

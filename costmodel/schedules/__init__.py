@@ -16,10 +16,16 @@ from meshwright.costmodel.schedules.simulate import (
     event_of,
     simulate,
 )
-from meshwright.costmodel.schedules.table import SCHEDULES, stages_of_devices
+from meshwright.costmodel.schedules.table import (
+    SCHEDULES,
+    PipelineShape,
+    Schedule,
+    stages_of_devices,
+)
 
 __all__ = [
-    "SCHEDULES", "Action", "Event", "Instruction", "StageTimes", "Timeline",
+    "SCHEDULES", "Action", "Event", "Instruction", "PipelineShape", "Schedule", "StageTimes",
+    "Timeline",
     "backward_follows_forward", "build_schedule", "chrome_trace", "event_of", "in_flight",
     "peak_activation", "simulate", "stages_of_devices",
 ]  # fmt: skip

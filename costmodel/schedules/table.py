@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,16 @@ from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
 Floats: TypeAlias = NDArray[np.float64]
 Stages: TypeAlias = tuple[int, ...]
 
-VIRTUAL_STAGES = (2, 3, 4)  # per device, that the search tries where a schedule takes any number
+# per device, that the search tries where a schedule takes any number: those of published plans
+VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+
+
+class PipelineShape(NamedTuple):
+    """m micro-batches on p devices with v stages each."""
+
+    m: int
+    p: int
+    v: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +63,14 @@ class Schedule:
     """(stage, p, m): micro-batches in flight on a stage at most, before the minimum with m, for one
     stage per device; None where they are counted in the order, which must then repeat itself every
     p micro-batches from 2 · stages + p on."""
-    fill_s: Callable[[Floats, Floats, int, int], Floats]
-    """(F + B seconds, W seconds, m, p): seconds per stage that filling and draining adds."""
+    fill_s: Callable[[Floats, Floats, Floats, PipelineShape], Floats]
+    """(F, B, W seconds of a stage, shape): seconds that filling and draining adds for each device
+    but one, were all stages alike. Of a split backward W is a part of B."""
     bound_s: Callable[[float, float, int, int], float]
     """(seconds per micro-batch of all stages, of the slowest device, m, p): lower bound on the
     step, in seconds."""
+    standard: bool
+    """Whether every training framework has it: preferred where another gains next to nothing."""
     hides_sends: bool
     """Whether enough micro-batches are in flight for sends to run beside computes."""
 
@@ -97,21 +109,38 @@ def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
     return tuple((d, num_stages - 1 - d) for d in range(num_devices))
 
 
-# --- fills: seconds per stage that filling and draining the pipeline adds ---
+# --- fills: seconds that filling and draining adds for each device but one ---
 
 
-def _fill_whole(pass_s: Floats, weight_s: Floats, m: int, p: int) -> Floats:
-    return pass_s
+def _fill_whole(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
+    return f + b
 
 
-def _fill_less_weights(pass_s: Floats, weight_s: Floats, m: int, p: int) -> Floats:
-    """W runs where the device would wait, once in the warm-up and once in the cool-down."""
-    return np.maximum(pass_s - 2 * weight_s, 0.0)
+def _fill_interleaved(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
+    """One pass through a stage of each device; where the last round of micro-batches leaves devices
+    out, as many turns of the other stages are idle."""
+    m, p, v = shape
+    missing = -m % p * (v - 1) / max(1, p - 1)
+    return f + b + missing * (f + b if m < p else np.maximum(f, b))
 
 
-def _fill_vanishing(pass_s: Floats, weight_s: Floats, m: int, p: int) -> Floats:
+def _fill_less_weights(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
+    """W runs where the device would wait, once in the warm-up and once in the cool-down; with few
+    micro-batches part of it."""
+    once = min(1.0, (shape.m - 1) / max(1, shape.p - 1))
+    return np.maximum(f + b - (1 + once) * w, 0.0)
+
+
+def _fill_v_shaped(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
+    """From two passes less W with one micro-batch to a backward's first part with p and more."""
+    early = max(0.0, 1.0 - (shape.m - 1) / max(1, shape.p - 1))
+    least = np.maximum(b - w + (f - w) / 2, 0.0)
+    return least + early * np.maximum(2 * (f + b - w) - least, 0.0)
+
+
+def _fill_vanishing(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
     """With 2p - 1 micro-batches or more nothing."""
-    return pass_s * max(0.0, 1.0 - (m - 1) / max(1, 2 * p - 2))
+    return (f + b) * max(0.0, 1.0 - (shape.m - 1) / max(1, 2 * shape.p - 2))
 
 
 # --- lower bounds on the step ---
@@ -142,6 +171,7 @@ _TABLE: dict[str, Schedule] = {
         in_flight=lambda stage, p, m: m,
         fill_s=_fill_whole,
         bound_s=_bound_of_chain,
+        standard=True,
         hides_sends=True,
     ),
     "1f1b": Schedule(
@@ -153,6 +183,7 @@ _TABLE: dict[str, Schedule] = {
         in_flight=lambda stage, p, m: p - stage,
         fill_s=_fill_whole,
         bound_s=_bound_of_chain,
+        standard=True,
         hides_sends=False,
     ),
     "eager_1f1b": Schedule(
@@ -164,6 +195,7 @@ _TABLE: dict[str, Schedule] = {
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
         fill_s=_fill_whole,
         bound_s=_bound_of_chain,
+        standard=False,
         hides_sends=True,
     ),
     "interleaved_1f1b": Schedule(
@@ -173,8 +205,9 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=None,
-        fill_s=_fill_whole,
+        fill_s=_fill_interleaved,
         bound_s=_bound_of_slowest,
+        standard=True,
         hides_sends=True,
     ),
     "zb_h1": Schedule(
@@ -186,6 +219,7 @@ _TABLE: dict[str, Schedule] = {
         in_flight=lambda stage, p, m: p,
         fill_s=_fill_less_weights,
         bound_s=_bound_of_slowest,
+        standard=False,
         hides_sends=True,
     ),
     "zb_h2": Schedule(
@@ -197,6 +231,7 @@ _TABLE: dict[str, Schedule] = {
         in_flight=lambda stage, p, m: 2 * p - 1,
         fill_s=_fill_vanishing,
         bound_s=_bound_of_slowest,
+        standard=False,
         hides_sends=True,
     ),
     "zb_v": Schedule(
@@ -206,8 +241,9 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=False,
         in_flight=None,
-        fill_s=_fill_vanishing,
+        fill_s=_fill_v_shaped,
         bound_s=_bound_of_slowest,
+        standard=False,
         hides_sends=True,
     ),
     "dualpipe_v": Schedule(
@@ -219,6 +255,7 @@ _TABLE: dict[str, Schedule] = {
         in_flight=None,
         fill_s=_fill_vanishing,
         bound_s=_bound_of_slowest,
+        standard=False,
         hides_sends=True,
     ),
 }

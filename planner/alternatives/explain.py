@@ -10,7 +10,7 @@ from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.plan import GIB, Plan, PlanError, check_runs, describe, seconds
 from meshwright.planner.pricing import Evaluation
 from meshwright.planner.report import Report, Searched, breakdown, explain, why_slower
-from meshwright.planner.search import SearchResult
+from meshwright.planner.search import TIE, SearchResult
 
 
 def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str, float]) -> Report:
@@ -42,13 +42,26 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         result.best.assignments,
         problem,
         phases_s={**phases_s, **result.phases_s},
-        notes=(*_not_run_yet(result.best.plan), *result.notes),
+        notes=(*_not_run_yet(result.best.plan), *_ties(result), *result.notes),
         searched=Searched(
             runners_up=runners,
             solver=proofs,
             bound={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
         ),
     )
+
+
+def _ties(result: SearchResult) -> list[str]:
+    """What simplicity costs, where a plan that is less simple is predicted to be faster."""
+    best = result.best
+    fastest = min(result.candidates, key=lambda c: c.step_time_s)
+    if fastest.step_time_s >= best.step_time_s:
+        return []
+    return [
+        f"tie with {describe(fastest.plan)}: {fastest.step_time_s / best.step_time_s - 1:+.1%}, "
+        f"less than prices resolve ({TIE:.0%}), so the simpler plan was chosen; "
+        "objective='fastest' takes the other"
+    ]
 
 
 def _not_run_yet(plan: Plan) -> list[str]:

@@ -7,9 +7,10 @@ from meshwright.planner.inter_op.partition import (
     minimal_shortfall,
     solve_inter_op,
 )
+from meshwright.planner.inter_op.shared_devices import even_out
 from meshwright.planner.inter_op.table import Constraints, StageTable
 
 __all__ = [
     "Constraints", "InterOpSolution", "MemoryShortfall", "StageTable", "cut_evenly",
-    "minimal_shortfall", "solve_inter_op",
+    "even_out", "minimal_shortfall", "solve_inter_op",
 ]  # fmt: skip

@@ -114,12 +114,13 @@ def evaluate(
 
 
 def price_stages(
-    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]]
+    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float = 1.0
 ) -> Evaluation:
-    """Price a plan whose stages' costs are known; its shardings are not asked."""
+    """Price a plan whose stages' costs are known; its shardings are not asked. `send_scale`
+    multiplies the seconds of sends."""
     cluster = coster.cluster
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
-    timeline = _simulate(plan, coster, stages)
+    timeline = _simulate(plan, coster, stages, send_scale)
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     prediction = Prediction(
@@ -175,9 +176,13 @@ def _stage(
     return of_one(stage_costs(sums, setting, repeated))
 
 
-def _simulate(plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]]) -> Timeline:
+def _simulate(
+    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float
+) -> Timeline:
     edges = crossings(plan, coster.graph)
-    transfer = {edge: transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()}
+    transfer = {
+        edge: send_scale * transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()
+    }
     blocked = [0.0] * len(stages), [0.0] * len(stages)
     if not coster.problem.target.overlap_sends:
         for (source, destination), seconds in transfer.items():

@@ -15,9 +15,10 @@ from meshwright.planner.search.least_memory import (
     shortfall_bytes,
 )
 from meshwright.planner.search.search import OPTIMISM, OVERSHOOT, Search, SearchResult
+from meshwright.planner.search.taste import TIE
 
 __all__ = [
-    "OPTIMISM", "OVERSHOOT", "Candidate", "Combination", "EqualStages", "MemoryNeed",
+    "OPTIMISM", "OVERSHOOT", "TIE", "Candidate", "Combination", "EqualStages", "MemoryNeed",
     "MeshChoice", "PlanDraft", "Search", "SearchResult", "StageDraft", "StageSetup",
     "least_memory", "least_memory_choices", "shortfall_bytes",
 ]  # fmt: skip

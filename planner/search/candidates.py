@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.blocks import room_bytes
+from meshwright.costmodel.blocks import fits, stage_costs
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.schedules import in_flight
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Entry, Placement
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
@@ -65,26 +64,26 @@ class PipelineSetup:
 
 
 def make_draft(
-    coster: StageCoster, stages: Sequence[StageDraft], pipeline: PipelineSetup
+    coster: StageCoster, stages: Sequence[StageDraft], pipeline: PipelineSetup, memory_bytes: float
 ) -> PlanDraft:
-    """Price stages by simulation, from their sums."""
+    """Price stages by simulation, from their sums; each device may fill `memory_bytes`."""
     ranks = _ranks(stages, pipeline, coster.cluster)
     plans = [
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
     ]
     costs = [d.levels.at(d.run, d.chosen) for d in stages]
     priced = price_stages(_plan(coster, plans, pipeline), coster, costs)
-    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, coster.cluster))
+    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, memory_bytes))
 
 
-def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
+def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
     """The plan of a draft, written out and priced from what is written."""
     plan, assignments, stages = draft.evaluation.plan, [], []
-    for k, (d, stage) in enumerate(zip(draft.stages, plan.stages, strict=True)):
+    for d, stage in zip(draft.stages, plan.stages, strict=True):
         found = d.setup.chain.assignments(d.start, d.stop)
         assignments.append(found)
         blocks = coster.graph.blocks[d.start : d.stop]
-        policies = _policies(coster, d, plan, k)
+        policies = _policies(d)
         stages.append(
             dataclasses.replace(
                 stage,
@@ -94,11 +93,11 @@ def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
         )
     plan = dataclasses.replace(plan, stages=tuple(stages))
     priced = evaluate(plan, coster.problem, assignments, coster)
-    return Candidate(evaluation=priced, assignments=assignments, fits=_fits(priced, coster.cluster))
+    return Candidate(evaluation=priced, assignments=assignments, fits=_fits(priced, memory_bytes))
 
 
-def _fits(priced: Evaluation, cluster: Cluster) -> bool:
-    return not any(priced.prediction.shortfall_bytes(cluster))
+def _fits(priced: Evaluation, memory_bytes: float) -> bool:
+    return fits(max(priced.prediction.peak_memory_bytes), memory_bytes)
 
 
 def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSetup) -> Plan:
@@ -133,25 +132,18 @@ def _stage_plan(
 # --- recompute -----------------------------------------------------------------------------------
 
 
-def _policies(coster: StageCoster, draft: StageDraft, plan: Plan, k: int) -> tuple[str, ...]:
+def _policies(draft: StageDraft) -> tuple[str, ...]:
     """The least recompute with which a stage fits in its place, block by block."""
-    if not draft.chosen.fraction[draft.run]:
+    if set(draft.policies) == {"none"}:
         return draft.policies
-    groups = len(plan.devices)
-    count = in_flight(
-        plan.schedule,
-        stage=k,
-        num_stages=len(plan.stages),
-        num_microbatches=plan.num_microbatches,
-        num_devices=groups,
-    )
-    each = len(plan.stages) // groups
-    first = draft.levels.at(draft.run, draft.chosen.lowest())
+    chain, setting = draft.setup.chain, draft.setup.setting
+    none = stage_costs(chain.runs.sums[draft.run], setting, "none")
     found = choose_policies(
-        draft.setup.chain.block_sums(draft.start, draft.stop),
+        chain.block_sums(draft.start, draft.stop),
         draft.levels.policies,
-        in_flight=count,
-        room_bytes=room_bytes(coster.cluster, each) - first.static_bytes,
+        in_flight=draft.in_flight,
+        room_bytes=draft.room_bytes - float(none.static_bytes),
+        device=setting.cluster.device.kind,
     )
     return draft.overridden(found) if found else draft.policies
 

@@ -29,7 +29,8 @@ class Drafter:
     """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
     and `unequal` meshes.
 
-    `executable` leaves only what the executor runs. `programs` are another drafter's of the same
+    `executable` leaves only what the executor runs; `memory_margin` is the part of a device's
+    memory that stays free. `programs` are another drafter's of the same
     problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the model
     or each other.
     """
@@ -41,6 +42,7 @@ class Drafter:
         overrides: Overrides,
         *,
         executable: bool = False,
+        memory_margin: float = 0.0,
         programs: BlockPrograms | None = None,
     ) -> None:
         graph = problem.graph
@@ -48,12 +50,16 @@ class Drafter:
         self.global_batch_size = global_batch_size
         self.overrides = overrides
         self.executable = executable
+        self.memory_margin = memory_margin
         self.restrictions = restrict(overrides, graph, executable=executable)
         forced, entries = self.restrictions.shardings, {}
         if forced:
             entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")
         self.space = Space(
-            problem=problem, global_batch_size=global_batch_size, restrictions=self.restrictions
+            problem=problem,
+            global_batch_size=global_batch_size,
+            restrictions=self.restrictions,
+            memory_margin=memory_margin,
         )
         at = self.space.cut_at
         if programs is None:
@@ -70,6 +76,17 @@ class Drafter:
             self.global_batch_size,
             overrides,
             executable=executable,
+            memory_margin=self.memory_margin,
+            programs=self.programs,
+        )
+
+    def to_the_brim(self) -> Drafter:
+        """The same without a margin of memory."""
+        return Drafter(
+            self.problem,
+            self.global_batch_size,
+            self.overrides,
+            executable=self.executable,
             programs=self.programs,
         )
 
@@ -81,6 +98,7 @@ class Drafter:
             self.global_batch_size,
             self.overrides,
             executable=self.executable,
+            memory_margin=self.memory_margin,
         )
 
     def equal_with(self, policies: tuple[str, ...]) -> EqualStages:
@@ -106,11 +124,11 @@ class Drafter:
             schedule=schedule,
             stages_per_group=each,
         )
-        return make_draft(self.programs.coster, stages, pipeline)
+        return make_draft(self.programs.coster, stages, pipeline, self.space.memory_bytes)
 
     def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written."""
-        return make_candidate(self.programs.coster, draft)
+        return make_candidate(self.programs.coster, draft, self.space.memory_bytes)
 
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""

@@ -11,14 +11,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.blocks import fits, of_one, room_bytes
+from meshwright.costmodel.blocks import (
+    Floats,
+    StageCosts,
+    combined,
+    fits,
+    of_one,
+    stage_bytes,
+    stage_costs,
+)
 from meshwright.costmodel.operators import Setting
-from meshwright.costmodel.schedules import SCHEDULES, in_flight
-from meshwright.planner.inter_op import cut_evenly
-from meshwright.planner.search.space import Mesh, Space
+from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
+from meshwright.planner.inter_op import cut_evenly, even_out
+from meshwright.planner.search.space import Mesh, Space, groups_of
 from meshwright.planner.stages import (
     MODES,
     BlockPrograms,
@@ -28,6 +38,7 @@ from meshwright.planner.stages import (
     recompute_levels,
 )
 
+SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
@@ -77,13 +88,16 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
-    """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one."""
+    """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one, with which
+    `in_flight` micro-batches fit in `room_bytes` of a device."""
 
     start: int
     stop: int
     setup: StageSetup
     levels: RecomputeLevels
     chosen: ChosenLevel
+    in_flight: float
+    room_bytes: float
 
     @property
     def run(self) -> int:
@@ -102,6 +116,20 @@ class StageDraft:
         names = self.levels.policies
         free = [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
         return self.overridden(free)
+
+    def repriced(
+        self, *, compute: float, communication: float, data_axis: float
+    ) -> StageCosts[float]:
+        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`."""
+        sums = self.setup.chain.runs.sums[self.run].scaled(
+            compute=compute, communication=communication, data_axis=data_axis
+        )
+        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
+        costs = [
+            stage_costs(sums, self.setup.setting, policy)
+            for policy in self.levels.policies[level : level + 1 + (part > 0)]
+        ]
+        return combined(costs, lambda values: float((1 - part) * values[0] + part * values[-1]))
 
     def overridden(self, free: Sequence[str]) -> tuple[str, ...]:
         """The policy of each block: the user's, or else that of `free`."""
@@ -134,6 +162,7 @@ class EqualStages:
     parameters: int = field(init=False)
     legal: np.ndarray = field(init=False)
     _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
+    _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
 
     def __post_init__(self) -> None:
         self.cuts = np.array(self.programs.cut_at)
@@ -185,19 +214,24 @@ class EqualStages:
     # --- combinations ---
 
     def mesh_choices(self, m: int) -> Iterator[MeshChoice]:
-        """All meshes for m micro-batches, with bounds that need no chain."""
+        """All meshes that try m micro-batches, with bounds that need no chain."""
         total = self.space.cluster.num_devices
         for groups in self.space.stage_counts():
             for mesh in self.space.meshes(total // groups, m):
-                least = self.least(mesh, m)
-                work = float(least.sum()), slowest_s(least, self.classes, groups)
-                offered = self.space.schedules(groups, m, 0)
-                bounds = [SCHEDULES[name].bound_s(*work, m, groups) for name, _ in offered]
-                if bounds and np.isfinite(min(bounds)):
-                    for placed in self.space.placements(mesh, groups):
-                        yield MeshChoice(
-                            mesh=placed, num_microbatches=m, groups=groups, bound_s=min(bounds)
-                        )
+                if mesh.dp not in self._tried:
+                    self._tried[mesh.dp] = self.space.tried_counts(mesh.dp)
+                if m in self._tried[mesh.dp]:
+                    yield from self.placed(mesh, m, groups)
+
+    def placed(self, mesh: Mesh, m: int, groups: int) -> Iterator[MeshChoice]:
+        """A mesh in all its placements, where m micro-batches can run on it."""
+        least = self.least(mesh, m)
+        work = float(least.sum()), slowest_s(least, self.classes, groups)
+        offered = self.space.schedules(groups, m, 0)
+        bounds = [SCHEDULES[name].bound_s(*work, m, groups) for name, _ in offered]
+        if bounds and np.isfinite(min(bounds)):
+            for own in self.space.placements(mesh, groups):
+                yield MeshChoice(mesh=own, num_microbatches=m, groups=groups, bound_s=min(bounds))
 
     def combinations(self, choice: MeshChoice) -> tuple[Combination, ...]:
         """All combinations on a mesh whose model states fit, estimated."""
@@ -242,19 +276,15 @@ class EqualStages:
         schedule, m, groups = SCHEDULES[name], choice.num_microbatches, choice.groups
         per_group, levels = even.per_group, even.levels
         stages = groups * per_group
-        held = _held(name, 0, stages, m, groups)
-        chosen = levels.choose(held, self.room / per_group)
+        held = _held(name, stages, m, groups)
+        chosen = levels.choose(sum(held) / stages, self.room, per_device=per_group)
         tight = not chosen.fits  # on average; a first stage with fewer blocks may fit
         costs = of_one(levels.costs[-1]) if tight else levels.at((), chosen)
         uneven = even.slowest_s * groups / even.least_s
         sent = 0.0 if schedule.hides_sends else _sent_s(setup, stages)
         turn = per_group * (costs.amortised_s(m) + sent)
-        passes_s, weight_s = (
-            np.asarray(costs.forward_s + costs.backward_s),
-            np.asarray(costs.weight_s),
-        )
-        fill = float(schedule.fill_s(passes_s, weight_s, m, groups))
-        estimate = m * turn * uneven + (groups - 1) * per_group * fill
+        fill = float(_fill_s(schedule, costs, PipelineShape(m, groups, per_group)))
+        estimate = m * turn * uneven + (groups - 1) * fill
         return Combination(
             setup=setup,
             num_microbatches=m,
@@ -267,7 +297,7 @@ class EqualStages:
 
     @property
     def room(self) -> float:
-        return room_bytes(self.space.cluster)
+        return self.space.room_bytes
 
     # --- cutting ---
 
@@ -285,50 +315,78 @@ class EqualStages:
         self._levels.clear()
 
     def solve(
-        self, combination: Combination, cutoff_s: float
+        self, combination: Combination, cutoff_s: float, *, alike: bool = False
     ) -> tuple[float, list[StageDraft]] | None:
         """The objective and the stages of a combination's best cut below a cutoff; None where there
-        is none. The objective, m turns of the slowest stage and what all but one stage add to fill
-        the pipeline, is the step of equal stages."""
+        is none. The objective, m turns of the slowest stage and what all but one device add to fill
+        the pipeline, is the step of equal stages.
+
+        Of several stages on a device each may take what typical ones leave of its memory; with
+        `alike` no more than an equal share, so that any of them fit together.
+        """
         m, setup, stages = combination.num_microbatches, combination.setup, combination.num_stages
+        groups, each = combination.groups, combination.stages_per_group
         schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
-        held = [
-            _held(combination.schedule, k, stages, m, combination.groups) for k in range(stages)
-        ]
+        held = _held(combination.schedule, stages, m, groups)
         counts = sorted(set(held))
-        room = self.room / combination.stages_per_group
-        chosen_levels = [levels.choose(count, room) for count in counts]
+        mates = [0.0 if alike else self._mates_bytes(combination, h) for h in counts]
+        chosen_levels = [
+            levels.choose(h, self.room - mate, per_device=each if not mate else 1)
+            for h, mate in zip(counts, mates, strict=True)
+        ]
         runs = setup.chain.runs
         legal, sent = self.legal & self.allowed(setup), self.sent(setup)
-        times, fills = [], []
-        for chosen in chosen_levels:
+        shape, others = PipelineShape(m, groups, each), (groups - 1) / stages
+        times, fills, kept = [], [], []
+        for h, chosen in zip(counts, chosen_levels, strict=True):
             costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
-            pass_s = costs.forward_s + costs.backward_s
-            fill = schedule.fill_s(pass_s, costs.weight_s, m, combination.groups)
-            turn, fill = turn[runs.index], (fill[runs.index] + sent) * (stages - 1) / stages
+            fill = _fill_s(schedule, costs, shape)
+            turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
+            kept.append(stage_bytes(costs.static_bytes, costs.activation_bytes, h)[runs.index])
         level = [counts.index(count) for count in held]
+        time_s, fill_s, levels_of = np.stack(times), np.stack(fills), np.array(level)
+        # a device's stages make up for each other, which the even cut doesn't know
+        slack = 1.0 if each == 1 else SHARED_SLACK
         found = cut_evenly(
-            np.stack(times),
-            np.stack(fills),
-            np.array(level),
-            later=float(m * combination.stages_per_group),
-            cutoff=cutoff_s,
+            time_s, fill_s, levels_of, later=float(m * each), cutoff=cutoff_s * slack
         )
         if found is None:
             return None
-        return found.objective_s, [
+        cuts, objective_s = found.cuts, found.objective_s
+        if each > 1:
+            devices = np.array(groups_of(combination.schedule, groups, each))
+            cuts, busiest_s = even_out(cuts, time_s, np.stack(kept), levels_of, devices, self.room)
+            places = levels_of, np.array(cuts[:-1]), np.array(cuts[1:])
+            objective_s = float(fill_s[places].sum()) + m * busiest_s
+        return objective_s, [
             StageDraft(
-                start=int(self.cuts[found.cuts[k]]),
-                stop=int(self.cuts[found.cuts[k + 1]]),
+                start=int(self.cuts[cuts[k]]),
+                stop=int(self.cuts[cuts[k + 1]]),
                 setup=setup,
                 levels=levels,
                 chosen=chosen_levels[level[k]],
+                in_flight=held[k],
+                room_bytes=self.room - mates[level[k]] if mates[level[k]] else self.room / each,
             )
             for k in range(stages)
         ]
+
+    def _mates_bytes(self, combination: Combination, in_flight: float) -> float:
+        """Bytes that the other stages of a device hold where all of them are typical; 0 for stages
+        that are alone, or don't fit so."""
+        setup, each = combination.setup, combination.stages_per_group
+        if each == 1:
+            return 0.0
+        part = setup.chain.typical().times(1 / combination.num_stages)
+        policies = self.space.policies(combination.schedule)
+        levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
+        chosen = levels.choose(in_flight, self.room, per_device=each)
+        costs = levels.at((), chosen)
+        kept = costs.static_bytes - costs.passing_bytes + in_flight * costs.activation_bytes
+        return (each - 1) * kept if chosen.fits else 0.0
 
     def allowed(self, setup: StageSetup) -> np.ndarray:
         """(C, C): stages whose blocks' overrides allow the setup."""
@@ -370,10 +428,20 @@ def _sent_s(setup: StageSetup, stages: int) -> float:
     return 2 * float(np.median(setup.chain.send_s)) * (stages - 1) / stages
 
 
-def _held(schedule: str, stage: int, stages: int, m: int, groups: int) -> int:
-    return in_flight(
-        schedule, stage=stage, num_stages=stages, num_microbatches=m, num_devices=groups
+def _fill_s(schedule: Schedule, costs: StageCosts[Any], shape: PipelineShape) -> Floats:
+    """Seconds that each device but one adds to fill and drain a pipeline of stages like these."""
+    f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
+    return schedule.fill_s(f, b, w, shape)
+
+
+@lru_cache(maxsize=1024)
+def _held(schedule: str, stages: int, m: int, groups: int) -> tuple[float, ...]:
+    """Per stage, the micro-batches in flight on its device at its peak, shared out evenly among the
+    device's stages."""
+    peaks = peak_activation(
+        schedule, num_microbatches=m, bytes_per_stage=[1.0] * stages, num_devices=groups
     )
+    return tuple(peaks[g] * groups / stages for g in groups_of(schedule, groups, stages // groups))
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

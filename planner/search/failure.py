@@ -16,7 +16,7 @@ from meshwright.planner.search.relaxations import relaxations, way_out
 def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | OverrideError:
     """The error to raise where none of the `drafts` fits: by how much the closest plan does not,
     and the way out; or which override leaves no plan."""
-    problem, cluster = drafter.problem, drafter.problem.cluster
+    cluster = drafter.problem.cluster
     closest = _closest(drafter, drafts)
     if closest is None and drafter.programs.refused:
         refused = drafter.programs.refused
@@ -33,7 +33,7 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
     found = relaxations(drafter)
     return InfeasibleError(
         f"the model does not fit {cluster.describe()} "
-        f"({problem.cluster.device.usable_bytes / 2**30:.1f} GiB usable per device). "
+        f"({drafter.space.room_bytes / 2**30:.1f} GiB usable per device{_margin(drafter)}). "
         f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
         f"shortfall in GiB by stage: {gib}. {way_out(found)}",
         per_stage,
@@ -87,7 +87,8 @@ def _closest(
             how = f"{len(short.stages)} stages, {m} micro-batches"
             found.append((short.excess_bytes, short.stage_excess_bytes, how))
     for draft in drafts:
-        lacking = draft.evaluation.prediction.shortfall_bytes(drafter.problem.cluster)
+        peaks = draft.evaluation.prediction.peak_memory_bytes
+        lacking = [max(0.0, peak - drafter.space.memory_bytes) for peak in peaks]
         found.append((max(lacking), lacking, describe(draft.evaluation.plan)))
     closest = min(found, key=lambda item: item[0], default=None)
     if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
@@ -97,6 +98,11 @@ def _closest(
             how = f"{groups} equal stages, {m} micro-batches"
             return need.excess_bytes, (need.excess_bytes,), how
     return closest
+
+
+def _margin(drafter: Drafter) -> str:
+    margin = drafter.memory_margin
+    return f" with memory_margin={margin:g}" if margin else ""
 
 
 def _any(_: object) -> bool:

@@ -53,6 +53,10 @@ def _freed(drafter: Drafter) -> Iterator[Relaxation]:
     if all(getattr(overrides, name) is not None for name in TOGETHER):
         free = without(overrides, *TOGETHER)
         relaxed.append((f"leave {' and '.join(TOGETHER)} free", free, executable))
+    if drafter.memory_margin:
+        found = _possible(drafter.to_the_brim)
+        if found is not None:
+            yield _relaxation("leave no memory free (memory_margin=0)", 0, found)
     if executable:
         relaxed.append(("plan what can't be run yet (executable=False)", overrides, False))
     for what, left, runs in relaxed:

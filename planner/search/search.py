@@ -15,11 +15,13 @@ import heapq
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.intra_op import Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
@@ -28,14 +30,16 @@ from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft
 from meshwright.planner.search.failure import failure
 from meshwright.planner.search.space import Mesh
+from meshwright.planner.search.taste import TIE, by_taste, of_draft
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
 T = TypeVar("T")
 
-OPTIMISM = 0.93  # estimates are trusted to be no more than this much too high
+OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
+MAX_SIMPLER = 2  # combinations of each simpler kind that are simulated for a tie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +76,9 @@ class SearchResult:
 class Search(Drafter):
     """One search: problem × global batch × overrides -> plans.
 
-    `time_limit_s` ends it with the best plan found by then; `executable` and `programs` are those
-    of `Drafter`.
+    `objective` is "fastest", or "robust": the simplest of the plans that prices can't tell from the
+    best at a stated quantile of their errors (`taste.py`). `time_limit_s` ends the search with the
+    best plan found by then; the other arguments are those of `Drafter`.
     """
 
     def __init__(
@@ -83,12 +88,20 @@ class Search(Drafter):
         overrides: Overrides,
         *,
         executable: bool = False,
+        memory_margin: float = 0.0,
+        objective: str = "fastest",
         time_limit_s: float | None = None,
         programs: BlockPrograms | None = None,
     ) -> None:
         super().__init__(
-            problem, global_batch_size, overrides, executable=executable, programs=programs
+            problem,
+            global_batch_size,
+            overrides,
+            executable=executable,
+            memory_margin=memory_margin,
+            programs=programs,
         )
+        self.objective = objective
         self.time_limit_s = time_limit_s
         self._drafts: list[PlanDraft] = []
         self._phases_s: dict[str, float] = {}
@@ -102,6 +115,8 @@ class Search(Drafter):
             self.global_batch_size,
             overrides,
             executable=self.executable,
+            memory_margin=self.memory_margin,
+            objective=self.objective,
             time_limit_s=self.time_limit_s,
             programs=self.programs,
         ).run()
@@ -116,9 +131,10 @@ class Search(Drafter):
         meshes = self._timed(
             "bounds", lambda: [c for m in counts for c in self.equal.mesh_choices(m)]
         )
-        self._drafts, bound = self._explore(meshes)
+        bound = self._explore(meshes)
+        bound = min(bound, self._explore(self._timed("bounds", self._between)))
         if self.space.may_differ:
-            bound = min(bound, self._unequal(counts))
+            bound = min(bound, self._unequal(self.space.tried_counts()))
         chosen = self._timed("write out", self._written)
         if not chosen:
             raise failure(self, self._drafts)
@@ -152,46 +168,89 @@ class Search(Drafter):
 
     # --- equal stages ---
 
-    def _explore(self, choices: Iterable[MeshChoice]) -> tuple[list[PlanDraft], float]:
+    def _explore(self, choices: Iterable[MeshChoice]) -> float:
         """Price meshes, estimate, cut and simulate, always what promises most, until nothing left
-        can be faster: what was simulated, and a bound on what was left."""
-        tie = itertools.count()
-        heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
-
-        def add(
-            seconds: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
-        ) -> None:
-            heapq.heappush(heap, (seconds, next(tie), what, cut))
-
+        can be faster, or a tie for one that is simpler: a bound on what was left."""
+        queue = _Queue()
         for choice in choices:
-            add(choice.bound_s, choice)
-        drafts: list[PlanDraft] = []
-        limit, left = math.inf, math.inf
-        while heap:
-            promised, _, what, cut = heapq.heappop(heap)
-            if promised >= limit or (limit < math.inf and self._late()):
-                left = min([left, what.bound_s, *(entry[2].bound_s for entry in heap)])
+            queue.add(choice.bound_s, choice)
+        left = math.inf
+        while queue:
+            limit = self._limit()
+            if queue.promised_s >= limit or (limit < math.inf and self._late()):
+                left = min(left, queue.bound_s)
+                self._explore_simpler(queue)
                 break
+            _, _, what, cut = queue.pop()
             if what.bound_s >= limit:
                 continue
             if isinstance(what, MeshChoice):
-                combinations = self._timed("price stages", self.equal.combinations, what)
-                for one in combinations:
-                    add(max(one.estimate_s * OPTIMISM, one.bound_s), one)
+                for one in self._timed("price stages", self.equal.combinations, what):
+                    queue.add(max(one.estimate_s * OPTIMISM, one.bound_s), one)
             elif cut is None:
-                beat = limit * OVERSHOOT
-                found = self._timed("cut stages", self.equal.solve, what, beat)
+                found = self._cut(what, limit * OVERSHOOT)
                 if found is not None:
-                    add(found[0] / OVERSHOOT, what, found[1])
+                    queue.add(found[0] / OVERSHOOT, what, found[1])
                 else:  # below the cutoff nothing fits; the objective is no proof for the rest
                     left = min(left, what.bound_s)
             else:
-                draft = self._timed("simulate", self.draft, what, cut)
-                drafts.append(draft)
                 left = min(left, what.bound_s)
-                limit = min(limit, draft.step_time_s) if draft.fits else limit
+                self._simulate(what, cut)
         self.equal.forget()
-        return drafts, left
+        return left
+
+    def _cut(
+        self, combination: Combination, cutoff_s: float, *, alike: bool = False
+    ) -> tuple[float, list[StageDraft]] | None:
+        return self._timed(
+            "cut stages", lambda: self.equal.solve(combination, cutoff_s, alike=alike)
+        )
+
+    def _simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
+        """Draft a cut; where several stages of a device don't fit together, one of equal shares."""
+        draft = self._timed("simulate", self.draft, combination, cut)
+        self._drafts.append(draft)
+        if not draft.fits and combination.stages_per_group > 1:
+            found = self._cut(combination, self._limit() * OVERSHOOT, alike=True)
+            if found is not None:
+                self._drafts.append(self._timed("simulate", self.draft, combination, found[1]))
+
+    def _explore_simpler(self, queue: _Queue) -> None:
+        """Draft what is left and may tie with the best, of each kind that is simpler the most
+        promising."""
+        best = min((d for d in self._drafts if d.fits), key=_order, default=None)
+        if self.objective != "robust" or best is None:
+            return
+        limit, axes = best.step_time_s * (1 + TIE), of_draft(best, self.problem.cluster)[0]
+        seen: Counter[tuple[Any, ...]] = Counter()
+        while queue and queue.promised_s < limit and not self._late():
+            _, _, what, _ = queue.pop()
+            if isinstance(what, MeshChoice):
+                if _axes(what.mesh, what.groups) <= axes:
+                    for one in self._timed("price stages", self.equal.combinations, what):
+                        queue.add(max(one.estimate_s * OPTIMISM, one.bound_s), one)
+                continue
+            kind = _kind(what)
+            if _axes(what.setup.mesh, what.groups) > axes or seen[kind] >= MAX_SIMPLER:
+                continue
+            found = self._cut(what, limit * OVERSHOOT)
+            if found is not None:
+                seen[kind] += 1
+                self._simulate(what, found[1])
+
+    def _between(self) -> list[MeshChoice]:
+        """The mesh of the best draft with the numbers of micro-batches that thinning left out next
+        to its own."""
+        best = min((d for d in self._drafts if d.fits), key=_order, default=None)
+        if best is None:
+            return []
+        mesh, plan = best.stages[0].setup.mesh, best.plan
+        return [
+            choice
+            for m in self.space.between(mesh.dp, plan.num_microbatches)
+            if mesh in self.space.meshes(mesh.devices, m)
+            for choice in self.equal.placed(mesh, m, len(plan.devices))
+        ]
 
     # --- different meshes ---
 
@@ -240,6 +299,8 @@ class Search(Drafter):
         for draft in sorted((d for d in self._drafts if d.fits), key=_order):
             kept.setdefault(_shape(draft), draft)
         waiting = list(kept.values())
+        if self.objective == "robust":
+            return self._written_by_taste(waiting)
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
@@ -247,6 +308,17 @@ class Search(Drafter):
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
         found: list[Candidate | PlanDraft] = [*written, *waiting]
         return found[:MAX_KEPT]
+
+    def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
+        """The first draft by taste that fits when it is written out, then the fastest others."""
+        least_s = min((d.step_time_s for d in drafts), default=math.inf)
+        near = [d for d in drafts if d.step_time_s <= least_s * (1 + 2 * TIE)]
+        for judged in by_taste(near, self.programs.coster):
+            candidate = self.written(judged.draft)
+            if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
+                others = [d for d in drafts if d is not judged.draft]
+                return [candidate, *others[: MAX_KEPT - 1]]
+        return []
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
         """An independent proof of the block programs on the chosen meshes: the whole integer
@@ -282,6 +354,50 @@ def _order(found: PlanDraft | Candidate) -> tuple[float, int, str]:
 
 
 def _shape(draft: PlanDraft) -> tuple[Any, ...]:
-    """What makes a plan another one for a reader: more than micro-batches and schedule."""
-    stages = draft.evaluation.plan.stages
-    return tuple((s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in stages)
+    """What makes a plan another one for a reader: more than micro-batches."""
+    plan = draft.evaluation.plan
+    return plan.schedule, *(
+        (s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in plan.stages
+    )
+
+
+def _axes(mesh: Mesh, groups: int) -> int:
+    """Axes in use besides the data axis."""
+    return (groups > 1) + (mesh.tp > 1) + (mesh.cp > 1) + (mesh.ep > 1)
+
+
+def _kind(one: Combination) -> tuple[Any, ...]:
+    """What sets combinations apart by simplicity."""
+    mesh = one.setup.mesh
+    axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
+    return *axes, SCHEDULES[one.schedule].standard, one.setup.dp_shard > 0, mesh.spread > 1
+
+
+class _Queue:
+    """What is left to explore, the most promising first: (seconds promised, number, what, its
+    cut)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
+        self._count = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(
+        self, promised_s: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
+    ) -> None:
+        heapq.heappush(self._heap, (promised_s, next(self._count), what, cut))
+
+    def pop(self) -> tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]:
+        return heapq.heappop(self._heap)
+
+    @property
+    def promised_s(self) -> float:
+        """Seconds of the most promising one."""
+        return self._heap[0][0]
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound on the step of any plan that is left."""
+        return min((entry[2].bound_s for entry in self._heap), default=math.inf)

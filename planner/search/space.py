@@ -23,6 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
+from meshwright.costmodel.blocks import room_bytes
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
@@ -60,6 +61,18 @@ class Space:
     problem: Problem
     global_batch_size: int
     restrictions: Restrictions
+    memory_margin: float = 0.0
+    """Part of a device's memory that plans leave free."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of a device that a plan may fill, reserved ones included."""
+        return self.cluster.device.memory_bytes * (1.0 - self.memory_margin)
+
+    @property
+    def room_bytes(self) -> float:
+        """Bytes of a device that a plan's tensors may take."""
+        return room_bytes(self.cluster) - self.cluster.device.memory_bytes * self.memory_margin
 
     @property
     def graph(self) -> Graph:
@@ -92,7 +105,8 @@ class Space:
     # --- micro-batches ---
 
     def microbatch_counts(self) -> list[int]:
-        """Numbers of micro-batches to try: divisors of the global batch, thinned to a dozen."""
+        """Numbers of micro-batches that some mesh may have: divisors of the global batch. Raises
+        `OverrideError` where it leaves none."""
         batch, over = self.global_batch_size, self.restrictions
         counts = divisors(batch)
         legal = ", ".join(map(str, counts[:16]))
@@ -107,20 +121,39 @@ class Space:
             return [over.num_microbatches]
         if over.microbatch_size is not None:
             counts = [m for m in counts if batch // m % over.microbatch_size == 0]
+        return counts
+
+    def tried_counts(self, dp: int = 1) -> list[int]:
+        """Numbers of micro-batches to try on meshes of this data-parallel degree: those that leave
+        each rank whole rows, thinned to a dozen between the least and the most."""
+        counts = [m for m in self.microbatch_counts() if self.global_batch_size // m % dp == 0]
         if len(counts) > MAX_MICROBATCH_CHOICES:
             wanted = np.geomspace(1, counts[-1], MAX_MICROBATCH_CHOICES)
             counts = sorted({_nearest(counts, float(w)) for w in wanted})
         return counts
 
+    def between(self, dp: int, m: int) -> list[int]:
+        """Numbers of micro-batches that thinning left out, from the one tried before m to the one
+        after it."""
+        tried = self.tried_counts(dp)
+        low = max((n for n in tried if n < m), default=m)
+        high = min((n for n in tried if n > m), default=m)
+        return [
+            n
+            for n in self.microbatch_counts()
+            if low < n < high and n != m and self.global_batch_size // n % dp == 0
+        ]
+
     def notes(self) -> list[str]:
         """Choices that were thinned out, in words."""
-        batch, over = self.global_batch_size, self.restrictions
-        tried, all_counts = len(self.microbatch_counts()), len(divisors(batch))
+        over = self.restrictions
+        tried, legal = len(self.tried_counts()), len(self.microbatch_counts())
         found = []
-        if tried < all_counts and (over.num_microbatches, over.microbatch_size) == (None, None):
+        if tried < legal and over.num_microbatches is None:
             found.append(
-                f"{tried} of the {all_counts} numbers of micro-batches that divide {batch} were "
-                "tried; num_microbatches= takes any"
+                f"of each mesh at most {MAX_MICROBATCH_CHOICES} of the numbers of micro-batches "
+                f"that divide {self.global_batch_size} were tried, and those next to the best; "
+                "num_microbatches= takes any"
             )
         places, blocks = len(self.cut_at), len(self.graph.blocks)
         if places <= blocks:

@@ -142,6 +142,8 @@ class UnequalStages:
                 setup=setup,
                 levels=steps,
                 chosen=steps.choose(held, self.equal.room),
+                in_flight=held,
+                room_bytes=self.equal.room,
             )
             if not draft.chosen.fits[draft.run] or not SCHEDULES[schedule].divides(setup.zero):
                 return None

@@ -1,7 +1,8 @@
 """Time against memory of stages: recompute more blocks, hold less.
 
 With h micro-batches in flight a stage holds `static + h·activation` bytes. Level 0 recomputes
-nothing; each further level recomputes all blocks by a policy that keeps less and takes longer.
+nothing; each further level recomputes all blocks by a policy that keeps less and takes longer, and
+lies on the lower convex hull of seconds over bytes of all stages together.
 Between two levels some blocks follow one policy and the rest the other, so that for n blocks the
 fraction on the next level is a multiple of 1/n:
 
@@ -55,19 +56,23 @@ class RecomputeLevels:
     costs: tuple[StageCosts[Floats], ...]
     blocks: Floats | NDArray[np.int64]
 
-    def choose(self, in_flight: float, room_bytes: float) -> ChosenLevel:
+    def choose(self, in_flight: float, room_bytes: float, *, per_device: int = 1) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
-        flight."""
+        flight: the stage and, of `per_device` on a device, as many others like it. One of them is
+        in a backward at a time."""
+
+        def used(costs: StageCosts[Floats], passing_bytes: Floats) -> Floats:
+            kept = costs.static_bytes - costs.passing_bytes
+            held = stage_bytes(kept, costs.activation_bytes, in_flight)
+            return per_device * held + passing_bytes
+
         first = self.costs[0]
-        done = np.asarray(
-            fits(stage_bytes(first.static_bytes, first.activation_bytes, in_flight), room_bytes)
-        )
+        done = np.asarray(fits(used(first, first.passing_bytes), room_bytes))
         level, fraction = np.zeros(done.shape, dtype=np.int64), np.zeros(done.shape)
         for k in range(1, len(self.costs)):
             low, high = self.costs[k - 1], self.costs[k]
-            more = high.passing_bytes - low.passing_bytes
-            above = stage_bytes(high.static_bytes, high.activation_bytes, in_flight)
-            below = stage_bytes(low.static_bytes + more, low.activation_bytes, in_flight)
+            above = used(high, high.passing_bytes)
+            below = used(low, high.passing_bytes)
             here = ~done & np.asarray(fits(above, room_bytes))
             part = (below - room_bytes) / np.maximum(below - above, 1.0)
             part = np.ceil(np.clip(part, 0.0, 1.0) * self.blocks - 1e-9) / self.blocks
@@ -104,14 +109,28 @@ class RecomputeLevels:
 def recompute_levels(
     sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
 ) -> RecomputeLevels:
-    """Levels of the stages with these sums; `policies` by rising cost. One that frees nothing in
-    any stage is left out."""
-    kept: list[str] = []
-    levels: list[StageCosts[Floats]] = []
-    for policy in policies:
-        costs = stage_costs(sums, setting, policy)
-        if levels and not np.any(costs.activation_bytes < levels[-1].activation_bytes * (1 - 1e-9)):
+    """Levels of the stages with these sums, from the policies on the convex hull."""
+    costs = [stage_costs(sums, setting, policy) for policy in policies]
+    points = [(float(own.backward_s.sum()), -float(own.activation_bytes.sum())) for own in costs]
+    kept = lower_hull(np.array(points))
+    return RecomputeLevels(
+        policies=tuple(policies[k] for k in kept),
+        costs=tuple(costs[k] for k in kept),
+        blocks=np.maximum(blocks, 1),
+    )
+
+
+def lower_hull(options: Floats) -> list[int]:
+    """Of (cost, bytes freed) options those on the lower convex hull, from the cheapest on."""
+    found: list[int] = []
+    for k in sorted(range(len(options)), key=lambda k: (options[k, 0], -options[k, 1], k)):
+        cost, freed = options[k]
+        if found and freed <= options[found[-1], 1] + 1e-9 * abs(freed):
             continue
-        kept.append(policy)
-        levels.append(costs)
-    return RecomputeLevels(policies=tuple(kept), costs=tuple(levels), blocks=np.maximum(blocks, 1))
+        while len(found) > 1:
+            (c0, f0), (c1, f1) = options[found[-2]], options[found[-1]]
+            if (c1 - c0) * (freed - f1) < (cost - c1) * (f1 - f0):
+                break
+            found.pop()
+        found.append(k)
+    return found

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES, backward_follows_forward
 from meshwright.costmodel.schedules.simulate import StageTimes
-from meshwright.costmodel.schedules.table import Schedule
+from meshwright.costmodel.schedules.table import PipelineShape, Schedule
 from tests.costmodel.schedules.pipelines import Shape, run, shapes
 from tests.helpers.source_files import PRODUCT, SourceFile, files_in
 
@@ -68,11 +68,20 @@ def test_no_step_of_equal_stages_undercuts_the_bound(shape: Shape) -> None:
 
 
 @given(shape=shapes())
-def test_a_stage_fills_the_pipeline_with_no_more_than_a_pass(shape: Shape) -> None:
-    pass_s, weight_s = np.array([6.0, 3.0]), np.array([2.0, 1.5])
-    fill_s = SCHEDULES[shape.name].fill_s(pass_s, weight_s, shape.m, shape.p)
-    assert fill_s.shape == pass_s.shape
-    assert ((fill_s >= 0) & (fill_s <= pass_s)).all()
+def test_ideal_time_and_fill_are_the_step_of_equal_stages(shape: Shape) -> None:
+    """F = 2, B = 4, W = 2 or 1.2 seconds, transfers free; never too high, so that a search ordered
+    by them misses nothing."""
+    schedule = SCHEDULES[shape.name]
+    weight_s = np.array([2.0, 1.2]) * schedule.splits_backward
+    own = PipelineShape(shape.m, shape.p, shape.v)
+    fill_s = schedule.fill_s(np.full(2, 2.0), np.full(2, 4.0), weight_s, own)
+    for w, fill in zip(weight_s, fill_s, strict=True):
+        stage = StageTimes(forward_s=2, backward_s=4, weight_s=w, reduce_s=0, optimizer_s=0)
+        step_s = run(shape, [stage] * shape.num_stages).step_time_s
+        estimate_s = shape.m * shape.v * 6.0 + (shape.p - 1) * fill
+        assert estimate_s <= step_s * (1 + 1e-9)
+        if not schedule.on_request:
+            assert estimate_s >= 0.85 * step_s
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,19 @@ def every_cut(
             held = in_flight(
                 schedule, stage=k, num_stages=stages, num_microbatches=m, num_devices=groups
             )
-            chosen = levels.choose(held, equal.room / each)
-            drafted.append(StageDraft(start=i, stop=j, setup=way, levels=levels, chosen=chosen))
-        yield make_draft(search.programs.coster, drafted, step)
+            room = equal.room / each
+            drafted.append(
+                StageDraft(
+                    start=i,
+                    stop=j,
+                    setup=way,
+                    levels=levels,
+                    chosen=levels.choose(held, room),
+                    in_flight=held,
+                    room_bytes=room,
+                )
+            )
+        yield make_draft(search.programs.coster, drafted, step, search.space.memory_bytes)
 
 
 @cache

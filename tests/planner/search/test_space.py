@@ -45,7 +45,7 @@ def divisors(n: int) -> list[int]:
 @settings(deadline=None)  # the model is traced once
 @given(st.integers(1, 5000))
 def test_numbers_of_microbatches_divide_the_batch_and_reach_its_ends(batch: int) -> None:
-    counts = space(batch=batch).microbatch_counts()
+    counts = space(batch=batch).tried_counts()
     assert counts == sorted(set(counts))
     assert (counts[0], counts[-1]) == (1, batch)
     assert all(batch % m == 0 for m in counts)

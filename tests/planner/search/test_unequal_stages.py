@@ -105,7 +105,7 @@ def test_the_solution_becomes_stages_that_fit() -> None:
             assert sum(s.setup.mesh.devices for s in stages) == on.num_devices
             assert [s.start for s in stages[1:]] == [s.stop for s in stages[:-1]]
             step = PipelineSetup(global_batch_size=batch, num_microbatches=m, schedule="1f1b")
-            assert make_draft(search.programs.coster, stages, step).fits
+            assert make_draft(search.programs.coster, stages, step, small.device.memory_bytes).fits
             for stage, choice in zip(stages, found.stages, strict=True):
                 option: Option = options[choice.variant]
                 own = stage.levels.at(stage.run, stage.chosen)

@@ -1,0 +1,113 @@
+"""Taste: the plan to choose among those that prices can't tell apart.
+
+A price has errors, the same for all plans on a cluster: of computing by the fraction e_c, of what
+stays in a node by e_x, of the data axis' collectives by e_x and half as much again for every
+doubling of the nodes that they span (measured gathers over many nodes scatter that much more), of
+memory by what the margin leaves free. To first order their quantile of a step of T seconds is
+
+    R = T + z sqrt((T(1 + e_c) - T)² + (T(1 + e_x) - T)²)
+
+with each T(1 + e) simulated again, so that what is hidden behind compute costs where it no longer
+fits there. Of the plans whose R exceeds the least by no more than `TIE` the simplest is chosen, by
+the order of `simplicity`. The errors are assumed where the scoreboard gives none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.plan import Plan, StagePlan, spread_of
+from meshwright.planner.pricing import StageCoster, price_stages
+from meshwright.planner.search.candidates import PlanDraft
+from meshwright.profiles.cluster import Cluster
+
+COMPUTE_ERROR = 0.05  # assumed: what the price of fitted sources misses on average
+COMMUNICATION_ERROR = 0.20  # assumed
+QUANTILE = 0.84  # standard deviations: a normal variable is below with 80 %
+TIE = 0.03  # part of a step that prices can't tell apart
+MOST_JUDGED = 12  # plans whose quantile is simulated, the fastest
+MEMORY_STEPS = 20  # of a device's memory: what fills less of it is simpler
+
+Simplicity = tuple[int, int, int, bool, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A draft with the quantile of its step time, in seconds."""
+
+    draft: PlanDraft
+    quantile_s: float
+
+
+def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity:
+    """Order of simplicity, the simplest least: axes besides the data axis, different meshes, uneven
+    cuts (stages that differ by more than a block), schedules beyond 1F1B and interleaving,
+    different recompute policies, ZeRO within parts and strided ranks, memory."""
+    stages = plan.stages
+    axes = [len(plan.devices) > 1, *(any(getattr(s, x) > 1 for s in stages) for x in _AXES)]
+    blocks = [len(stage.blocks) for stage in stages]
+    meshes = {(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard) for s in stages}
+    return (
+        sum(axes),
+        len(meshes),
+        max(0, max(blocks) - min(blocks) - 1),
+        len(plan.devices) > 1 and not SCHEDULES[plan.schedule].standard,
+        len({policy for stage in stages for policy in stage.policies}),
+        sum(_parted(stage) for stage in stages[:1]),
+        math.ceil(MEMORY_STEPS * peak_bytes / memory_bytes),
+    )
+
+
+_AXES = ("tp", "cp", "ep")
+
+
+def _parted(stage: StagePlan) -> int:
+    return (stage.dp_shard is not None) + (spread_of(stage) > 1)
+
+
+def of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
+    """The simplicity of a draft."""
+    evaluation = draft.evaluation
+    peak = max(evaluation.prediction.peak_memory_bytes)
+    return simplicity(evaluation.plan, peak, cluster.device.memory_bytes)
+
+
+def by_taste(drafts: Sequence[PlanDraft], coster: StageCoster) -> list[Judged]:
+    """The drafts in the order in which they should be chosen: ties by simplicity, then the rest by
+    their quantile."""
+    fastest = sorted(drafts, key=lambda d: d.step_time_s)[:MOST_JUDGED]
+    judged = [Judged(draft=d, quantile_s=quantile_s(d, coster)) for d in fastest]
+    least = min((j.quantile_s for j in judged), default=math.inf)
+
+    def order(own: Judged) -> tuple[bool, Simplicity | tuple[()], float, str]:
+        tied = own.quantile_s <= least * (1 + TIE)
+        simple = of_draft(own.draft, coster.cluster) if tied else ()
+        return not tied, simple, own.quantile_s, own.draft.plan.to_json()
+
+    return sorted(judged, key=order)
+
+
+def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
+    """The quantile of a draft's step time over the errors of its price, in seconds."""
+    own, plan = draft.step_time_s, draft.evaluation.plan
+    nodes = max(_nodes(stage, coster.cluster) for stage in plan.stages)
+    across = COMMUNICATION_ERROR * (1 + math.log2(nodes) / 2)
+
+    def step_s(compute: float, communication: float, data: float) -> float:
+        costs = [
+            d.repriced(compute=1 + compute, communication=1 + communication, data_axis=1 + data)
+            for d in draft.stages
+        ]
+        priced = price_stages(plan, coster, costs, send_scale=1 + communication)
+        return priced.prediction.step_time_s
+
+    more = (step_s(COMPUTE_ERROR, 0.0, 0.0), step_s(0.0, COMMUNICATION_ERROR, across))
+    return own + QUANTILE * math.hypot(*(seconds - own for seconds in more))
+
+
+def _nodes(stage: StagePlan, cluster: Cluster) -> int:
+    """Nodes that a stage's ranks lie on."""
+    return len({rank // cluster.devices_per_node for rank in stage.ranks})
