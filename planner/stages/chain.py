@@ -218,6 +218,7 @@ class Chain:
             costs[k, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
         parts, priced = Sums.zeros(*costs.shape), np.zeros(costs.shape, dtype=bool)
         at, ends = np.array(self.at), np.arange(most)
+        read = [np.concatenate([[0], np.cumsum(readers)]) for readers, _, _ in self.shared]
         sums, seconds = [Sums.zeros(1).array], [np.full(1, np.inf)]
         blocks = [np.ones(1, dtype=np.int64)]
         # (runs of n pieces, S) by the state at their end: least seconds, and sums on that path
@@ -233,7 +234,7 @@ class Chain:
                 priced[where] = True
             carried = carried[before[:, None], pick].then(parts[kind[:, None], pick, ends])
             starts, stops = at[first], at[first + n]
-            copies, copies_s = self._copies(starts, stops)
+            copies, copies_s = self._copies(read, starts, stops)
             sums.append((carried[:, 0] - copies).array)
             seconds.append(best[:, 0] - copies_s)
             blocks.append(stops - starts)
@@ -244,11 +245,11 @@ class Chain:
             index=steps.index,
         )
 
-    def _copies(self, starts: Ints, stops: Ints) -> tuple[Sums, Floats]:
-        """Sums and seconds, (runs,), of shared parameters that runs count more than once."""
+    def _copies(self, read: Sequence[Ints], starts: Ints, stops: Ints) -> tuple[Sums, Floats]:
+        """Sums and seconds, (runs,), of shared parameters that runs count more than once; `read`
+        are, of each, how many of the first blocks read it, (K+1,)."""
         sums, seconds = Sums.zeros(len(starts)), np.zeros(len(starts))
-        for readers, copy, copy_s in self.shared:
-            before = np.concatenate([[0], np.cumsum(readers)])
+        for before, (_, copy, copy_s) in zip(read, self.shared, strict=True):
             times = np.maximum(before[stops] - before[starts] - 1, 0)
             sums.array += times[:, None] * copy.array
             seconds += times * copy_s
