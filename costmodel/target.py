@@ -51,7 +51,8 @@ class Target:
     copies of tokens on the busiest of the ranks that share experts out, over the mean: 1 where
     routing is balanced, up to their number where it is not. `defers_weights`:
     whether a backward can put weight gradients off, for schedules that split it; where it can't,
-    its first part takes all the time.
+    its first part takes all the time. `repeats_whole`: full recompute runs a block's whole forward
+    again, also what no backward needs.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Target:
     unit: str = "bucket"
     counter_dropout: bool = False
     defers_weights: bool = True
+    repeats_whole: bool = True
 
     def __post_init__(self) -> None:
         if self.fusion not in FUSION:
@@ -106,10 +108,15 @@ class Target:
                 raise ValueError(f"target {self.name!r}: {field.name}={value!r}; legal: 0 or more")
 
 
-EAGER = Target(name="eager", counter_dropout=True)
+EAGER = Target(name="eager", counter_dropout=True, repeats_whole=False)
 # the host's part of a compiled region, and of fused kernels, are assumed; so is the overlap
 COMPILED = Target(
-    name="compiled", fusion="full", host_scale=0.3, counter_dropout=True, defers_weights=False
+    name="compiled",
+    fusion="full",
+    host_scale=0.3,
+    counter_dropout=True,
+    defers_weights=False,
+    repeats_whole=False,
 )
 # Megatron-Core with its usual options: buckets of 40 million gradients, a million more for each
 # data-parallel rank, lying in one buffer; half of the tensor-parallel communication overlapped

@@ -59,6 +59,7 @@ planner.search
 planner.alternatives
 planner.published
 executor
+executor.backward
 executor.lowering
 executor.ranks
 executor.parameters

@@ -16,7 +16,7 @@ from meshwright.costmodel.blocks.price import (
     price_pass,
     repeated_by_policy,
 )
-from meshwright.costmodel.blocks.selective import selective_ops
+from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.blocks.stage import StageCosts, combined, of_one, stage_costs
 from meshwright.costmodel.blocks.sums import (
     NO_RECOMPUTE,
@@ -29,7 +29,7 @@ from meshwright.costmodel.blocks.sums import (
 
 __all__ = [
     "NO_RECOMPUTE", "RECOMPUTE", "Floats", "KnownSteps", "PassNeeds", "PassPrice", "Recompute",
-    "StageCosts", "Sums", "block_sums", "combined", "fits", "of_one", "parameter_sums",
+    "Repeated", "StageCosts", "Sums", "block_sums", "combined", "fits", "of_one", "parameter_sums",
     "peak_bytes", "price_block", "price_pass", "recomputable", "repeated_by_policy",
-    "room_bytes", "selective_ops", "shortfall_bytes", "stage_bytes", "stage_costs",
+    "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes", "stage_costs",
 ]  # fmt: skip

@@ -98,5 +98,6 @@ def _structure(memory: BlockMemory) -> tuple[object, ...]:
         {number[storage] for storage in memory.kept},
         {number[storage] for storage in memory.outside},
         {number[storage]: name for storage, name in memory.makers.items()},
+        {number[storage]: number[whole] for storage, (_, whole) in memory.moved.items()},
         {name: [number[s] for s in read] for name, read in memory.reads.items()},
     )

@@ -58,8 +58,9 @@ class BlockMemory:
     """Allocations kept for a block's backward, and the memory of the values that leave it.
 
     `outside` are the allocations of values that enter or leave. `makers` is the operator that made
-    each allocation, `reads` the allocations of each operator's operands; `made` are all in the
-    order in which they were met, `sizes` what differs from their own bytes.
+    each allocation, `reads` the allocations of each operator's operands; `moved` the re-shard that
+    made an allocation, and what from. `made` are all in the order in which they were met, `sizes`
+    what differs from their own bytes.
     """
 
     kept: frozenset[Storage]
@@ -69,6 +70,7 @@ class BlockMemory:
     reads: Mapping[str, tuple[Storage, ...]]
     made: Sequence[Storage] = ()
     sizes: Mapping[Storage, float] = field(default_factory=dict)
+    moved: Mapping[Storage, tuple[Move, Storage]] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> float:
@@ -76,10 +78,37 @@ class BlockMemory:
         return self._nbytes(self.kept)
 
     def saved_bytes_repeating(self, operators: Collection[str]) -> float:
-        """The same if these operators run again in the backward: what they make is not kept, what
-        they read is."""
-        read = {storage for name in operators for storage in self.reads[name]}
-        return self._nbytes({s for s in self.kept | read if self.makers.get(s) not in operators})
+        """The same if these operators run again in the backward."""
+        return self._nbytes(self.kept_repeating(operators))
+
+    def kept_repeating(self, operators: Collection[str]) -> frozenset[Storage]:
+        """What is kept if these operators run again: not what they make, but what those read that
+        must."""
+        again, _ = self.needed(operators)
+        read = {storage for name in again for storage in self.reads[name]}
+        return frozenset(s for s in self.kept | read if self.makers.get(s) not in operators)
+
+    def needed(self, operators: Collection[str] | None = None) -> tuple[set[str], list[Move]]:
+        """Of these operators, those that make what is kept, and all before them; of all operators
+        there are (None) with the re-shards between, which are kept otherwise."""
+        found: set[str] = set()
+        between: list[Move] = []
+        seen: set[Storage] = set()
+        waiting = [storage for storage in self.kept if storage not in self.outside]
+        while waiting:
+            storage = waiting.pop()
+            if storage in seen:
+                continue
+            seen.add(storage)
+            maker = self.makers.get(storage)
+            if storage in self.moved and operators is None:
+                move, source = self.moved[storage]
+                between.append(move)
+                waiting.append(source)
+            elif maker and maker not in found and (operators is None or maker in operators):
+                found.add(maker)
+                waiting += (s for s in self.reads[maker] if s not in self.outside)
+        return found, between
 
     def _nbytes(self, storages: Collection[Storage]) -> float:
         sizes, outside = self.sizes, self.outside
@@ -145,6 +174,7 @@ class _Walk:
         self.makers: dict[Storage, str] = {}
         self.reads: dict[str, tuple[Storage, ...]] = {}
         self.made: list[Storage] = []
+        self.moved: dict[Storage, tuple[Move, Storage]] = {}
 
     def run(self, steps: Sequence[Step], given: Mapping[str, Held]) -> BlockMemory:
         entered: set[Storage] = set()
@@ -159,6 +189,8 @@ class _Walk:
                 case Move(value, source, target) if not step.known:
                     self.held[value, target] = made = self._moved(value, source, target)
                     self.made.append(made.storage)
+                    if (whole := self.held[value, source].storage) is not made.storage:
+                        self.moved[made.storage] = step, whole
                 case Run(op, strategy):
                     self._run(op, strategy)
                 case Leave(value, state):
@@ -170,6 +202,7 @@ class _Walk:
             makers=self.makers,
             reads=self.reads,
             made=self.made,
+            moved=self.moved,
         )
 
     def _written(self) -> set[Storage]:

@@ -1,7 +1,15 @@
 """Recompute policies: which operators of a block run again in its backward, and whether they may.
 
-"none" keeps all that the backward reads, "full" only a block's inputs; those between run some
-operators again (`selective.py`).
+By what they keep, from all to nothing but a block's inputs:
+
+    none        all that the backward reads
+    selective   not the cores of attention that is written out (`repeated.py`)
+    pointwise   nor what norms, activations, casts and the like make again cheaply
+    widening    nor what products make that is larger than what they read
+    products    nor what any other product makes, if it pays
+    full        the inputs of the block
+
+and beside them "alternate", what torchtitan keeps: fused attention and every second product.
 """
 
 from __future__ import annotations
@@ -9,7 +17,7 @@ from __future__ import annotations
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.rules import draws_anew, updates_statistics
 
-PARTIAL = ("selective", "alternate")
+PARTIAL = ("selective", "pointwise", "widening", "alternate", "products")
 RECOMPUTE = ("none", *PARTIAL, "full")
 
 

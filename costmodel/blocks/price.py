@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
-from meshwright.costmodel.blocks.policies import PARTIAL
-from meshwright.costmodel.blocks.selective import repeated_ops
+from meshwright.costmodel.blocks.policies import recomputable
+from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators import Cost, Pricer, Setting, total
 from meshwright.costmodel.rules import traits_of
@@ -32,10 +32,11 @@ from meshwright.costmodel.sharding import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Seconds of the operators that a recompute policy runs again, on the device and on the host,
-    and the bytes that it frees."""
+    """Seconds of the operators that a recompute policy runs again, on the device (of which
+    communication `comm_s`) and on the host, and the bytes that it frees."""
 
     seconds: float
+    comm_s: float
     host_s: float
     freed_bytes: float
 
@@ -58,7 +59,8 @@ class BlockPrice:
     `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters, of which
     `shard_parameters` where ZeRO divides them; `frozen_bytes` of the rest; `saved_bytes` kept for
     the backward per micro-batch without its inputs; `input_bytes` its inputs; `transient_bytes` the
-    most that one operator's backward holds besides; `repeats` by recompute policy.
+    most that one operator's backward holds besides; `repeats` by recompute policy, none of a block
+    that can't run twice.
     """
 
     cost: Cost
@@ -108,7 +110,7 @@ def price_pass(
     assignment: Assignment,
     inputs: Mapping[str, Placement],
     *,
-    repeated: Mapping[str, frozenset[str]] | None = None,
+    repeated: Repeated | None = None,
     known: KnownSteps | None = None,
 ) -> PassPrice:
     """Cost and memory of a block per micro-batch, with the re-shards of its parameters. `repeated`
@@ -125,10 +127,14 @@ def price_pass(
         transient_bytes=max(
             (_gradient_bytes(pricer, op, chosen[op.name]) for op in block.ops), default=0.0
         ),
-        repeats={
-            policy: _repeats(names, pricer, block, assignment, memory)
-            for policy, names in (repeated or repeated_by_policy(pricer, block)).items()
-        },
+        repeats=_repeats(
+            repeated_by_policy(pricer, block) if repeated is None else repeated,
+            pricer,
+            block,
+            assignment,
+            memory,
+            cost,
+        ),
     )
 
 
@@ -189,29 +195,58 @@ def _move_cost(pricer: Pricer, move: Move) -> Cost:
     return cost
 
 
-def repeated_by_policy(pricer: Pricer, block: Block) -> dict[str, frozenset[str]]:
-    """Operators of a block that each policy runs again, on the pricer's device and target."""
-    return {
-        policy: repeated_ops(
-            policy, block, pricer.graph, pricer.table, device=pricer.setting.cluster.device.kind,
-            counter_dropout=pricer.setting.target.counter_dropout,
-        )
-        for policy in PARTIAL
-    }  # fmt: skip
+def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
+    """Operators of a block that each policy runs again, on the pricer's device and target; none of
+    a block that can't run twice."""
+    if not recomputable(block):
+        return {}
+    setting = pricer.setting
+    return repeated_ops(
+        block,
+        pricer.graph,
+        pricer.table,
+        device=setting.cluster.device.kind,
+        counter_dropout=setting.target.counter_dropout,
+    )
 
 
 def _repeats(
-    again: frozenset[str], pricer: Pricer, block: Block, assignment: Assignment, memory: BlockMemory
-) -> Repeats:
-    if not again:
-        return Repeats(seconds=0.0, host_s=0.0, freed_bytes=0.0)
-    costs = [
-        pricer.op_cost(op, assignment.strategies[op.name]) for op in block.ops if op.name in again
-    ]
+    repeated: Repeated,
+    pricer: Pricer,
+    block: Block,
+    assignment: Assignment,
+    memory: BlockMemory,
+    forward: Cost,
+) -> dict[str, Repeats]:
+    """What each policy runs again: its operators, by partial ones; by `full` what makes all that
+    the backward needs, with the re-shards between, or the whole forward."""
+    if not repeated:
+        return {}
+    costs = [pricer.op_cost(op, assignment.strategies[op.name]) for op in block.ops]
+    found = {}
+    for policy, positions in repeated.items():
+        names = {block.ops[k].name for k in positions}
+        freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
+        needed, _ = memory.needed(names)
+        again = total(cost for op, cost in zip(block.ops, costs, strict=True) if op.name in needed)
+        found[policy] = _of_forward(again, max(0.0, freed))
+    if not pricer.setting.target.repeats_whole:
+        names, between = memory.needed()
+        forward = total(
+            [
+                *(cost for op, cost in zip(block.ops, costs, strict=True) if op.name in names),
+                *(_move_cost(pricer, move) for move in between),
+            ]
+        )
+    return {**found, "full": _of_forward(forward, memory.saved_bytes)}
+
+
+def _of_forward(cost: Cost, freed_bytes: float) -> Repeats:
     return Repeats(
-        seconds=sum(cost.forward_s for cost in costs),
-        host_s=sum(cost.forward_host_s for cost in costs),
-        freed_bytes=memory.saved_bytes - memory.saved_bytes_repeating(again),
+        seconds=cost.forward_s,
+        comm_s=cost.forward_comm_s,
+        host_s=cost.forward_host_s,
+        freed_bytes=freed_bytes,
     )
 
 

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.policies import PARTIAL, recomputable
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.blocks.price import BlockPrice
-from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import COST_FIELDS, Cost, Pricer
 from meshwright.costmodel.sharding import Placement
 
@@ -49,8 +48,11 @@ NO_RECOMPUTE = Recompute(
     seconds=_ZERO, comm_s=_ZERO, host_s=_ZERO, freed_bytes=_ZERO, largest_bytes=_ZERO
 )
 
-# the first columns of Sums: of each policy seconds, comm_s, host_s and freed_bytes
-_RECOMPUTE = {policy: slice(4 * k, 4 * k + 4) for k, policy in enumerate((*PARTIAL, "full"))}
+# the first columns of Sums: of each policy seconds, comm_s, host_s and freed_bytes; the last ones:
+# of each policy the most that it frees of one block
+_POLICIES = RECOMPUTE[1:]
+_RECOMPUTE = {policy: slice(4 * k, 4 * k + 4) for k, policy in enumerate(_POLICIES)}
+_LARGEST = {policy: k - len(_POLICIES) for k, policy in enumerate(_POLICIES)}
 
 
 class _Column:
@@ -75,9 +77,8 @@ class Sums:
 
     First what each recompute policy would run again, then seconds as in `Cost`, parameters and
     bytes as in `BlockPrice`. The last columns (`MAXIMA`) are no sums but the most of any block:
-    what `full` recompute makes again of it (`largest_bytes`; `decided_bytes` of blocks whose policy
-    is no longer open), its parameters, and the gradients of one of its operators
-    (`transient_bytes`).
+    its parameters, the gradients of one of its operators (`transient_bytes`), what is made again of
+    it where its policy is no longer open (`decided_bytes`), and what each policy would.
     """
 
     __slots__ = ("array",)
@@ -108,7 +109,6 @@ class Sums:
     input_bytes = _Column()
 
     # --- maxima ---
-    largest_bytes = _Column()
     largest_parameters = _Column()
     transient_bytes = _Column()
     decided_bytes = _Column()
@@ -174,7 +174,7 @@ class Sums:
             comm_s=columns[..., 1],
             host_s=columns[..., 2],
             freed_bytes=columns[..., 3],
-            largest_bytes=self.largest_bytes if policy == "full" else _ZERO,
+            largest_bytes=self.array[..., _LARGEST[policy]],
         )
 
     def with_policy(self, policy: str) -> Sums:
@@ -185,19 +185,25 @@ class Sums:
         decided.backward_comm_s = self.backward_comm_s + repeated.comm_s
         decided.backward_host_s = self.backward_host_s + repeated.host_s
         decided.saved_bytes = self.saved_bytes - repeated.freed_bytes
-        if policy == "full":
-            decided.decided_bytes = self.largest_bytes
-        for columns in _RECOMPUTE.values():
-            decided.array[..., columns] = 0.0
-        decided.largest_bytes = 0.0
+        decided.decided_bytes = repeated.largest_bytes
+        decided.array[..., : _COST.start] = 0.0
+        decided.array[..., -len(_POLICIES) :] = 0.0
         return decided
+
+    def set_recompute(
+        self, policy: str, seconds: float, comm_s: float, host_s: float, freed_bytes: float
+    ) -> None:
+        """What one block runs again under a policy: it holds what it frees while its backward
+        lasts."""
+        self.array[..., _RECOMPUTE[policy]] = seconds, comm_s, host_s, freed_bytes
+        self.array[..., _LARGEST[policy]] = freed_bytes
 
 
 _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "shard_s")
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
 _DATA_AXIS = ("reduce_s", "scatter_s", "gather_s", "replicate_s")
-MAXIMA = 4
-COLUMNS = Sums.__dict__["decided_bytes"].at + 1
+MAXIMA = 3 + len(_POLICIES)
+COLUMNS = Sums.__dict__["decided_bytes"].at + 1 + len(_POLICIES)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(COST_FIELDS))
 _seconds = attrgetter(*COST_FIELDS)
 
@@ -208,21 +214,17 @@ def _sums_of(cost: Cost) -> Sums:
     return sums
 
 
-def block_sums(price: BlockPrice, block: Block) -> Sums:
+def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
-    cost, sums = price.cost, _sums_of(price.cost)
+    sums = _sums_of(price.cost)
     sums.parameters = sums.largest_parameters = price.parameters
     sums.shard_parameters = price.shard_parameters
     sums.frozen_bytes = price.frozen_bytes
     sums.saved_bytes = price.saved_bytes
     sums.input_bytes = price.input_bytes
     sums.transient_bytes = price.transient_bytes
-    if recomputable(block):
-        whole = cost.forward_s, cost.forward_comm_s, cost.forward_host_s, price.saved_bytes
-        sums.array[_RECOMPUTE["full"]] = whole
-        sums.largest_bytes = price.saved_bytes
-        for policy, own in price.repeats.items():
-            sums.array[_RECOMPUTE[policy]] = own.seconds, 0.0, own.host_s, own.freed_bytes
+    for policy, own in price.repeats.items():
+        sums.set_recompute(policy, own.seconds, own.comm_s, own.host_s, own.freed_bytes)
     return sums
 
 

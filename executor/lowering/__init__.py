@@ -2,7 +2,6 @@
 
 from meshwright.executor.lowering.compile import backend_of
 from meshwright.executor.lowering.context import Context, State, boundary_placement
-from meshwright.executor.lowering.deferred import WeightGradientQueue, accumulate
 from meshwright.executor.lowering.experts import legs
 from meshwright.executor.lowering.lower import Lowered, Lowering, block_salt
 from meshwright.executor.lowering.reshard import (
@@ -16,7 +15,7 @@ from meshwright.executor.lowering.reshard import (
 )
 
 __all__ = [
-    "Axis", "Context", "Lowered", "Lowering", "State", "Waiting", "WeightGradientQueue",
-    "accumulate", "all_gather", "all_gather_flat", "backend_of", "block_salt",
+    "Axis", "Context", "Lowered", "Lowering", "State", "Waiting",
+    "all_gather", "all_gather_flat", "backend_of", "block_salt",
     "boundary_placement", "legs", "local_part", "reduce_scatter_flat", "split_parts",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import DataLayout, FactorTable, Placement, R
-from meshwright.executor.lowering.deferred import WeightGradientQueue
+from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.lowering.reshard import Axis
 
 State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)

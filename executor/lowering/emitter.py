@@ -37,8 +37,8 @@ from meshwright.planner.plan import PlanError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """A local graph. After its values it takes the global counts of `losses` (positions of
-    operators), then the random state if `random`. `made` are its nodes by operator, re-shards
-    included; `exchanges` says whether it sends tokens to other ranks' experts."""
+    operators), then the random state if `random`. `made` are its nodes by operator, without
+    the re-shards between them; `exchanges` says whether it sends tokens to other ranks' experts."""
 
     module: fx.GraphModule
     losses: tuple[int, ...]
@@ -87,18 +87,17 @@ class Emitter:
             self.rng = self.out.placeholder("rng")
         leaving: dict[str, fx.Node] = {}
         for step in self.steps:
-            before = len(self.out.nodes)
             match step:
                 case Run():
+                    before = len(self.out.nodes)
                     self._run(step.op)
-                    self._note(step.op.name, before)
-                case Move(value, source, target, op) if not step.known:
+                    written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
+                    self.made[step.op.name] = [*written]
+                case Move(value, source, target) if not step.known:
                     data = self.on_data[value]
                     self._move(value, (data, source), (data, target))
-                    self._note(op, before)
-                case Leave(value, state, op):
+                case Leave(value, state):
                     leaving[value] = self.value(value, self.context.boundary(value, state))
-                    self._note(op, before)
         self.out.output(tuple(leaving[name] for name in outputs))
         self.out.lint()
         return Written(
@@ -108,11 +107,6 @@ class Emitter:
             made=self.made,
             exchanges=bool(self.legs),
         )
-
-    def _note(self, op: str, before: int) -> None:
-        """Count what was written since there were `before` nodes as made for an operator."""
-        written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
-        self.made.setdefault(op, []).extend(written)
 
     def _counted(self, op: Op) -> bool:
         return is_counted(op, self.context, self.strategies[op.name])

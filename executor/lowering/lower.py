@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
+from meshwright.costmodel.blocks import repeated_ops
 from meshwright.costmodel.graph import Block, Op, class_hash
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -27,10 +28,10 @@ from meshwright.costmodel.sharding import (
     moves,
     replicated_steps,
 )
+from meshwright.executor.backward import repeated
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter, Written
-from meshwright.executor.lowering.regions import repeat, repeat_whole, with_keepers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,13 @@ class Lowered:
 class Lowering:
     """Lowers the parts of one stage for one rank.
 
-    `repeated` names the operators that selective recompute runs again, by block, `repeated_whole`
-    the blocks that full recompute does; `backend` of torch.compile compiles the blocks, but not one
-    that exchanges tokens with other ranks' experts: how many it sends depends on the data.
+    `recompute` is the policy of each block that may repeat operators; `backend` of torch.compile
+    compiles the blocks, but not one that exchanges tokens with other ranks' experts: how many it
+    sends depends on the data.
     """
 
     context: Context
-    repeated: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    repeated_whole: frozenset[str] = frozenset()
+    recompute: Mapping[str, str] = field(default_factory=dict)
     backend: str | None = None
     _classes: dict[Any, tuple[nn.Module, Written]] = field(default_factory=dict)
 
@@ -100,16 +100,23 @@ class Lowering:
 
     def _module(self, block: Block, written: Written) -> nn.Module:
         """The written graph with its recompute, compiled if it can be."""
-        module = written.module
-        if again := self.repeated.get(block.name):
-            ops = with_keepers(block.ops, again, self.context.table)
-            module = repeat(module, (n for name in ops for n in written.made[name]))
-        if block.name in self.repeated_whole:
-            module = repeat_whole(module)
+        module = repeated(written.module, self._again(block, written))
         opaque = written.exchanges or any(traits_of(op).leaf for op in block.ops)
         if self.backend is None or opaque:  # what a compiler can't look into
             return module
         return CompiledBlock(module, name=block.name, backend=self.backend)
+
+    def _again(self, block: Block, written: Written) -> list[fx.Node]:
+        """The nodes that the block's policy repeats: operators, or under `full` all there are."""
+        policy = self.recompute.get(block.name, "none")
+        if policy == "none":
+            return []
+        if policy == "full":
+            ends = ("placeholder", "output")
+            return [node for node in written.module.graph.nodes if node.op not in ends]
+        context = self.context
+        positions = repeated_ops(block, context.graph, context.table, context.device.type)[policy]
+        return [node for k in sorted(positions) for node in written.made[block.ops[k].name]]
 
     def prologue(self, ops: Sequence[Op], wanted: Sequence[str]) -> Lowered:
         """Lower operators on raw inputs (masks, positions): replicated on the tensor axis, no
@@ -139,10 +146,8 @@ class Lowering:
         results = tuple(
             (assignment.states[r], data.states[r]) for op in block.ops for r in op.results
         )
-        again = self.repeated.get(block.name, frozenset())
         own = (
-            tuple(op.name in again for op in block.ops),
-            block.name in self.repeated_whole,
+            self.recompute.get(block.name, "none"),
             tuple(name in self.context.deferrable for name in block.parameters),
         )
         whole = class_hash(self.context.graph, block, exact=True)

@@ -13,8 +13,8 @@ from torch import fx, nn
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import draws, traits_of
 from meshwright.costmodel.sharding import Strategy
+from meshwright.executor.backward import DeferredProduct
 from meshwright.executor.lowering.context import Context, State, local_view
-from meshwright.executor.lowering.deferred import DeferredProduct
 from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
 from meshwright.executor.lowering.experts import refused
 from meshwright.executor.lowering.implementations import MODULES

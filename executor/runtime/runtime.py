@@ -15,7 +15,8 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import draws, traits_of, updates_statistics
 from meshwright.costmodel.schedules import Action, Instruction, build_schedule, stages_of_devices
 from meshwright.costmodel.sharding import Assignment, FactorTable, loss_is_summed
-from meshwright.executor.lowering import WeightGradientQueue, backend_of
+from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
     LossScale,
     Reducer,

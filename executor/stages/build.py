@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.costmodel.blocks import recomputable, selective_ops
+from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.schedules import SCHEDULES, backward_follows_forward
 from meshwright.costmodel.sharding import (
@@ -20,7 +20,8 @@ from meshwright.costmodel.sharding import (
     Placement,
     data_layout,
 )
-from meshwright.executor.lowering import Context, Lowered, Lowering, State, WeightGradientQueue
+from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.parameters import StageParameter, expose, shard_stage
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import buffer_placements, load_buffers
@@ -141,7 +142,6 @@ class Builder:
     def _lowering(self, k: int, blocks: Sequence[Block], data: DataLayout) -> Lowering:
         place, stage = self.place, self.plan.stages[k]
         policies = dict(zip(stage.blocks, stage.policies, strict=True))
-        repeatable = [b for b in blocks if recomputable(b)]
         context = Context(
             graph=self.graph,
             table=self.table,
@@ -157,12 +157,7 @@ class Builder:
         return Lowering(
             context=context,
             backend=self.backend,
-            repeated_whole=frozenset(b.name for b in repeatable if policies[b.name] == "full"),
-            repeated={
-                b.name: selective_ops(b, self.graph, self.table, place.device.type)
-                for b in repeatable
-                if policies[b.name] == "selective"
-            },
+            recompute={b.name: policies[b.name] for b in blocks if recomputable(b)},
         )
 
     def _deferrable(self, blocks: Sequence[Block]) -> frozenset[str]:

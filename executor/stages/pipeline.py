@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.schedules import Action, Instruction
-from meshwright.executor.lowering import WeightGradientQueue, accumulate
+from meshwright.executor.backward import WeightGradientQueue, accumulate
 from meshwright.executor.parameters import Reducer
 from meshwright.executor.ranks import progress
 from meshwright.executor.stages.channels import Channels

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.plan import PLACEMENTS, ZERO
 
 MESH = ("tp", "dp", "cp", "ep")
 BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value
 COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
-POLICIES = ("none", "selective", "full")
 
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
-    {"zero": ZERO, "recompute": POLICIES, "schedule": SCHEDULES.keys(), "placement": PLACEMENTS}
+    {"zero": ZERO, "recompute": RECOMPUTE, "schedule": SCHEDULES.keys(), "placement": PLACEMENTS}
 )
 
 
@@ -31,7 +31,7 @@ FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
     | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
     | {"placement": ("placement", PLACEMENTS[:1]), "dp_shard": ("dp_shard", ())}
     | {f"zero-{stage}": _without("zero", stage) for stage in ZERO if stage}
-    | {policy: _without("recompute", policy) for policy in POLICIES if policy != "none"}
+    | {policy: _without("recompute", policy) for policy in RECOMPUTE if policy != "none"}
     | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}
 )
 FORBIDDABLE = (*FORBIDS, "unequal_meshes")

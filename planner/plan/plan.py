@@ -22,7 +22,7 @@ ZERO = (0, 1, 2, 3)
 # which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
-RUNS = {"recompute": ("none", "selective", "full"), "cp": (1,)}
+RUNS = {"recompute": RECOMPUTE, "cp": (1,)}
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 

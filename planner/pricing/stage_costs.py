@@ -18,6 +18,7 @@ from meshwright.costmodel.blocks import (
     KnownSteps,
     PassNeeds,
     PassPrice,
+    Repeated,
     Sums,
     block_sums,
     price_block,
@@ -75,8 +76,8 @@ class _Known:
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
     layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
     steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
-    # name of a block: operators that each recompute policy repeats
-    repeated: dict[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
+    # class of a block: positions of the operators that each recompute policy repeats
+    repeated: dict[str, Repeated] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,7 +173,7 @@ class StageCoster:
             layouts = self.layouts(block, setting.tp)
             passes = self._pass(pricer, layouts, assignment, inputs)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
-            known[key] = block_sums(price, block)
+            known[key] = block_sums(price)
         return known[key]
 
     def _pass(
@@ -190,14 +191,14 @@ class StageCoster:
         where = known.needs[block.class_id].key(pricer.setting)
         key = (block.class_id, where, assignment.choices, tuple(inputs.values()))
         if key not in known.passes:
-            if block.name not in known.repeated:
-                known.repeated[block.name] = repeated_by_policy(pricer, block)
+            if block.class_id not in known.repeated:
+                known.repeated[block.class_id] = repeated_by_policy(pricer, block)
             known.passes[key] = price_pass(
                 pricer,
                 layouts,
                 assignment,
                 inputs,
-                repeated=known.repeated[block.name],
+                repeated=known.repeated[block.class_id],
                 known=self._steps(layouts, assignment, inputs),
             )
         return known.passes[key]

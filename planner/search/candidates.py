@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.blocks import fits
+from meshwright.costmodel.blocks import fits, stage_costs
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Entry, Placement
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
@@ -98,7 +98,7 @@ def _candidate(
 ) -> Candidate:
     """The same with so many bytes of room on each device group."""
     plan, assignments, stages = draft.plan, [], []
-    policies = _policies(draft, rooms)
+    policies = _policies(coster, draft, rooms)
     for d, stage, own in zip(draft.stages, plan.stages, policies, strict=True):
         found = d.setup.chain.assignments(d.start, d.stop)
         assignments.append(found)
@@ -151,23 +151,28 @@ def _stage_plan(
 # --- recompute -----------------------------------------------------------------------------------
 
 
-def _policies(draft: PlanDraft, rooms: Sequence[float]) -> list[tuple[str, ...]]:
+def _policies(
+    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float]
+) -> list[tuple[str, ...]]:
     """The policy of each block of each stage: the least recompute with which the stages of a device
     group fit its room together."""
     found = [d.policies for d in draft.stages]
     for ranks, room in zip(draft.plan.devices, rooms, strict=True):
         here = [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
         stages = [draft.stages[k] for k in here]
-        if not any(d.chosen.level[d.run] or d.chosen.fraction[d.run] for d in stages):
+        if all(set(d.policies) == {"none"} for d in stages):
             continue
-        costs = [d.levels.at(d.run, d.chosen.lowest()) for d in stages]
-        kept = sum(own.static_bytes - own.passing_bytes for own in costs)
+        costs = [
+            stage_costs(d.setup.chain.runs.sums[d.run], d.setup.setting, "none") for d in stages
+        ]
+        kept = sum(float(own.static_bytes - own.passing_bytes) for own in costs)
         blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
         chosen = choose_policies(
             [own for of_stage in blocks for own in of_stage],
             stages[0].levels.policies,
             in_flight=sum(d.in_flight for d in stages) / len(stages),
-            room_bytes=room - kept - max(own.passing_bytes for own in costs),
+            room_bytes=room - kept - max(float(own.passing_bytes) for own in costs),
+            device=coster.cluster.device.kind,
         )
         if chosen:
             names = iter(chosen)

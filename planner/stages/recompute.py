@@ -8,11 +8,13 @@ keeps of one and `room` what is left for them:
     minimise    max(D + Σ s[b, p(b)],  H + Σ h[b, p(b)])           (their sum where one follows
     subject to  f (k - Σ r[b, p(b)]) + largest <= room              the other: on a CPU)
 
-`largest` is the most that a block holds once all of it was run again: the maximum over blocks under
-`full`. It takes few values; each is tried as a ceiling for the blocks that may be `full`, which
-leaves a knapsack. Equal blocks are interchangeable, so that the unknowns are counts per class.
+`largest` is the most that a block holds once it was run again: the maximum of r. It takes few
+values; each is tried as a ceiling for the policies that blocks may have, which leaves a knapsack.
+Equal blocks are interchangeable, so that the unknowns are counts per class.
 
-The knapsack is solved class by class over all splits of the class's blocks among policies. A part
+The knapsack is solved class by class over the splits of the class's blocks among policies: all of
+them where they are few, else those between two policies that are neighbours on the convex hull,
+within a block of the best. A part
 of a solution is dropped where even the relaxation of the rest (blocks may be divided) can't beat
 the best solution known; should more than `BEAM` be left, which takes several classes of many
 blocks, those of the least bound are kept, and the answer may be above the optimum by a part of one
@@ -24,21 +26,25 @@ of each block's (bytes, seconds), the cheapest per byte first.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import Floats, Recompute, Sums
+from meshwright.planner.stages.recompute_levels import lower_hull
 
 Ints: TypeAlias = NDArray[np.int64]
 
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)  # λ tried where either may bind; any of them gives a bound
 FEW = 64  # partial solutions that are completed for a cutoff, and compared with all others
 BEAM = 1024  # partial solutions kept
+WAYS = 2048  # splits of a class's blocks among policies that are all tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +93,9 @@ def choose_policies(
     that is run again. On a `device` of kind "cuda" the host issues operators beside it.
     """
     table = np.array([_options(own, legal, device) for own in blocks])
-    largest = np.array([own.largest_bytes for own in blocks], dtype=float)
+    largest = np.array(
+        [[float(own.recompute(policy).largest_bytes) for policy in legal] for own in blocks]
+    )
     kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
     base = np.array(
         [
@@ -97,7 +105,7 @@ def choose_policies(
     )
     base = base if device == "cuda" else np.array([base.sum(), -np.inf])
     best: tuple[float, tuple[str, ...]] | None = None
-    for ceiling in _ceilings(largest, legal):
+    for ceiling in sorted({0.0, *largest.flat}, reverse=True):
         classes = _classes(table, largest, legal, ceiling)
         needed = kept - (room_bytes - ceiling) / in_flight
         cutoff = best[0] if best else np.inf
@@ -117,33 +125,26 @@ def _options(block: Sums, legal: Sequence[str], device: str) -> Floats:
     return np.array([values(block.recompute(policy)) for policy in legal])
 
 
-def _ceilings(largest: Floats, legal: Sequence[str]) -> list[float]:
-    """Values that the largest block under `full` may have, the loosest first."""
-    return sorted({0.0, *largest.tolist()} if "full" in legal else {0.0}, reverse=True)
-
-
 def _classes(
     table: Floats, largest: Floats, legal: Sequence[str], ceiling: float
 ) -> list[_Class] | None:
     """Blocks by what their policies cost and free, most blocks first; None where one has no
     policy under the ceiling."""
-    may = [p != "full" for p in legal]
-    alike: dict[bytes, list[int]] = {}
+    alike: dict[tuple[bytes, bytes], list[int]] = {}
     for b, own in enumerate(table):
-        within = largest[b] <= ceiling
-        alike.setdefault(own.tobytes() + bytes([bool(within)]), []).append(b)
+        alike.setdefault((own.tobytes(), largest[b].tobytes()), []).append(b)
     found = []
     for members in alike.values():
-        within = largest[members[0]] <= ceiling
-        allowed = [k for k in range(len(legal)) if within or may[k]]
-        kept = _undominated(table[members[0]], allowed)
+        first = members[0]
+        allowed = [k for k in range(len(legal)) if largest[first, k] <= ceiling]
+        kept = _undominated(table[first], allowed)
         if not kept:
             return None
         found.append(
             _Class(
                 members=tuple(members),
                 policies=tuple(legal[k] for k in kept),
-                options=table[members[0]][kept],
+                options=table[first][kept],
             )
         )
     return sorted(found, key=lambda each: -len(each.members))
@@ -162,30 +163,14 @@ def _undominated(options: Floats, allowed: Sequence[int]) -> list[int]:
 # --- the relaxation ------------------------------------------------------------------------------
 
 
-def _hull(options: Floats) -> list[int]:
-    """Of (cost, freed) options those on the lower convex hull, from the cheapest on."""
-    found: list[int] = []
-    for k in sorted(range(len(options)), key=lambda k: (options[k, 0], -options[k, 1])):
-        cost, freed = options[k]
-        if found and freed <= options[found[-1], 1]:
-            continue
-        while len(found) > 1:
-            (c0, f0), (c1, f1) = options[found[-2]], options[found[-1]]
-            if (c1 - c0) * (freed - f1) < (cost - c1) * (f1 - f0):
-                break
-            found.pop()
-        found.append(k)
-    return found
-
-
 def _steps(options: Sequence[Floats], counts: Sequence[int]) -> _Steps:
     """The fractional knapsack of blocks with these (cost, freed) options, so many of each."""
     cost = freed = 0.0
     steps: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     for own, count in zip(options, counts, strict=True):
-        hull = own[_hull(own)].tolist()
+        hull = own[lower_hull(own)].tolist()
         cost, freed = cost + count * hull[0][0], freed + count * hull[0][1]
-        for (c0, f0), (c1, f1) in itertools.pairwise(hull):
+        for (c0, f0), (c1, f1) in pairwise(hull):
             steps.append(((c1 - c0) / (f1 - f0), count * (f1 - f0), count * (c1 - c0)))
     steps.sort()
     return _Steps(
@@ -218,7 +203,7 @@ class _Knapsack:
         states = np.zeros((1, 3))
         trail: list[tuple[Ints, Ints]] = []
         for k, own in enumerate(self.classes):
-            splits = _splits(len(own.members), len(own.policies))
+            splits = self._splits(own)
             merged = (states[:, None] + (splits @ own.options)[None]).reshape(-1, 3)
             bound = self._bound(merged, k + 1)
             known = self._rounded(merged[_least(bound, FEW)], k + 1)
@@ -232,6 +217,18 @@ class _Knapsack:
         seconds = self._seconds(states)
         order = np.lexsort((-states[:, 2], states[:, 1], states[:, 0], seconds))
         return float(seconds[order[0]]), self._policies(trail, int(order[0]))
+
+    def _splits(self, own: _Class) -> Ints:
+        """(ways, policies): ways to share a class's blocks out to its policies."""
+        count, kinds = len(own.members), len(own.policies)
+        if math.comb(count + kinds - 1, kinds - 1) <= WAYS:
+            return _all_splits(count, kinds)
+        pairs = {pair for mix in self.mixes for pair in pairwise(lower_hull(own.mixed(mix)))}
+        few = _all_splits(count, 2)
+        found = np.zeros((len(pairs), len(few), kinds), dtype=int)
+        for own_pair, (a, b) in zip(found, sorted(pairs), strict=True):
+            own_pair[:, a], own_pair[:, b] = few[:, 0], few[:, 1]
+        return found.reshape(-1, kinds)
 
     def _seconds(self, states: Floats) -> Floats:
         seconds: Floats = (states[:, :2] + self.base).max(axis=1)
@@ -259,9 +256,9 @@ class _Knapsack:
             done, steps = states, []
             for own in self.classes[k:]:
                 costs = own.mixed(mix)
-                hull = _hull(costs)
+                hull = lower_hull(costs)
                 done = done + len(own.members) * own.options[hull[0]]
-                for a, b in itertools.pairwise(hull):
+                for a, b in pairwise(hull):
                     slope = (costs[b, 0] - costs[a, 0]) / (costs[b, 1] - costs[a, 1])
                     steps.append((slope, len(own.members), own.options[b] - own.options[a]))
             for _, count, change in sorted(steps, key=lambda step: step[0]):
@@ -283,7 +280,7 @@ class _Knapsack:
 
 
 @cache
-def _splits(count: int, kinds: int) -> Ints:
+def _all_splits(count: int, kinds: int) -> Ints:
     """(ways, kinds): all ways to share `count` blocks out to `kinds` policies."""
     slots = count + kinds - 1
     bars = np.array([*itertools.combinations(range(slots), kinds - 1)], dtype=int)

@@ -1,7 +1,8 @@
 """Time against memory of stages: recompute more blocks, hold less.
 
 With h micro-batches in flight a stage holds `static + h·activation` bytes. Level 0 recomputes
-nothing; each further level recomputes all blocks by a policy that keeps less and takes longer.
+nothing; each further level recomputes all blocks by a policy that keeps less and takes longer, and
+lies on the lower convex hull of seconds over bytes of all stages together.
 Between two levels some blocks follow one policy and the rest the other, so that for n blocks the
 fraction on the next level is a multiple of 1/n:
 
@@ -113,14 +114,28 @@ class RecomputeLevels:
 def recompute_levels(
     sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
 ) -> RecomputeLevels:
-    """Levels of the stages with these sums; `policies` by rising cost. One that frees nothing in
-    any stage is left out."""
-    kept: list[str] = []
-    levels: list[StageCosts[Floats]] = []
-    for policy in policies:
-        costs = stage_costs(sums, setting, policy)
-        if levels and not np.any(costs.activation_bytes < levels[-1].activation_bytes * (1 - 1e-9)):
+    """Levels of the stages with these sums, from the policies on the convex hull."""
+    costs = [stage_costs(sums, setting, policy) for policy in policies]
+    points = [(float(own.backward_s.sum()), -float(own.activation_bytes.sum())) for own in costs]
+    kept = lower_hull(np.array(points))
+    return RecomputeLevels(
+        policies=tuple(policies[k] for k in kept),
+        costs=tuple(costs[k] for k in kept),
+        blocks=np.maximum(blocks, 1),
+    )
+
+
+def lower_hull(options: Floats) -> list[int]:
+    """Of (cost, bytes freed) options those on the lower convex hull, from the cheapest on."""
+    found: list[int] = []
+    for k in sorted(range(len(options)), key=lambda k: (options[k, 0], -options[k, 1], k)):
+        cost, freed = options[k]
+        if found and freed <= options[found[-1], 1] + 1e-9 * abs(freed):
             continue
-        kept.append(policy)
-        levels.append(costs)
-    return RecomputeLevels(policies=tuple(kept), costs=tuple(levels), blocks=np.maximum(blocks, 1))
+        while len(found) > 1:
+            (c0, f0), (c1, f1) = options[found[-2]], options[found[-1]]
+            if (c1 - c0) * (freed - f1) < (cost - c1) * (f1 - f0):
+                break
+            found.pop()
+        found.append(k)
+    return found

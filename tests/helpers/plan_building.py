@@ -17,7 +17,13 @@ from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_o
 from meshwright.planner.plan.shardings import resolve_shardings
 
 CUTS = ("front", "back", "even")
-MIXED = ("full", "none", "selective")  # policies of a stage's blocks in turn
+MIXED = (
+    "products",
+    "none",
+    "pointwise",
+    "full",
+    "selective",
+)  # policies of a stage's blocks in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

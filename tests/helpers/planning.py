@@ -67,11 +67,7 @@ def sums_of(**columns: float | tuple[float, float, float, float]) -> Sums:
     sums = Sums.zeros()
     for name, value in columns.items():
         if isinstance(value, tuple):
-            found = sums.recompute(name)
-            for part, own in zip(
-                (found.seconds, found.comm_s, found.host_s, found.freed_bytes), value, strict=True
-            ):
-                part[...] = own
+            sums.set_recompute(name, *value)
         else:
             setattr(sums, name, value)
     return sums

@@ -13,35 +13,35 @@ from tests.parity.parity_cells import Cell
 
 TWO_RANKS = """
 gpt2_tied    dp2              1f1b m4 zero2 bf16
-gpt2_tied    pp2              interleaved_1f1b m4 v2 selective fp16 front
+gpt2_tied    pp2              interleaved_1f1b m4 v2 pointwise fp16 front
 gpt2_untied  dp2              1f1b m4 zero1
-gpt2_untied  pp2              1f1b m2 selective back
-gpt2_untied  tp2              1f1b m4 selective
-llama        dp2              gpipe m4 zero1 selective bf16
-llama        pp2              zb_h1 m4 selective front
+gpt2_untied  pp2              1f1b m2 pointwise back
+gpt2_untied  tp2              1f1b m4 pointwise
+llama        dp2              gpipe m4 zero1 pointwise bf16
+llama        pp2              zb_h1 m4 pointwise front
 bert         dp2              1f1b m4 mixed fp16
 bert         pp2              eager_1f1b m4 back
-bert         tp2              gpipe m4 selective
+bert         tp2              gpipe m4 pointwise
 resnet       dp2              gpipe m4 zero3 fp16
-resnet       pp2              1f1b m4 selective back
+resnet       pp2              1f1b m4 pointwise back
 resnet       tp2              1f1b m2 mixed
-mlp          dp2              gpipe m8 zero2 selective
-mlp          pp2              gpipe m2 selective back
+mlp          dp2              gpipe m8 zero2 pointwise
+mlp          pp2              gpipe m2 pointwise back
 plain_gpt    dp2              gpipe m2 zero3 full
 plain_gpt    pp2              dualpipe_v m4 full
-plain_gpt    tp2              gpipe m4 selective bare
+plain_gpt    tp2              gpipe m4 pointwise bare
 gpt2_deep    dp2              1f1b m4 zero1
 gpt2_deep    pp2              eager_1f1b m4 mixed front
 gpt2_deep    tp2              1f1b m4 sequence
 t5           dp2              gpipe m4 zero1
 t5           pp2              zb_v m4 bf16 back
 t5           tp2              gpipe m4 fp16 bare
-moe          dp2              gpipe m4 zero2 selective
+moe          dp2              gpipe m4 zero2 pointwise
 moe          pp2              zb_h2 m8 mixed
 moe          tp2              1f1b m8 full bare
 unet         dp2              1f1b m8 zero3
-unet         pp2              zb_h1 m4 selective front
-unet         tp2              1f1b m4 selective bf16 bare
+unet         pp2              zb_h1 m4 pointwise front
+unet         tp2              1f1b m4 pointwise bf16 bare
 plain_gpt    pp2              zb_v m4 full
 """
 
@@ -51,17 +51,17 @@ gpt2_tied    1|dp3            zb_h2 m2 zero1 back rows12
 gpt2_tied    dp2xtp2          gpipe m4 mixed bf16 sequence
 gpt2_tied    dp2|tp2          dualpipe_v m4 zero2 full fp16 back
 gpt2_tied    dp4              gpipe m4 zero2 shard2 mixed bf16
-gpt2_tied    pp2xdp2          zb_h1 m4 zero1 selective front spread
+gpt2_tied    pp2xdp2          zb_h1 m4 zero1 pointwise front spread
 gpt2_tied    pp2xtp2          interleaved_1f1b m4 v2 full bare
 gpt2_tied    pp4              eager_1f1b m8 full front
 gpt2_tied    tp2|dp2          1f1b m4 zero3 full fp16 sequence back
 gpt2_tied    tp2|dp2          zb_v m4 zero2 bf16 front
 gpt2_tied    tp4              1f1b m2 sequence
 gpt2_untied  1|dp2|1          1f1b m2 zero2
-gpt2_untied  1|dp3            zb_v m4 zero1 selective rows12
+gpt2_untied  1|dp3            zb_v m4 zero1 pointwise rows12
 gpt2_untied  1|tp2|1          zb_h2 m4
 gpt2_untied  dp2|tp2          interleaved_1f1b m4 v2 zero1 full bare front
-gpt2_untied  dp4              gpipe m4 zero3 shard2 selective
+gpt2_untied  dp4              gpipe m4 zero3 shard2 pointwise
 gpt2_untied  pp2xdp2          dualpipe_v m2 zero2 mixed spread
 gpt2_untied  pp2xtp2          eager_1f1b m8 full bare back
 gpt2_untied  tp2|dp2          zb_h1 m4 mixed
@@ -69,16 +69,16 @@ llama        1|dp2|1          gpipe m4 mixed back
 llama        1|dp3            dualpipe_v m2 zero1 full rows12
 llama        1|tp2|1          1f1b m4 mixed bare back
 llama        dp2xtp2          1f1b m4 zero1 full fp16
-llama        dp2|tp2          eager_1f1b m4 zero3 selective bf16 sequence
+llama        dp2|tp2          eager_1f1b m4 zero3 pointwise bf16 sequence
 llama        dp4              gpipe m4 zero3 shard2
 llama        pp2xdp2          zb_v m4 zero1 spread
-llama        pp2xdp2          interleaved_1f1b m4 v2 zero3 selective spread
+llama        pp2xdp2          interleaved_1f1b m4 v2 zero3 pointwise spread
 llama        pp2xtp2          zb_h2 m4 fp16 sequence front
 llama        pp4              zb_h1 m4 mixed fp16 front
 llama        tp2|dp2          1f1b m4 zero2 mixed fp16 sequence back
 llama        tp4              gpipe m4 fp16
-bert         1|dp2|1          eager_1f1b m4 zero1 selective fp16 back
-bert         1|dp3            zb_v m4 zero1 selective back rows12
+bert         1|dp2|1          eager_1f1b m4 zero1 pointwise fp16 back
+bert         1|dp3            zb_v m4 zero1 pointwise back rows12
 bert         dp2xtp2          1f1b m4 zero2 full
 bert         dp2|tp2          interleaved_1f1b m2 v2 zero3 back
 bert         dp4              gpipe m4 mixed bf16
@@ -87,26 +87,26 @@ bert         pp2xtp2          dualpipe_v m4 bf16 bare back
 bert         tp2|dp2          zb_h2 m8 zero1 mixed front
 resnet       1|dp2|1          gpipe m4 zero3 back
 resnet       1|dp3            interleaved_1f1b m4 v2 zero2 bf16 back rows12
-resnet       1|tp2|1          zb_v m4 selective fp16
+resnet       1|tp2|1          zb_v m4 pointwise fp16
 resnet       1|tp2|1          dualpipe_v m2 full
 resnet       dp2|tp2          eager_1f1b m2 mixed
-resnet       dp4              gpipe m2 zero3 shard2 selective
+resnet       dp4              gpipe m2 zero3 shard2 pointwise
 resnet       pp2xdp2          1f1b m4 zero1 full fp16 back spread
-resnet       pp2xtp2          gpipe m8 selective
-resnet       pp4              zb_h1 m4 selective bf16 front
-resnet       tp2|dp2          zb_h2 m4 zero2 selective bf16 bare
+resnet       pp2xtp2          gpipe m8 pointwise
+resnet       pp4              zb_h1 m4 pointwise bf16 front
+resnet       tp2|dp2          zb_h2 m4 zero2 pointwise bf16 bare
 resnet       tp4              gpipe m4 full bare
 mlp          1|dp2|1          interleaved_1f1b m8 v2 zero3 mixed back
-mlp          1|dp2|1          zb_v m4 selective front
+mlp          1|dp2|1          zb_v m4 pointwise front
 mlp          1|dp3            gpipe m4 zero2 front rows12
 mlp          1|tp2|1          interleaved_1f1b m4 v2 back
-mlp          dp2|tp2          zb_h1 m4 zero2 selective
+mlp          dp2|tp2          zb_h1 m4 zero2 pointwise
 mlp          dp4              1f1b m2 full
 mlp          pp2xdp2          zb_h2 m2 full back spread
 mlp          pp2xdp2          eager_1f1b m4 zero3 mixed spread
-mlp          pp2xtp2          interleaved_1f1b m4 v2 selective
+mlp          pp2xtp2          interleaved_1f1b m4 v2 pointwise
 mlp          tp2|dp2          dualpipe_v m8 zero1 mixed
-plain_gpt    1|dp2|1          1f1b m8 selective back
+plain_gpt    1|dp2|1          1f1b m8 pointwise back
 plain_gpt    1|dp3            zb_h1 m4 back rows12
 plain_gpt    1|tp2|1          zb_h1 m8 front
 plain_gpt    dp2|tp2          gpipe m2 zero3
@@ -114,13 +114,13 @@ plain_gpt    dp4              gpipe m4 zero1 shard2 full
 plain_gpt    pp2xdp2          eager_1f1b m4 zero2 mixed front spread
 plain_gpt    pp2xtp2          1f1b m4 mixed front
 plain_gpt    pp4              zb_h2 m2 front
-plain_gpt    tp2|dp2          gpipe m8 zero2 selective bare back
+plain_gpt    tp2|dp2          gpipe m8 zero2 pointwise bare back
 plain_gpt    tp4              gpipe m4 mixed bare
-gpt2_deep    1|dp2|1          zb_h2 m4 zero2 selective front
+gpt2_deep    1|dp2|1          zb_h2 m4 zero2 pointwise front
 gpt2_deep    1|dp3            eager_1f1b m4 zero3 front rows12
 gpt2_deep    1|tp2|1          zb_h1 m4 sequence front
-gpt2_deep    dp2xtp2          1f1b m8 zero3 selective sequence
-gpt2_deep    dp2|tp2          dualpipe_v m8 zero1 selective sequence front
+gpt2_deep    dp2xtp2          1f1b m8 zero3 pointwise sequence
+gpt2_deep    dp2|tp2          dualpipe_v m8 zero1 pointwise sequence front
 gpt2_deep    dp4              1f1b m2 zero1
 gpt2_deep    pp2xdp2          zb_v m4 zero1 mixed back spread
 gpt2_deep    pp2xtp2          interleaved_1f1b m4 v2 full front
@@ -133,18 +133,18 @@ t5           1|tp2|1          zb_h2 m8 mixed bare back
 t5           dp2xtp2          gpipe m4 zero1 bare
 t5           dp2|tp2          dualpipe_v m2 zero2 mixed
 t5           dp4              1f1b m4 zero2 shard2
-t5           pp2xdp2          interleaved_1f1b m4 v2 selective fp16
+t5           pp2xdp2          interleaved_1f1b m4 v2 pointwise fp16
 t5           pp2xdp2          zb_v m8 zero2 spread
 t5           pp2xtp2          eager_1f1b m4 mixed front
 t5           pp4              1f1b m4 back
 t5           tp2|dp2          zb_h1 m2 bare
-t5           tp4              gpipe m8 selective bare
+t5           tp4              gpipe m8 pointwise bare
 moe          1|dp2|1          zb_h1 m4 mixed
 moe          1|dp3            interleaved_1f1b m4 v2 zero1 rows12
-moe          1|tp2|1          eager_1f1b m4 selective front
+moe          1|tp2|1          eager_1f1b m4 pointwise front
 moe          dp2xtp2          1f1b m4 zero1 mixed
 moe          dp2|tp2          zb_v m4 zero2 bare
-moe          dp2|tp2          zb_h2 m4 selective
+moe          dp2|tp2          zb_h2 m4 pointwise
 moe          dp4              gpipe m2 zero3
 moe          pp2xdp2          gpipe m4 zero3 back
 moe          pp2xtp2          dualpipe_v m4 full bare back
@@ -157,27 +157,27 @@ unet         dp2|tp2          1f1b m4 zero3 bare
 unet         dp4              gpipe m4 zero2 fp16
 unet         pp2xdp2          eager_1f1b m4 zero2 bf16 spread
 unet         pp2xtp2          zb_v m8 full bare front
-unet         pp2xtp2          zb_h1 m2 selective bare
+unet         pp2xtp2          zb_h1 m2 pointwise bare
 unet         pp4              eager_1f1b m4 bf16
 unet         tp2|dp2          interleaved_1f1b m2 v2 zero1 full back
 """
 
 EIGHT_RANKS = """
 gpt2_tied    pp2xdp2xtp2      zb_v m4 zero1 bf16 sequence front spread
-gpt2_tied    pp2xdp4          zb_v m4 zero2 shard2 selective front spread
+gpt2_tied    pp2xdp4          zb_v m4 zero2 shard2 pointwise front spread
 gpt2_tied    pp4xdp2          gpipe m2 zero1 front
-gpt2_untied  dp2|dp4|dp2      eager_1f1b m2 zero1 selective back
-gpt2_untied  pp2xdp2xtp2      zb_h1 m8 selective back
+gpt2_untied  dp2|dp4|dp2      eager_1f1b m2 zero1 pointwise back
+gpt2_untied  pp2xdp2xtp2      zb_h1 m8 pointwise back
 llama        1|dp2|tp4|1      eager_1f1b m8 zero1 mixed
-llama        dp4xtp2          1f1b m4 selective bf16 sequence
+llama        dp4xtp2          1f1b m4 pointwise bf16 sequence
 llama        pp4xtp2          zb_h1 m4 full bf16 sequence back
 bert         pp2xdp4          zb_h2 m4 zero1 shard2 mixed fp16 front
-resnet       dp2xtp2|tp2|tp2  dualpipe_v m4 selective bf16 bare
+resnet       dp2xtp2|tp2|tp2  dualpipe_v m4 pointwise bf16 bare
 resnet       tp2|dp2xtp2|tp2  zb_v m2 full back
 plain_gpt    pp2xdp2xtp2      interleaved_1f1b m4 v2 zero2 full
-plain_gpt    pp4xdp2          eager_1f1b m4 zero2 selective back
+plain_gpt    pp4xdp2          eager_1f1b m4 zero2 pointwise back
 gpt2_deep    dp4xtp2          gpipe m4 zero2 shard2 bare
-gpt2_deep    pp8              zb_h1 m4 selective front
+gpt2_deep    pp8              zb_h1 m4 pointwise front
 t5           1|dp2|tp4|1      zb_h1 m4 fp16 bare front
 t5           dp2xtp2|tp2|tp2  interleaved_1f1b m4 v2 zero1 fp16 bare front
 t5           dp2|dp4|dp2      zb_h1 m4 bf16 front
@@ -186,9 +186,9 @@ t5           tp2|dp2xtp2|tp2  1f1b m4 zero1 bf16 front
 moe          dp2xtp2|tp2|tp2  eager_1f1b m8 zero2 mixed back
 moe          dp8              gpipe m2 zero1 shard2 full
 moe          pp4xdp2          1f1b m4 full front spread
-unet         1|dp2|tp4|1      1f1b m4 zero3 selective back
+unet         1|dp2|tp4|1      1f1b m4 zero3 pointwise back
 unet         pp2xdp4          gpipe m4 zero1 full bf16 back spread
-unet         tp2|dp2xtp2|tp2  eager_1f1b m4 zero2 selective bare back
+unet         tp2|dp2xtp2|tp2  eager_1f1b m4 zero2 pointwise bare back
 """
 
 

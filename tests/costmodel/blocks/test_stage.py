@@ -26,7 +26,7 @@ from meshwright.costmodel.blocks.sums import (
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
 from meshwright.costmodel.target import EAGER, Target
-from tests.helpers.planning import case, cluster, sums_of
+from tests.helpers.planning import cluster, sums_of
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)
@@ -195,19 +195,19 @@ def test_reduction_hides_behind_the_host_as_well() -> None:
 def test_recompute_repeats_and_frees_what_its_policy_says(policy: str) -> None:
     sums: dict[str, Any] = {
         "forward_s": 5.0, "backward_s": 10.0, "saved_bytes": 100.0, "input_bytes": 7.0,
-        "transient_bytes": 11.0, "largest_bytes": 30.0, policy: (2.0, 0.0, 0.0, 60.0),
+        "transient_bytes": 11.0, policy: (2.0, 0.0, 0.0, 60.0),
     }  # fmt: skip
     keep, again = stage(**sums), stage(**sums, recompute=policy)
     assert (keep.backward_s, keep.activation_bytes) == (10, 107)
     assert (again.forward_s, again.backward_s, again.activation_bytes) == (5, 12, 47)
-    # a block that runs again whole holds all it saves, in its turn
-    assert (keep.passing_bytes, again.passing_bytes) == (11, 41 if policy == "full" else 11)
+    # a block holds what it freed, in its turn
+    assert (keep.passing_bytes, again.passing_bytes) == (11, 71)
 
 
 def test_blocks_may_each_have_their_policy() -> None:
-    """Sums of what each block runs again under its own; the most that a `full` one holds."""
-    first = sums_of(full=(3, 1, 5, 50), selective=(1, 0, 2, 20), largest_bytes=50)
-    second = sums_of(full=(4, 2, 6, 60), selective=(2, 0, 4, 30), largest_bytes=60)
+    """Sums of what each block runs again under its own; the most that one of them frees."""
+    first = sums_of(full=(3, 1, 5, 50), selective=(1, 0, 2, 20))
+    second = sums_of(full=(4, 2, 6, 60), selective=(2, 0, 4, 30))
     mixed = first.recompute("full") + second.recompute("selective")
     assert mixed == Recompute(
         **{
@@ -254,7 +254,7 @@ def test_seconds_are_named_as_in_the_cost_of_an_operator() -> None:
         cost=cost, parameters=0.0, shard_parameters=0.0, frozen_bytes=0.0, saved_bytes=0.0,
         input_bytes=0.0,
     )  # fmt: skip
-    found = block_sums(price, case("mlp").graph.blocks[0])
+    found = block_sums(price)
     assert [float(getattr(found, name)) for name in COST_FIELDS] == [
         *range(1, 1 + len(COST_FIELDS))
     ]

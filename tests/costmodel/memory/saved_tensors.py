@@ -12,11 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.policies import recomputable
+from meshwright.costmodel.blocks.repeated import repeated_ops
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.storage import Held, Storage
 from meshwright.costmodel.operators.pricing import Pricer, Setting
@@ -24,6 +27,7 @@ from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.moves import buffer_state, moves
 from meshwright.costmodel.sharding.strategies import Placement
+from meshwright.executor.backward.repeated import _Pass
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.lower import Lowered, Lowering
 from meshwright.executor.lowering.reshard import Axis, local_part
@@ -54,13 +58,29 @@ class Ledger:
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
+    """Counts what autograd saves, and what is held to run operators again."""
     kept = Ledger()
+    noted, run = _Pass._noted, _Pass.run
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept.tensors.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def note(own: _Pass, tensor: torch.Tensor) -> Any:
+        held = noted(own, tensor)
+        return pack(held) if isinstance(held, torch.Tensor) else held
+
+    def repeat(own: _Pass, *args: Any) -> Any:
+        result = run(own, *args)
+        operands = tree_leaves(list(own.operands.values()))
+        kept.tensors += [held for held in operands if isinstance(held, torch.Tensor)]
+        return result
+
+    with (
+        patch.object(_Pass, "_noted", note),
+        patch.object(_Pass, "run", repeat),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         yield kept
 
 
@@ -74,7 +94,7 @@ class Setup:
     microbatches: int
     layouts: Mapping[str, BlockLayouts]
     assignments: Mapping[str, Assignment]
-    recompute: frozenset[str]
+    recompute: Mapping[str, str]
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -123,7 +143,7 @@ def chosen(
         microbatches=microbatches,
         layouts={b.name: BlockLayouts(of.graph, of.table, b, mesh[1]) for b in blocks},
         assignments=assignments,
-        recompute=frozenset(b.name for b in blocks if recompute == "full" and recomputable(b)),
+        recompute={b.name: recompute for b in blocks if recomputable(b)},
     )
 
 
@@ -161,10 +181,23 @@ def predicted(of: Setup) -> float:
     kept: set[Storage] = set()
     passed: dict[str, Held] = {}
     for block, memory in zip(of.blocks, memories(of).values(), strict=True):
-        again = block.name in of.recompute
-        kept |= {passed[v].storage for v in block.inputs} if again else memory.kept
+        kept |= _kept(of, block, memory)
         passed |= memory.leaving
     return math.fsum(s.nbytes for s in kept if s.origin in ("made", "input"))
+
+
+def _kept(of: Setup, block: Block, memory: BlockMemory) -> frozenset[Storage]:
+    """What a block's policy keeps, and what it reads."""
+    policy = of.recompute.get(block.name, "none")
+    if policy == "none":
+        return memory.kept
+    if policy != "full":
+        again = repeated_ops(block, of.of.graph, of.of.table, "cpu")[policy]
+        return memory.kept_repeating({block.ops[k].name for k in again})
+    needed, between = memory.needed()
+    read = {storage for name in needed for storage in memory.reads[name]}
+    read |= {source for _, source in memory.moved.values()} if between else set()
+    return frozenset(s for s in memory.kept | read if s in memory.outside)
 
 
 # --- counted --------------------------------------------------------------------------------------
@@ -192,7 +225,7 @@ def counted(
         device=torch.device("cpu"),
         microbatches=of.microbatches,
     )
-    lowering = Lowering(context=context, repeated_whole=of.recompute)
+    lowering = Lowering(context=context, recompute=of.recompute)
     stored = parameter_states(graph, of.blocks, of.assignments, layout)
     lowered = [
         lowering.block(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES
@@ -55,9 +56,8 @@ def test_degrees_are_integers_from_one(name: str, value: Any) -> None:
         ("zero", True, "0, 1, 2, 3"),
         ("zero", 1.0, "0, 1, 2, 3"),
         ("zero", "1", "0, 1, 2, 3"),
-        ("recompute", "some", "none, selective, full"),
-        ("recompute", "alternate", "none, selective, full"),
-        ("recompute", False, "none, selective, full"),
+        ("recompute", "some", "none, selective, pointwise, widening, alternate, products, full"),
+        ("recompute", False, "none, selective, pointwise"),
         ("placement", "pp,tp,dp", "tp,dp,pp, tp,pp,dp"),
     ],
 )
@@ -89,7 +89,7 @@ def test_values_by_block_are_checked_like_one_for_all(name: str, value: Any) -> 
 def test_everything_that_can_be_decided_can_be_forbidden() -> None:
     assert set(FORBIDS) == {
         "tp", "dp", "pp", "cp", "ep", "virtual_stages", "zero", "recompute", "placement",
-        "dp_shard", "zero-1", "zero-2", "zero-3", "selective", "full", *SCHEDULES,
+        "dp_shard", "zero-1", "zero-2", "zero-3", *RECOMPUTE[1:], *SCHEDULES,
     }  # fmt: skip
     assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
 
@@ -197,7 +197,7 @@ def test_forbidding_leaves_the_value_that_does_without() -> None:
     assert values == [1, 2, None, 0, "none"]
     assert Overrides(tp=1, forbid=["tp"]).everywhere("tp") == 1
     assert Overrides(tp={"head": 2}).everywhere("tp") is None
-    assert Overrides(forbid=["full", "zero-2"]).left("recompute") == ("none", "selective")
+    assert Overrides(forbid=["full", "zero-2"]).left("recompute") == RECOMPUTE[:-1]
 
 
 def equal_stages_exist(tp: int | None, dp: int | None, pp: int | None, devices: int) -> bool:

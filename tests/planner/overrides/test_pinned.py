@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
@@ -68,7 +69,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tp, dp, cp = meshes[owner[k]]
         blocks, zero = tuple(names[start:stop]), draw(st.integers(0, 3))
         shards = draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0]))
-        policies = [draw(st.sampled_from(("none", "selective", "full"))) for _ in blocks]
+        policies = [draw(st.sampled_from(RECOMPUTE)) for _ in blocks]
         shardings = draw(st.sampled_from(SHARDINGS)) if len(blocks) == 5 and tp == 2 else {}
         stages.append(
             StagePlan(
@@ -242,10 +243,10 @@ def test_larger_groups_may_come_first() -> None:
     assert plan_overrides(plan, graph).placement == "tp,dp,pp"
 
 
-def test_a_policy_that_only_published_rows_use_cannot_be_pinned() -> None:
+def test_a_policy_that_is_none_cannot_be_pinned() -> None:
     graph, _ = model()
-    with pytest.raises(OverrideError, match=r"recompute='alternate': legal: none, selective, full"):
-        plan_overrides(with_stage(plan_for(graph), recompute="alternate"), graph)
+    with pytest.raises(OverrideError, match=r"recompute='some': legal: none, selective, pointwise"):
+        plan_overrides(with_stage(plan_for(graph), recompute="some"), graph)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.planner.overrides.overrides import Overrides
@@ -156,7 +157,7 @@ def test_what_only_the_blocks_show_is_refused(given: dict[str, Any], says: str) 
 def test_nothing_given_leaves_everything() -> None:
     found = restrict(Overrides(), layers())
     assert all(getattr(found, name) == (None,) * 8 for name in BY_BLOCK)
-    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, ("none", "selective", "full"))
+    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
     assert found.schedules == tuple(SCHEDULES)
     assert found.placements == ("tp,dp,pp", "tp,pp,dp")
     assert (found.pp, found.virtual_stages, found.cuts) == (None, None, None)
@@ -168,7 +169,7 @@ def test_forbidding_leaves_the_rest() -> None:
     found = restrict(Overrides(forbid=[*forbid, "unequal_meshes"], recompute=None), layers())
     assert found.tp == found.cp == found.ep == (1,) * 8
     assert found.dp == found.zero == found.recompute == (None,) * 8
-    assert (found.zeros, found.policies) == ({0, 1, 2}, ("none", "selective"))
+    assert (found.zeros, found.policies) == ({0, 1, 2}, RECOMPUTE[:-1])
     assert found.schedules == tuple(s for s in SCHEDULES if s != "zb_h2")
     assert found.placements == ("tp,dp,pp",)
     assert not found.unequal_meshes and not found.partial_shards
@@ -242,7 +243,7 @@ def test_a_forbidden_schedule_may_be_the_only_one() -> None:
 
 def test_what_runs_is_what_is_left_for_the_executor() -> None:
     found = restrict(Overrides(), layers(), executable=True)
-    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, ("none", "selective", "full"))
+    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
     assert found.schedules == tuple(SCHEDULES)
     assert found.cp == (1,) * 8 and found.tp == found.ep == (None,) * 8
 
@@ -267,7 +268,7 @@ def test_what_does_not_run_yet_can_be_planned(given: dict[str, Any], says: str) 
 # --- masks ---------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
-    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "recompute": ("none", "selective", "full"),
+    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "recompute": RECOMPUTE,
 }  # fmt: skip
 
 
@@ -277,7 +278,7 @@ def restricted(draw: st.DrawFn) -> tuple[Restrictions, str, list[Any]]:
     name = draw(st.sampled_from([n for n in BY_BLOCK if n != "ep"]))
     own = draw(st.lists(st.none() | st.sampled_from(VALUES[name]), min_size=1, max_size=9))
     by_block = {f"layers.{b}": value for b, value in enumerate(own) if value is not None}
-    forbid = draw(st.sets(st.sampled_from(["zero-1", "zero-2", "selective", "full"])))
+    forbid = draw(st.sets(st.sampled_from(["zero-1", "zero-2", *RECOMPUTE[1:]])))
     allowed = [f for f in forbid if f not in {f"zero-{v}" for v in own} | {str(v) for v in own}]
     graph = blocks(*(f"layers.{b}" for b in range(len(own))))
     made = restrict(Overrides(**{name: by_block or None}, forbid=allowed), graph)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
@@ -290,11 +291,7 @@ def test_a_model_without_experts_has_none_to_share_out() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [
-        ({"recompute": "alternate"}, "recompute='alternate' .*the executor runs none, selective"),
-        ({"cp": 2, "tp": 1}, "cp=2 can be priced, .*the executor runs 1"),
-        ({"recompute": {"alternate": ("head",)}}, "recompute='alternate' can be priced"),
-    ],
+    [({"cp": 2, "tp": 1}, "cp=2 can be priced, .*the executor runs 1")],
     ids=str,
 )
 def test_a_legal_plan_that_cannot_run_yet_is_refused_in_time(
@@ -309,7 +306,7 @@ def test_a_legal_plan_that_cannot_run_yet_is_refused_in_time(
         check_runs(plan)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_every_schedule_runs_with_every_recompute(recompute: str) -> None:
     graph, _ = model()
     for schedule in SCHEDULES:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.executor.lowering.deferred import DeferredProduct, WeightGradientQueue, accumulate
+from meshwright.executor.backward.deferred import DeferredProduct, WeightGradientQueue, accumulate
 
 ROWS, IN, OUT = 6, 5, 4
 

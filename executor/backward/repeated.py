@@ -1,0 +1,181 @@
+"""Recompute in a lowered graph: nodes that run again once the backward asks for what they made.
+
+Of repeated nodes neither the results are held nor what their operators keep for themselves. In
+place of each such tensor autograd is given a note (by hooks on what it saves) of the node that made
+it; the tensors that those nodes read from others are held instead. The first note that is read has
+the nodes run again that notes are of, and those before them, once: nothing else of the block is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Stands for a tensor that a repeated node made: a window on one of its results (`packed`: of
+    what its operators save, in order)."""
+
+    node: fx.Node
+    index: int
+    packed: bool
+    window: tuple[Any, ...]  # offset, shape, strides
+    dtype: torch.dtype
+    grad: bool
+
+    @property
+    def key(self) -> _Key:
+        return self.node, self.index, self.packed
+
+
+_Key: TypeAlias = tuple[fx.Node, int, bool]
+_Held: TypeAlias = torch.Tensor | _Note
+
+
+def repeated(module: fx.GraphModule, again: Collection[fx.Node]) -> fx.GraphModule:
+    """The graph with `again` of its nodes run again in the backward."""
+    if not again:
+        return module
+    outer = fx.Graph()
+    given = [n for n in module.graph.nodes if n.op == "placeholder"]
+    outer.output(outer.call_module("part", tuple(outer.placeholder(n.target) for n in given)))
+    return fx.GraphModule({"part": Repeated(module, again)}, outer)
+
+
+class Repeated(nn.Module):
+    """Runs a graph, and `again` of its nodes again in the backward."""
+
+    def __init__(self, graph: fx.GraphModule, again: Collection[fx.Node]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.again = frozenset(node.name for node in again)
+
+    def forward(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.graph(*args)
+        if torch.compiler.is_compiling():  # a compiler plans the backward: it may repeat all
+            return checkpoint(self.graph, *args, use_reentrant=False, preserve_rng_state=False)
+        return _Pass(self.graph, self.again).run(*args)
+
+
+class _Pass(fx.Interpreter):
+    """One forward of a graph, and what it takes to repeat its nodes."""
+
+    def __init__(self, graph: fx.GraphModule, again: frozenset[str]) -> None:
+        super().__init__(graph)
+        self.again = again
+        self.leaving = {node.name for node in graph.graph.output_node().all_input_nodes}
+        self.made: dict[int, tuple[StorageWeakRef, fx.Node, int]] = {}  # by address of the storage
+        self.operands: dict[fx.Node, Any] = {}
+        self.asked: set[_Key] = set()  # what autograd holds notes of
+        self.running: tuple[fx.Node, set[int]] | None = None
+        self.count = 0
+        self.found: dict[_Key, torch.Tensor] = {}
+
+    def run(self, *args: Any) -> Any:
+        with saved_tensors_hooks(self._noted, self._read):
+            result = super().run(*args)
+        self.env.clear()
+        needed = {node for node, *_ in self.asked}
+        for node in reversed(self.operands):
+            if node in needed:
+                needed.update(note.node for note in _notes(self.operands[node]))
+        self.operands = {n: own for n, own in self.operands.items() if n in needed}
+        self.made.clear()
+        return result
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.name not in self.again:
+            return super().run_node(n)
+        operands = self.fetch_args_kwargs_from_env(n)
+        self.operands[n] = tree_map_only(torch.Tensor, self._held, operands)
+        read = {_address(t) for t in tree_leaves(operands) if isinstance(t, torch.Tensor)}
+        self.running, self.count = (n, read), 0
+        result = super().run_node(n)
+        self.running = None
+        if n.name in self.leaving:  # held anyway
+            return result
+        for k, t in enumerate(tree_leaves(result)):
+            if isinstance(t, torch.Tensor) and _address(t) not in read | self.made.keys():
+                self.made[_address(t)] = StorageWeakRef(t.untyped_storage()), n, k
+        return result
+
+    # --- forward ---
+
+    def _noted(self, t: torch.Tensor) -> _Held:
+        """What autograd holds in place of a tensor that it saves."""
+        if self.running is not None:
+            node, read = self.running
+            self.count += 1
+            if _address(t) not in read | self.made.keys():
+                note = _Note(node, self.count - 1, True, (), t.dtype, False)
+                self.asked.add(note.key)
+                return note
+        held = self._held(t)
+        if isinstance(held, torch.Tensor):
+            return t
+        self.asked.add(held.key)
+        return held
+
+    def _held(self, t: torch.Tensor) -> _Held:
+        if _address(t) not in self.made:
+            return t.detach().requires_grad_(t.requires_grad)
+        _, node, k = self.made[_address(t)]
+        window = t.storage_offset(), t.shape, t.stride()
+        return _Note(node, k, False, window, t.dtype, t.requires_grad)
+
+    # --- backward ---
+
+    def _read(self, held: _Held) -> torch.Tensor:
+        if isinstance(held, torch.Tensor):
+            return held
+        if not self.found:
+            self._repeat()
+        return self._tensor(held)
+
+    def _tensor(self, note: _Note) -> torch.Tensor:
+        found = self.found[note.key]
+        if note.packed:
+            return found
+        with torch.no_grad():
+            window = torch.empty(0, dtype=note.dtype, device=found.device)
+            window.set_(found.untyped_storage(), *note.window)
+        return window.requires_grad_(note.grad)
+
+    def _repeat(self) -> None:
+        """Run the nodes again, each by itself; what is not read any more is let go."""
+        last = {note.key: n for n, own in self.operands.items() for note in _notes(own)}
+        for node, operands in self.operands.items():
+            args, kwargs = tree_map_only(_Note, self._tensor, operands)
+            packed: list[torch.Tensor] = []
+            with torch.enable_grad(), saved_tensors_hooks(packed.append, _unread):
+                result = getattr(self, node.op)(node.target, args, kwargs)
+            made = {(node, k, False): t for k, t in enumerate(tree_leaves(result))}
+            made |= {(node, k, True): t for k, t in enumerate(packed)}
+            wanted = self.asked | last.keys()
+            self.found |= {key: t.detach() for key, t in made.items() if key in wanted}
+            for note in _notes(operands):
+                if last[note.key] is node and note.key not in self.asked:
+                    self.found.pop(note.key, None)
+        self.operands.clear()
+
+
+def _notes(operands: Any) -> list[_Note]:
+    return [held for held in tree_leaves(operands) if isinstance(held, _Note)]
+
+
+def _address(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _unread(_: None) -> torch.Tensor:
+    raise AssertionError("no backward runs through what was repeated")
