@@ -76,8 +76,8 @@ class Sums:
     First what each recompute policy would run again, then seconds as in `Cost`, parameters and
     bytes as in `BlockPrice`. The last columns (`MAXIMA`) are no sums but the most of any block:
     what `full` recompute makes again of it (`largest_bytes`; `decided_bytes` of blocks whose policy
-    is no longer open), its parameters, and the gradients of one of its operators
-    (`transient_bytes`).
+    is no longer open), the parameters of it that ZeRO moves at once, and the gradients of one of
+    its operators (`transient_bytes`).
     """
 
     __slots__ = ("array",)
@@ -188,16 +188,17 @@ def _sums_of(cost: Cost) -> Sums:
     return sums
 
 
-def block_sums(price: BlockPrice, block: Block) -> Sums:
-    """A block's contribution to the sums of its stage."""
+def block_sums(price: BlockPrice, block: Block, *, pure: bool = False) -> Sums:
+    """A block's contribution to the sums of its stage; `pure` as in `Target`."""
     cost, sums = price.cost, _sums_of(price.cost)
-    sums.parameters = sums.largest_parameters = price.parameters
+    sums.parameters = price.parameters
+    sums.largest_parameters = price.unit_parameters
     sums.shard_parameters = price.shard_parameters
     sums.frozen_bytes = price.frozen_bytes
     sums.saved_bytes = price.saved_bytes
     sums.input_bytes = price.input_bytes
     sums.transient_bytes = price.transient_bytes
-    if recomputable(block):
+    if recomputable(block, pure=pure):
         whole = cost.forward_s, cost.forward_comm_s, cost.forward_host_s, price.saved_bytes
         sums.array[_RECOMPUTE["full"]] = whole
         sums.largest_bytes = price.saved_bytes

@@ -161,7 +161,7 @@ class StageCoster:
             layouts = BlockLayouts(self.graph, self.problem.factors, block, setting.tp)
             passes = self._pass(pricer, layouts, assignment, inputs)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
-            known[key] = block_sums(price, block)
+            known[key] = block_sums(price, block, pure=self.problem.target.pure)
         return known[key]
 
     def _pass(

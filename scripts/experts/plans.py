@@ -28,6 +28,7 @@ from meshwright.planner.published import (
     Unpriced,
     framework_of,
     make_plan,
+    of_layers,
     read_row,
     with_experts,
 )
@@ -155,6 +156,7 @@ def staged(
             replace(
                 whole,
                 blocks=tuple(names[start : ends[k]]),
+                recompute=of_layers(setup.recompute, names[start : ends[k]]),
                 ranks=tuple(rank + offset for rank in whole.ranks),
                 shardings={
                     pattern: decision
@@ -330,7 +332,10 @@ def _llama3() -> Iterator[Expert]:
             return [
                 replace(
                     found,
-                    stages=tuple(replace(s, zero=zero, recompute=policy) for s in found.stages),
+                    stages=tuple(
+                        replace(s, zero=zero, recompute=of_layers(policy, s.blocks))
+                        for s in found.stages
+                    ),
                 )
                 for zero in (1, 2)
                 for policy in ("none", "selective", "full")
