@@ -43,7 +43,7 @@ from scripts.rank_correlation import spearman
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
 TURNS, WARM_UP = 7, 2
-DRAWN, COMPARED = 24, 5  # decisions drawn for a regret; how many of the best, and of the rest, run
+DRAWN, COMPARED = 16, 5  # decisions drawn for a regret; how many of the best, and of the rest, run
 LAUNCH_TIMEOUT_S = 170.0
 
 

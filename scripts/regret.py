@@ -26,7 +26,7 @@ SWEEP = (
     "framework",
 )  # fmt: skip
 PLAN = ("tp", "pp", "cp", "ep", "vp", "dp", "zero_stage_fsdp", "recompute", "micro_batch")
-MEAN, WORST = 0.02, 0.08  # what is asked of all sweeps
+MEASURED = ("iteration_time_s", "peak_mem_gib")
 
 Row = Mapping[str, str]
 
@@ -88,12 +88,15 @@ def sweeps(rows: Iterable[Row]) -> Iterator[Sweep]:
 
 def _priced(plan: tuple[str, ...], rows: Iterable[Row]) -> Priced | None:
     """A plan's times, the medians of its rows; None where none can be priced."""
-    found = []
+    found, prices = [], dict[tuple[str, ...], float]()
     for row in rows:
+        cells = tuple(text for name, text in row.items() if name not in MEASURED)
         try:
-            found.append((float(row["iteration_time_s"]), predict_row(row).step_time_s))
+            if cells not in prices:
+                prices[cells] = predict_row(row).step_time_s
         except Unpriced:
             continue
+        found.append((float(row["iteration_time_s"]), prices[cells]))
     if not found:
         return None
     measured, predicted = (statistics.median(times) for times in zip(*found, strict=True))

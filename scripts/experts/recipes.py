@@ -58,6 +58,6 @@ RECIPES: tuple[Mapping[str, str], ...] = (
         **_HOPPER, **_CORE, **_QWEN3_30B,
         "source": "Megatron-Bridge's recipe for Qwen3-30B-A3B (Apache-2.0)", "num_gpus": "16",
         "tp": "1", "pp": "1", "ep": "16", "dp": "16", "micro_batch": "1", "global_batch": "1024",
-        "notes": "HybridEP; EP overlap", "iteration_time_s": "20.15",
+        "notes": "HybridEP; EP overlap; TE graphs", "iteration_time_s": "20.15",
     },
 )  # fmt: skip
