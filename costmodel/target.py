@@ -45,14 +45,17 @@ class Target:
     "per_expert" there (an all-to-all), or "per_node" (DeepEP and its like, which spread it inside).
     `counter_dropout`: masks are a function of global indices, as this project's executor draws
     them, kept as numbers, and attention with dropout is written out; else kernels keep bytes, and
-    fused attention draws its own. `expert_host` is the host's work for each operator of an expert
-    layer's data path (counting, sorting, splitting) relative to a plain operator; `message_s` the
-    seconds of each token sent to another node, where they are sent one by one. `expert_imbalance`:
-    copies of tokens on the busiest of the ranks that share experts out, over the mean: 1 where
-    routing is balanced, up to their number where it is not. `defers_weights`:
-    whether a backward can put weight gradients off, for schedules that split it; where it can't,
-    its first part takes all the time. `repeats_whole`: full recompute runs a block's whole forward
-    again, also what no backward needs.
+    fused attention draws its own. `loss_in_place`: a cross-entropy writes its logits' gradient over
+    what it kept of them. `gathers_again`: of an activation gathered from tensor-parallel ranks, a
+    backward keeps this rank's part, and gathers it beside another product. `pure`: running
+    statistics are results, not written by a forward, so that any block may be run again.
+    `expert_host` is the host's work for each operator of an expert layer's data path (counting,
+    sorting, splitting) relative to a plain operator; `message_s` the seconds of each token sent to
+    another node, where they are sent one by one. `expert_imbalance`: copies of tokens on the
+    busiest of the ranks that share experts out, over the mean: 1 where routing is balanced, up to
+    their number where it is not. `defers_weights`: whether a backward can put weight gradients off,
+    for schedules that split it; where it can't, its first part takes all the time. `repeats_whole`:
+    full recompute runs a block's whole forward again, also what no backward needs.
     """
 
     name: str
@@ -78,6 +81,9 @@ class Target:
     bucket_copies: int = 2
     unit: str = "bucket"
     counter_dropout: bool = False
+    loss_in_place: bool = False
+    gathers_again: bool = False
+    pure: bool = False
     defers_weights: bool = True
     repeats_whole: bool = True
 
@@ -119,7 +125,9 @@ COMPILED = Target(
     repeats_whole=False,
 )
 # Megatron-Core with its usual options: buckets of 40 million gradients, a million more for each
-# data-parallel rank, lying in one buffer; half of the tensor-parallel communication overlapped
+# data-parallel rank, lying in one buffer; half of the tensor-parallel communication overlapped; its
+# cross-entropy (core/tensor_parallel/cross_entropy.py) turns the softmax that it keeps into the
+# gradient; sequence parallelism keeps parts (Korthikanti et al. 2022, section 4.2.2)
 MEGATRON = Target(
     name="megatron",
     fusion="full",
@@ -130,6 +138,8 @@ MEGATRON = Target(
     bucket_bytes=160_000_000,
     bucket_bytes_per_rank=4_000_000,
     bucket_copies=0,
+    loss_in_place=True,
+    gathers_again=True,
 )
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {target.name: target for target in (EAGER, COMPILED, MEGATRON)}

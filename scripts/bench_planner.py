@@ -3,14 +3,15 @@ against published ones.
 
     python scripts/bench_planner.py [CASE ...] [--report] [--replan] [--time-limit SECONDS]
     python scripts/bench_planner.py --experts [--case TEXT] [--same-recompute] [--pin]
+                                    [--time-limit SECONDS]
 
 CPU seconds of this process, trace included; the plan, its predicted step, MFU and the bound of the
 search beside them. `--report` times the report's text as well. `--replan` times planning a second
 time with one override, on what the first search has priced. `--experts` compares with the plans of
-`expert_plans.py` whose names or sources contain TEXT, under our cost model, and exits with 1 where
+`experts/plans.py` whose names or sources contain TEXT, under our cost model, and exits with 1 where
 ours is slower by more than 0.5 %; `--same-recompute` has ours recompute as theirs does; `--pin`
 searches again with the published decisions as overrides and checks that theirs is found, or a
-better one in what they leave open.
+better one in what they leave open; `--time-limit` bounds each search.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ def show_phases(before: Mapping[str, float], result: SearchResult, total_s: floa
     print(f"  no plan of the space is faster than {seconds(result.bound_s)}: gap {result.gap:.2%}")
 
 
-def bench_experts(text: str, *, pin: bool, like_theirs: bool) -> bool:
+def bench_experts(text: str, *, pin: bool, like_theirs: bool, time_limit_s: float | None) -> bool:
     """Compare with published plans; whether all is well."""
     chosen = [e for e in experts() if text.lower() in f"{e.name} {e.source}".lower()]
     if not chosen:
         raise SystemExit(f"no published plan's name or source contains {text!r}")
     done = []
-    for comparison in compare(chosen, pin=pin, like_theirs=like_theirs):
+    for comparison in compare(chosen, pin=pin, like_theirs=like_theirs, time_limit_s=time_limit_s):
         done.append(comparison)
         print(show(comparison), flush=True)
     print(f"\n{summary(done)}")
@@ -109,7 +110,9 @@ def main() -> None:
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if args.experts:
-        well = bench_experts(args.case, pin=args.pin, like_theirs=args.same_recompute)
+        well = bench_experts(
+            args.case, pin=args.pin, like_theirs=args.same_recompute, time_limit_s=args.time_limit
+        )
         raise SystemExit(0 if well else 1)
     for name in args.cases or CASES:
         if name not in CASES:

@@ -1,12 +1,16 @@
 """Predicted against measured step time of many plans on this machine's CPU ranks.
 
-    python -m scripts.predicted_vs_measured [--ranks 2] [--models gpt2 llama conv] [--budget 90]
+    python -m scripts.predicted_vs_measured [--ranks 2] [--models gpt2 llama ...] [--budget 90]
+                                            [--regret]
 
 Per model: profile what its plans may run, plan under each of a list of overrides, price the plan on
 the profile, then run all plans in one launch, their steps taken in turns so that whatever else the
 machine does hits all of them alike. A step is forward, backward, gradient reduction and optimizer;
 its time is the median over the turns of the slowest rank's. Printed: both times, the error, the
 share of the prediction that rests on measurements; the mean error; Spearman's rank correlation.
+
+`--regret` runs the plan that the search chooses, the five predicted best of other decisions, drawn
+at random, and five more of these, and prints the choice's measured time over the best measured.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +36,14 @@ from torch.nn import functional as F
 
 from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
 from meshwright.executor.ranks import launch
-from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import InfeasibleError, describe
+from meshwright.planner.overrides import OverrideError, Overrides
+from meshwright.planner.plan import InfeasibleError, Plan, describe
 from meshwright.profile_command import Effort, profile_model
 from scripts.rank_correlation import spearman
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
 TURNS, WARM_UP = 7, 2
+DRAWN, COMPARED = 16, 5  # decisions drawn for a regret; how many of the best, and of the rest, run
 LAUNCH_TIMEOUT_S = 170.0
 
 
@@ -71,6 +77,20 @@ def llama() -> nn.Module:
         num_key_value_heads=4,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)
 
 
 class Residual(nn.Module):
@@ -136,6 +156,7 @@ def images(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 CASES: Mapping[str, Case] = {
     "gpt2": Case(build=gpt2, batch=tokens),
     "llama": Case(build=llama, batch=tokens),
+    "bert": Case(build=bert, batch=tokens),
     "conv": Case(build=ConvNet, batch=images, loss_fn=F.cross_entropy),
 }
 
@@ -158,6 +179,27 @@ def wanted(ranks: int) -> list[Overrides]:
         Overrides(dp=1, tp=1, pp=ranks, schedule="1f1b", num_microbatches=4, recompute="full"),
         *(mixed if ranks > 2 else ()),
     ]
+
+
+def drawn(ranks: int, count: int) -> list[Overrides]:
+    """So many different decisions at random, every time the same; not all of them are legal."""
+    draw = random.Random(0)
+    powers = [2**k for k in range(ranks.bit_length()) if ranks % 2**k == 0]
+    found: dict[str, Overrides] = {}
+    while len(found) < count:
+        dp, tp = draw.choice(powers), draw.choice(powers)
+        if ranks % (dp * tp):
+            continue
+        one = Overrides(
+            dp=dp,
+            tp=tp,
+            pp=ranks // (dp * tp),
+            num_microbatches=draw.choice([1, 2, 4, 8]),
+            zero=draw.choice([0, 1, 2, 3]) if dp > 1 else 0,
+            recompute=draw.choice(["none", "none", "full"]),
+        )
+        found[repr(one)] = one
+    return list(found.values())
 
 
 # --- the launch -----------------------------------------------------------------------------------
@@ -236,8 +278,8 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
 
-def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
-    """Profile, predict, run."""
+def compare(name: str, ranks: int, budget_s: float, *, regret: bool = False) -> list[Row]:
+    """Profile, predict, run; for `regret` the search's choice first, then plans that it left."""
     case = CASES[name]
     cluster = Cluster.local(ranks, "cpu")
     summary = profile_model(
@@ -250,31 +292,45 @@ def compare(name: str, ranks: int, budget_s: float) -> list[Row]:
         effort=Effort(budget_s=budget_s),
     )
     sys.stderr.write(f"{summary}\n")
-    predicted: dict[str, tuple[str, float]] = {}
+    asked = [Overrides(), *drawn(ranks, DRAWN)] if regret else wanted(ranks)
+    plans = list(_planned(name, cluster, asked))
+    if regret:
+        ours, *rest = plans
+        rest = [each for each in rest if each[0] != ours[0]]
+        best = sorted(rest, key=lambda each: each[1])[:COMPARED]
+        others = [each for each in rest if each not in best]
+        plans = [ours, *best, *random.Random(0).sample(others, min(COMPARED, len(others)))]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        for k, overrides in enumerate(wanted(ranks)):
-            try:
-                result = auto_parallelize(
-                    case.model(),
-                    cluster,
-                    example_inputs=case.batch(2),
-                    global_batch_size=BATCH,
-                    loss_fn=case.loss_fn,
-                    precision="fp32",
-                    overrides=overrides,
-                )
-            except InfeasibleError as error:
-                sys.stderr.write(f"{name}: {overrides.given()}: {error}\n")
-                continue
-            path = folder / f"{k:02d}.plan.json"
-            result.plan.save(path)
-            predicted[path.name] = describe(result.plan), result.prediction.step_time_s
+        for k, (plan, _) in enumerate(plans):
+            plan.save(folder / f"{k:02d}.plan.json")
         took = measured(name, folder, ranks)
     return [
-        Row(plan=text, predicted_s=seconds, measured_s=took[plan])
-        for plan, (text, seconds) in predicted.items()
+        Row(plan=describe(plan), predicted_s=seconds, measured_s=took[f"{k:02d}.plan.json"])
+        for k, (plan, seconds) in enumerate(plans)
     ]
+
+
+def _planned(
+    name: str, cluster: Cluster, asked: Sequence[Overrides]
+) -> Iterator[tuple[Plan, float]]:
+    """A plan for each of the overrides that has one, with its predicted seconds."""
+    case = CASES[name]
+    for overrides in asked:
+        try:
+            result = auto_parallelize(
+                case.model(),
+                cluster,
+                example_inputs=case.batch(2),
+                global_batch_size=BATCH,
+                loss_fn=case.loss_fn,
+                precision="fp32",
+                overrides=overrides,
+            )
+        except (InfeasibleError, OverrideError) as error:
+            sys.stderr.write(f"{name}: {overrides.given()}: {error}\n")
+            continue
+        yield result.plan, result.prediction.step_time_s
 
 
 def show(name: str, rows: Sequence[Row]) -> None:
@@ -293,6 +349,14 @@ def show(name: str, rows: Sequence[Row]) -> None:
     )
 
 
+def show_regret(rows: Sequence[Row]) -> float:
+    """How much slower the choice, first of the rows, is than the best that was run."""
+    best = min(rows, key=lambda row: row.measured_s)
+    regret = rows[0].measured_s / best.measured_s - 1
+    print(f"  the choice is {regret:.1%} slower than the best measured: {best.plan}", flush=True)
+    return regret
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         torch.set_num_threads(1)
@@ -303,14 +367,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--models", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--budget", type=float, default=90.0, help="seconds to profile a model")
+    parser.add_argument("--regret", action="store_true", help="the choice against what it left")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"load average before: {os.getloadavg()[0]:.2f} (a step waits for whatever else runs)")
     transformers.logging.set_verbosity_error()
     found: list[Row] = []
     for name in args.models:
-        rows = compare(name, args.ranks, args.budget)
+        rows = compare(name, args.ranks, args.budget, regret=args.regret)
         show(name, rows)
+        if args.regret:
+            show_regret(rows)
         found += rows
     mean = statistics.fmean(abs(row.error) for row in found)
     print(f"{len(found)} plans on {args.ranks} ranks: mean error {mean:.1%}")

@@ -169,8 +169,10 @@ class _Walk:
 
     def __init__(self, pricer: Pricer) -> None:
         self.pricer, self.graph, self.table = pricer, pricer.graph, pricer.table
+        self.again = pricer.setting.target.gathers_again
         self.held: dict[tuple[str, Placement], Held] = {}
         self.kept: set[Storage] = set()
+        self.parts: dict[Storage, Storage] = {}  # of what is gathered again
         self.makers: dict[Storage, str] = {}
         self.reads: dict[str, tuple[Storage, ...]] = {}
         self.made: list[Storage] = []
@@ -191,16 +193,20 @@ class _Walk:
                     self.made.append(made.storage)
                     if (whole := self.held[value, source].storage) is not made.storage:
                         self.moved[made.storage] = step, whole
+                    if source.sharded and not target.sharded and self.again:
+                        self.parts[made.storage] = whole
                 case Run(op, strategy):
                     self._run(op, strategy)
                 case Leave(value, state):
                     leaving[value] = self.held[value, state]
         return BlockMemory(
-            kept=frozenset(self._written()),
+            kept=frozenset(self.parts.get(s, s) for s in self._written()),
             leaving=leaving,
             outside=frozenset(entered.union(x.storage for x in leaving.values())),
             makers=self.makers,
-            reads=self.reads,
+            reads={
+                name: tuple(self.parts.get(s, s) for s in read) for name, read in self.reads.items()
+            },
             made=self.made,
             moved=self.moved,
         )

@@ -21,7 +21,7 @@ PARTIAL = ("selective", "pointwise", "widening", "alternate", "products")
 RECOMPUTE = ("none", *PARTIAL, "full")
 
 
-def recomputable(block: Block) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics, or
-    draws what it would not draw again."""
-    return not any(updates_statistics(op) or draws_anew(op) for op in block.ops)
+def recomputable(block: Block, *, pure: bool = False) -> bool:
+    """Whether running a block twice is harmless: not where a forward updates running statistics
+    (unless it is `pure`, see `Target`), or draws what it would not draw again."""
+    return not any((not pure and updates_statistics(op)) or draws_anew(op) for op in block.ops)

@@ -7,7 +7,7 @@ per step does (`price_block`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.blocks.known_steps import KnownSteps
@@ -57,7 +57,8 @@ class BlockPrice:
     """Cost and memory of a block on one rank under an assignment.
 
     `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters, of which
-    `shard_parameters` where ZeRO divides them; `frozen_bytes` of the rest; `saved_bytes` kept for
+    `shard_parameters` where ZeRO divides them, and `unit_parameters` are moved at once;
+    `frozen_bytes` of the rest; `saved_bytes` kept for
     the backward per micro-batch without its inputs; `input_bytes` its inputs; `transient_bytes` the
     most that one operator's backward holds besides; `repeats` by recompute policy, none of a block
     that can't run twice.
@@ -70,6 +71,7 @@ class BlockPrice:
     saved_bytes: float
     input_bytes: float
     transient_bytes: float = 0.0
+    unit_parameters: float = 0.0
     repeats: Mapping[str, Repeats] = field(default_factory=dict)
 
 
@@ -100,6 +102,9 @@ def price_block(
         saved_bytes=passes.saved_bytes,
         input_bytes=passes.input_bytes,
         transient_bytes=passes.transient_bytes,
+        unit_parameters=(
+            max(numels, default=0.0) if pricer.setting.target.unit == "parameter" else sum(numels)
+        ),
         repeats=passes.repeats,
     )
 
@@ -120,12 +125,13 @@ def price_pass(
     known = known or KnownSteps(moves(layouts, assignment, inputs))
     cost = total(_costs(pricer, block, known.steps))
     memory = known.memory(pricer)
+    held = _logits(pricer, block) if pricer.setting.target.loss_in_place else frozenset()
     return PassPrice(
         cost=cost,
         saved_bytes=memory.saved_bytes,
         input_bytes=sum(pricer.nbytes(v, inputs.get(v, R)) for v in block.inputs),
         transient_bytes=max(
-            (_gradient_bytes(pricer, op, chosen[op.name]) for op in block.ops), default=0.0
+            (_gradient_bytes(pricer, op, chosen[op.name], held) for op in block.ops), default=0.0
         ),
         repeats=_repeats(
             repeated_by_policy(pricer, block) if repeated is None else repeated,
@@ -198,9 +204,9 @@ def _move_cost(pricer: Pricer, move: Move) -> Cost:
 def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
     """Operators of a block that each policy runs again, on the pricer's device and target; none of
     a block that can't run twice."""
-    if not recomputable(block):
-        return {}
     setting = pricer.setting
+    if not recomputable(block, pure=setting.target.pure):
+        return {}
     return repeated_ops(
         block,
         pricer.graph,
@@ -250,15 +256,25 @@ def _of_forward(cost: Cost, freed_bytes: float) -> Repeats:
     )
 
 
-def _gradient_bytes(pricer: Pricer, op: Op, strategy: Strategy) -> float:
-    """Gradients that one operator's backward reads and writes, of activations."""
-    graph = pricer.graph
-    placed = [
-        *zip(op.results, strategy.results, strict=True),
-        *zip(op.operands, strategy.operands, strict=True),
-    ]
+def _logits(pricer: Pricer, block: Block) -> frozenset[str]:
+    """What a cross-entropy of the block reads to be trained, and what that is a view of."""
+    found: set[str] = set()
+    for op in reversed(block.ops):
+        viewed = pricer.table.ops[op.name].view and found.intersection(op.results)
+        if viewed or op.short == "cross_entropy_loss":
+            found.add(op.operands[0])
+    return frozenset(found)
+
+
+def _gradient_bytes(pricer: Pricer, op: Op, strategy: Strategy, held: Collection[str]) -> float:
+    """Gradients that one operator's backward reads and writes, of activations, but for those of
+    values whose gradients lie in what is `held` anyway. A view's is a view."""
+    graph, made = pricer.graph, pricer.table.ops[op.name]
+    placed = [*zip(op.results, strategy.results, strict=True)]
+    if made.matmul or not made.view or traits_of(op).copies:
+        placed += zip(op.operands, strategy.operands, strict=True)
     return sum(
         pricer.nbytes(value, placement)
         for value, placement in placed
-        if graph.values[value].requires_grad and value not in graph.parameters
+        if graph.values[value].requires_grad and value not in graph.parameters and value not in held
     )

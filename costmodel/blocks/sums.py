@@ -77,8 +77,9 @@ class Sums:
 
     First what each recompute policy would run again, then seconds as in `Cost`, parameters and
     bytes as in `BlockPrice`. The last columns (`MAXIMA`) are no sums but the most of any block:
-    its parameters, the gradients of one of its operators (`transient_bytes`), what is made again of
-    it where its policy is no longer open (`decided_bytes`), and what each policy would.
+    the parameters that ZeRO moves at once, the gradients of one of its operators
+    (`transient_bytes`), what is made again of it where its policy is no longer open
+    (`decided_bytes`), and what each policy would.
     """
 
     __slots__ = ("array",)
@@ -217,7 +218,8 @@ def _sums_of(cost: Cost) -> Sums:
 def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
     sums = _sums_of(price.cost)
-    sums.parameters = sums.largest_parameters = price.parameters
+    sums.parameters = price.parameters
+    sums.largest_parameters = price.unit_parameters
     sums.shard_parameters = price.shard_parameters
     sums.frozen_bytes = price.frozen_bytes
     sums.saved_bytes = price.saved_bytes

@@ -5,9 +5,9 @@ from meshwright.planner.published.models import Transformer, TransformerDims
 from meshwright.planner.published.moe_layer import GroupedLinear, MoE
 from meshwright.planner.published.predict import predict_row, traced
 from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, Unpriced, make_plan
+from meshwright.planner.published.setup import Setup, Unpriced, make_plan, of_layers
 
 __all__ = [
     "GroupedLinear", "MoE", "Setup", "Transformer", "TransformerDims", "Unpriced",
-    "framework_of", "make_plan", "predict_row", "read_row", "traced", "with_experts",
+    "framework_of", "make_plan", "of_layers", "predict_row", "read_row", "traced", "with_experts",
 ]  # fmt: skip

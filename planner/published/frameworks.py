@@ -60,6 +60,7 @@ _MEGATRON = Framework(
         bucket_bytes=2**30,
         overlap_sends=False,
         scatter_sends=True,
+        loss_in_place=True,
     ),
     attention="written",
     dropout=0.1,
@@ -91,7 +92,9 @@ _FSDP = Framework(
     assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
 )
 _XLA = Framework(
-    target=Target(bucket_copies=0, name="XLA", fusion="full", host_scale=0.0, gradient_bytes=2),
+    target=Target(
+        bucket_copies=0, name="XLA", fusion="full", host_scale=0.0, gradient_bytes=2, pure=True
+    ),
     attention="written",
     assumptions=("compiled by XLA, scores written to memory, gradient reduction not overlapped",),
 )

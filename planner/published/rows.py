@@ -206,8 +206,9 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
         text = f"{cells.text('framework')} {cells.text('notes')}"
         framework = with_experts(framework, text, cells.assumptions)
     target = framework.target
-    if "fp32 grad" in cells.text("precision"):
-        target = dataclasses.replace(target, gradient_bytes=4)
+    for width, said in ((4, "fp32 grad"), (2, "bf16 grad")):
+        if said in cells.text("precision"):
+            target = dataclasses.replace(target, gradient_bytes=width)
     if target.name == "Megatron-LM" and pp == 1 and "DeepSpeed" not in cells.text("framework"):
         target = dataclasses.replace(target, overlap_gradients=True, bucket_bytes=BUCKET_BYTES)
         cells.assume("gradient reduction overlapped (torch DDP) where pp = 1")

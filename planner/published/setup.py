@@ -7,10 +7,12 @@ inside them. `rows.py` reads rows into a `Setup`; here it becomes a `Plan`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.costmodel.graph import Graph
-from meshwright.planner.plan import Plan, StagePlan, fingerprint
+from meshwright.planner.plan import Plan, StagePlan, fingerprint, recompute_of
 from meshwright.planner.published.frameworks import Framework
 from meshwright.planner.published.models import TransformerDims
 from meshwright.profiles.cluster import Cluster
@@ -65,7 +67,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
                 ep=setup.ep if setup.dims.experts else 1,
                 tp=setup.tp,
                 zero=setup.zero,
-                recompute=setup.recompute,
+                recompute=of_layers(setup.recompute, blocks),
                 shardings={
                     pattern: decision
                     for pattern, (decision, where) in shardings.items()
@@ -80,6 +82,14 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
         schedule="interleaved_1f1b" if setup.chunks > 1 else "1f1b",
         precision=setup.precision,
         stages=tuple(plans),
+    )
+
+
+def of_layers(policy: str, blocks: Sequence[str]) -> Any:
+    """A stage's `recompute` with this policy for its layers: frameworks wrap these alone, not the
+    embedding or the head."""
+    return recompute_of(
+        blocks, [policy if name.startswith("layers.") else "none" for name in blocks]
     )
 
 

@@ -1,7 +1,7 @@
 """Published plans against the search's, under one cost model.
 
-For each plan of `expert_plans.py`: its price, and that of the plan that `Search` finds for the same
-traced model, cluster, batch, precision, optimizer and software (`like_theirs`: with the published
+For each plan of `plans.py`: its price, and that of the plan that `Search` finds for the same traced
+model, cluster, batch, precision, optimizer and software (`like_theirs`: with the published
 recompute, too; what is left is the merit of degrees, cuts and shardings). A ratio above 1 +
 TOLERANCE is a defect of the search: the published plan is in its space or should be. A published
 plan that does not fit in memory by our model is compared, too, but can't fail: what it buys with
@@ -55,9 +55,13 @@ class Comparison:
 
 
 def compare(
-    experts: Iterable[Expert], *, pin: bool = False, like_theirs: bool = False
+    experts: Iterable[Expert],
+    *,
+    pin: bool = False,
+    like_theirs: bool = False,
+    time_limit_s: float | None = None,
 ) -> Iterator[Comparison]:
-    """One comparison per published plan; equal work is searched once."""
+    """One comparison per published plan; equal work is searched once, each for so long."""
     found: dict[tuple[Any, ...], tuple[SearchResult | None, float]] = {}
     for expert in experts:
         theirs, predicted = _theirs(expert)
@@ -73,7 +77,7 @@ def compare(
         )
         if work not in found:
             started = time.process_time()
-            result = _search(expert, Overrides(recompute=recompute))
+            result = _search(expert, Overrides(recompute=recompute), time_limit_s)
             found[work] = result, time.process_time() - started
         ours, search_s = found[work]
         yield Comparison(
@@ -120,9 +124,12 @@ def _problem(expert: Expert) -> Problem:
     )
 
 
-def _search(expert: Expert, overrides: Overrides) -> SearchResult | None:
+def _search(
+    expert: Expert, overrides: Overrides, time_limit_s: float | None = None
+) -> SearchResult | None:
+    problem = _problem(expert)
     try:
-        return Search(_problem(expert), expert.global_batch_size, overrides).run()
+        return Search(problem, expert.global_batch_size, overrides, time_limit_s=time_limit_s).run()
     except InfeasibleError:
         return None
 

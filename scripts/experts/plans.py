@@ -2,8 +2,9 @@
 
 Sources: the rows of `published.csv` (Megatron-LM's SC21 tables, NVIDIA's DGX Cloud recipes,
 torchtitan, Alpa's baselines and ablation), the plans that Alpa's search found for p3.16xlarge
-(benchmark/alpa of its repository, suites auto_gpt, auto_moe and wresnet), and table 4 of "The Llama
-3 Herd of Models". Facts only; what a source leaves open is said in `note`.
+(benchmark/alpa of its repository, suites auto_gpt, auto_moe and wresnet), table 4 of "The Llama 3
+Herd of Models", and single configurations of papers and recipes (`recipes.py`). Facts only; what a
+source leaves open is said in `note`.
 
 Where operators' shardings are not published, as Megatron has them; of Alpa's Wide-ResNet, whose
 shardings came out of its integer program and follow no rule, only the cut into stages, the devices
@@ -28,12 +29,14 @@ from meshwright.planner.published import (
     Unpriced,
     framework_of,
     make_plan,
+    of_layers,
     read_row,
     with_experts,
 )
 from meshwright.planner.published import traced as traced_dims
 from meshwright.profiles.cluster import Cluster
 from scripts.experts.alpa import RESNET_50, RESNET_101, moe, traced, wide_resnet
+from scripts.experts.recipes import RECIPES
 
 PUBLISHED = Path(__file__).with_name("published.csv")
 SOURCES = ("SC21", "Alpa OSDI22", "torchtitan", "DGXC")
@@ -66,7 +69,8 @@ class Expert:
 
 def experts() -> list[Expert]:
     """Every published plan that can be priced, by source."""
-    return [*_from_rows(), *_alpa_gpt(), *_alpa_moe(), *_alpa_wide_resnet(), *_llama3()]
+    alpa = [*_alpa_gpt(), *_alpa_moe(), *_alpa_wide_resnet()]
+    return [*_from_rows(), *alpa, *_llama3(), *_from_recipes()]
 
 
 # --- rows of published tables --------------------------------------------------------------------
@@ -90,6 +94,25 @@ def _from_rows() -> Iterator[Expert]:
             name=f"{row['model']} on {row['num_gpus']}, {degrees or 'one device'}",
             source=row["source"],
             measured_s=float(row["iteration_time_s"]),
+        )
+
+
+def _from_recipes() -> Iterator[Expert]:
+    """What a recipe leaves open of recompute is read each way."""
+    for row in RECIPES:
+        setup = read_row(row)
+        policies = (setup.recompute,) if "recompute" in row else ("none", "selective", "full")
+
+        def plans(graph: Graph, setup: Setup = setup, policies: Sequence[str] = policies):
+            return [make_plan(replace(setup, recompute=policy), graph) for policy in policies]
+
+        yield _expert(
+            setup,
+            plans,
+            name=f"{row['model']} on {row['num_gpus']}",
+            source=row["source"],
+            measured_s=float(row["iteration_time_s"]) if "iteration_time_s" in row else None,
+            note=row.get("notes", ""),
         )
 
 
@@ -155,6 +178,7 @@ def staged(
             replace(
                 whole,
                 blocks=tuple(names[start : ends[k]]),
+                recompute=of_layers(setup.recompute, names[start : ends[k]]),
                 ranks=tuple(rank + offset for rank in whole.ranks),
                 shardings={
                     pattern: decision
@@ -330,7 +354,10 @@ def _llama3() -> Iterator[Expert]:
             return [
                 replace(
                     found,
-                    stages=tuple(replace(s, zero=zero, recompute=policy) for s in found.stages),
+                    stages=tuple(
+                        replace(s, zero=zero, recompute=of_layers(policy, s.blocks))
+                        for s in found.stages
+                    ),
                 )
                 for zero in (1, 2)
                 for policy in ("none", "selective", "full")
