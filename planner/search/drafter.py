@@ -48,7 +48,7 @@ class Drafter:
         self.global_batch_size = global_batch_size
         self.overrides = overrides
         self.executable = executable
-        self.restrictions = restrict(overrides, graph, executable=executable)
+        self.restrictions = restrict(overrides, graph, executable=executable, target=problem.target)
         forced, entries = self.restrictions.shardings, {}
         if forced:
             entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")

@@ -15,7 +15,8 @@ from functools import cache
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.costmodel.target import MEGATRON, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import MEGATRON
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.published.frameworks import framework_of
 from meshwright.planner.published.models import TransformerDims

@@ -25,7 +25,8 @@ from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy, strategies
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
