@@ -214,6 +214,33 @@ def test_gathered_weights_are_copied_where_the_target_does_so(
     assert more == pytest.approx((forward * copy_s, backward * copy_s, once * copy_s))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "count"),
+    [
+        ({"dp": 8}, 2),  # the world and the data axis
+        ({"dp": 4, "tp": 2}, 3),
+        ({"dp": 8, "zero": 3, "dp_shard": 4}, 4),  # with its shards and their replicas
+        ({"dp": 8, "ep": 4}, 4),  # with the exchange, and who holds the same experts
+        ({"dp": 2, "tp": 2}, 5),  # half of the cluster: a pipeline, with a neighbour either side
+    ],
+    ids=str,
+)
+def test_communicators_of_a_rank_take_memory(mesh: dict[str, int], count: int) -> None:
+    on = cluster(8)
+    device = dataclasses.replace(on.device, communicator_bytes=1000)
+    setting = Setting(
+        **{"dp": 1, "tp": 1, **mesh},  # type: ignore[arg-type]
+        cluster=dataclasses.replace(on, device=device),
+        rows=1,
+        num_microbatches=1,
+        precision="fp32",
+        optimizer="adamw",
+    )
+    assert setting.communicators == count
+    costs = of_one(stage_costs(sums_of(), setting, "none"))
+    assert costs.passing_bytes == costs.static_bytes == 1000 * (count - 2)
+
+
 # --- the host ------------------------------------------------------------------------------------
 
 

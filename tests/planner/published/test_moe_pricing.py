@@ -269,6 +269,9 @@ def test_what_cannot_be_shared_out_is_refused(stage: dict[str, int], message: st
 def test_sharing_experts_out_saves_their_memory_and_can_be_run() -> None:
     graph, table = traced(SPARSE, "bf16")
     cluster = Cluster.from_catalog("dgx-h100", devices_per_node=4)
+    # what the exchange's communicators take is more than there is to save of so small a model
+    device = dataclasses.replace(cluster.device, communicator_bytes=0)
+    cluster = dataclasses.replace(cluster, device=device)
     plans = [plan_of(graph, ep=ep) for ep in (1, 4)]
     alone, shared = (
         evaluate(plan, problem_on(cluster), check_plan(plan, graph, table)) for plan in plans
