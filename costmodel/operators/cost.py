@@ -63,9 +63,9 @@ class Setting:
         one to each pipeline neighbour."""
         data = self.dp * self.cp
         parts = bool(self.zero) and 0 < self.dp_shard < data
-        pipeline = data * self.tp < self.cluster.num_devices
-        axes = (data > 1) + 2 * parts + (self.tp > 1) + 2 * (self.ep > 1) + 2 * pipeline
-        return 1 + axes
+        neighbours = min(2, self.cluster.num_devices // (data * self.tp) - 1)
+        axes = (data > 1) + 2 * parts + (self.tp > 1) + 2 * (self.ep > 1)
+        return 1 + axes + neighbours
 
     def collective_s(self, kind: str, nbytes: float, group: Group) -> float:
         """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled."""

@@ -221,7 +221,8 @@ def test_gathered_weights_are_copied_where_the_target_does_so(
         ({"dp": 4, "tp": 2}, 3),
         ({"dp": 8, "zero": 3, "dp_shard": 4}, 4),  # with its shards and their replicas
         ({"dp": 8, "ep": 4}, 4),  # with the exchange, and who holds the same experts
-        ({"dp": 2, "tp": 2}, 5),  # half of the cluster: a pipeline, with a neighbour either side
+        ({"dp": 2, "tp": 2}, 4),  # half of the cluster: a pipeline of two
+        ({"dp": 2}, 4),  # and of four, with a neighbour on either side
     ],
     ids=str,
 )
