@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.arguments import MEMORY_MARGIN, check_search, check_types, check_values
 from meshwright.costmodel.operators import Problem
-from meshwright.costmodel.target import target_named
+from meshwright.costmodel.targets import target_named
 from meshwright.decision import Request
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
@@ -54,12 +54,13 @@ def auto_parallelize(
     element. The model may be on meta. `plan` (a Plan or a path) skips the search: it is checked
     and run. `compile` runs the model's blocks through torch.compile, by its default backend or the
     one named. `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in
-    all of this process; prices know nothing of it. `target` ("eager", "compiled", "megatron") says
-    what software the prices are for; None means what `train_step` runs: "compiled" with `compile`,
-    else "eager". `profile` uses what `meshwright profile` measured on this kind of device, where it
-    did. `objective="robust"` chooses, of the plans that prices can't tell from the best, the
-    simplest; "fastest" the one of the least predicted step. `memory_margin` is the part of a
-    device's memory that the plan leaves free, for what prices of memory miss: by default 5 %.
+    all of this process; prices know nothing of it. `target`, a name of `costmodel/targets.py`
+    ("megatron", "fsdp", "torchtitan", ...), says what software is planned for: its prices, and only
+    what it can run; None means what `train_step` runs: "compiled" with `compile`, else "eager".
+    `profile` uses what `meshwright profile` measured on this kind of device, where it did.
+    `objective="robust"` chooses, of the plans that prices can't tell from the best, the simplest;
+    "fastest" the one of the least predicted step. `memory_margin` is the part of a device's memory
+    that the plan leaves free, for what prices of memory miss: by default 5 %.
     After `time_limit_s` the best plan found so far is returned, and the report says by how
     much it may miss the best.
     `executable` leaves the search only what `train_step` runs so far; None means: where ranks are

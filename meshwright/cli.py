@@ -21,7 +21,7 @@ import torch
 from meshwright import override_flags, profile_command
 from meshwright.api import auto_parallelize
 from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES
-from meshwright.costmodel.target import TARGETS
+from meshwright.costmodel.targets import TARGETS
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
 from meshwright.planner.plan import (
@@ -150,7 +150,7 @@ def _positive(text: str) -> int:
 
 def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     parser.add_argument(
-        "target",
+        "model",
         nargs="?" if optional else None,
         help="module:function returning (model, example_inputs[, loss_fn])",
     )
@@ -170,9 +170,10 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
         return
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
     parser.add_argument(
-        "--software",
+        "--target",
         choices=tuple(TARGETS),
-        help="what the prices are for (default: eager, or compiled with --compile)",
+        help="software to plan for: its prices, and only what it can run (default: eager, or "
+        "compiled with --compile)",
     )
     parser.add_argument(
         "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
@@ -230,37 +231,37 @@ def _cluster(text: str) -> Cluster:
     )
 
 
-def _target(text: str) -> tuple[Any, ...]:
+def _model(text: str) -> tuple[Any, ...]:
     """(model, example_inputs[, loss_fn]) from `module:function`."""
     module, colon, function = text.partition(":")
     if not colon:
-        raise ValueError(f"target {text!r}: expected module:function, e.g. my_models:gpt2")
+        raise ValueError(f"model {text!r}: expected module:function, e.g. my_models:gpt2")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"target {text!r}: {error}; it is looked for in {os.getcwd()} and on PYTHONPATH"
+            f"model {text!r}: {error}; it is looked for in {os.getcwd()} and on PYTHONPATH"
         ) from error
     make = getattr(found, function, None)
     if not callable(make):
         near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
         raise ValueError(
-            f"target {text!r}: module {module!r} has no function {function!r}; "
+            f"model {text!r}: module {module!r} has no function {function!r}; "
             f"nearest: {', '.join(near) or 'none'}"
         )
     built = make()
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise ValueError(
-            f"target {text!r}: returned a {type(built).__name__}; legal: a tuple "
+            f"model {text!r}: returned a {type(built).__name__}; legal: a tuple "
             "(model, example_inputs) or (model, example_inputs, loss_fn)"
         )
     return built
 
 
 def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
-    model, example, *rest = _target(args.target)
+    model, example, *rest = _model(args.model)
     result = auto_parallelize(
         model,
         _cluster(args.cluster),
@@ -269,7 +270,7 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
         loss_fn=rest[0] if rest else None,
         precision=args.precision,
         optimizer=args.optimizer,
-        target=args.software,
+        target=args.target,
         profile=not args.no_profile,
         objective=args.objective,
         memory_margin=args.memory_margin,
@@ -352,14 +353,14 @@ def _profile(args: argparse.Namespace) -> int:
         imported = profile_command.import_profile(
             cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
         )
-        if args.target is None:
+        if args.model is None:
             _export(args, cluster)
             _print(json.dumps(imported.to_dict(), indent=2) if args.json else str(imported))
             return 0
         _say(str(imported))
-    if args.target is None or args.batch is None:
-        raise ValueError("profile: a target and --batch are needed, except with --import FILE")
-    model, example, *rest = _target(args.target)
+    if args.model is None or args.batch is None:
+        raise ValueError("profile: a model and --batch are needed, except with --import FILE")
+    model, example, *rest = _model(args.model)
     summary = profile_command.profile_model(
         model,
         example,

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
+from meshwright.planner.overrides import check_plan_for
 from meshwright.planner.plan import InfeasibleError, Plan, PlanError
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.report import explain_plan
@@ -27,6 +28,7 @@ def _priced(
 ) -> Decision:
     plan = given if isinstance(given, Plan) else Plan.load(given)
     _check_made_for(plan, problem, request.global_batch_size)
+    check_plan_for(plan, problem.target)
     priced = Evaluator(problem).price(plan)
     _check_memory(priced.prediction, problem.cluster)
     report = explain_plan(priced, problem, phases_s)

@@ -57,6 +57,7 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "device": {
             "memory": "bytes",
             "reserved": "bytes",
+            "communicator?": "bytes",
             "peak_flops.fp32": "FLOP/s",
             "peak_flops.bf16?": "FLOP/s",
             "peak_flops.fp16?": "FLOP/s",

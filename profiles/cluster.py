@@ -211,6 +211,7 @@ def _device(entry: Entry, host_s: float | None) -> Device:
             host_overhead_s=entry.value("host_overhead") if host_s is None else host_s,
             overlap_slowdown=entry.value("overlap_slowdown"),
             reserved_bytes=round(entry.value("reserved")),
+            communicator_bytes=round(entry.optional("communicator") or 0),
         )
 
 

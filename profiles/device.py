@@ -55,7 +55,8 @@ class Device:
     over the bytes moved. Each kernel costs the device `launch_overhead_s`, and the host
     `host_overhead_s` to issue where operators run eagerly. While a collective runs, compute is
     slower by the fraction `overlap_slowdown`. `reserved_bytes` is never available to tensors
-    (driver context, communication buffers).
+    (driver context, buffers of two communicators: the world's, and an axis'); each communicator
+    more that a rank takes part in takes `communicator_bytes`.
 
     The defaults describe a device without the effect: one compute unit and no tiles, so that no
     product is rounded up; a host that is never waited for; no slowdown.
@@ -75,6 +76,7 @@ class Device:
     tiles: tuple[tuple[int, int], ...] = ()
     host_overhead_s: float = 0.0
     overlap_slowdown: float = 0.0
+    communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
         what = f"device {self.name!r}"
@@ -97,6 +99,7 @@ class Device:
         check_whole(f"{what}: compute_units", self.compute_units)
         object.__setattr__(self, "tiles", checked_tiles(f"{what}: tiles", self.tiles))
         check_whole(f"{what}: reserved_bytes", self.reserved_bytes, least=0)
+        check_whole(f"{what}: communicator_bytes", self.communicator_bytes, least=0)
         if self.reserved_bytes >= self.memory_bytes:
             raise ValueError(
                 f"{what}: reserved_bytes is {self.reserved_bytes}; it must be below memory_bytes = "

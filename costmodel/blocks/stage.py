@@ -11,7 +11,8 @@ far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both 
 reduction behind the backward (the last one of a step, where gradients are reduced once), and
 ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
-reduction among replicas joins what is scattered in a step's last backward.
+reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
+nothing is hidden: all its cores compute, and they are what moves the bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)
 
+RESERVED_COMMUNICATORS = 2  # whose buffers are in `Device.reserved_bytes`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts(Generic[A]):
@@ -36,7 +39,8 @@ class StageCosts(Generic[A]):
 
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
     the part that is not hidden; `optimizer_s`); bytes in all (`static_bytes`, of which
-    `passing_bytes` only during a backward) and per micro-batch in flight (`activation_bytes`).
+    `passing_bytes` only during a backward, or for all stages of a device together) and per
+    micro-batch in flight (`activation_bytes`).
     """
 
     forward_s: A
@@ -92,36 +96,45 @@ def _hidden(whole: Floats, exchange: Floats, target: Target) -> Floats:
 
 def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Setting) -> _Passes:
     """The two passes beside ZeRO's gathers and scatters and the reduction of gradients."""
-    target, slowdown = setting.target, setting.cluster.device.overlap_slowdown
+    target, device = setting.target, setting.cluster.device
     # the part of a communication that no compute can hide: its first or last block
     edge = sums.largest_parameters / np.maximum(sums.parameters, 1.0)
 
     def added(compute: Floats, comm: Floats, overlapped: bool) -> Floats:
         """Seconds that a communication adds to compute."""
-        if not overlapped:
+        if not overlapped or device.kind == "cpu":
             return comm
         body = comm * (1 - edge)
-        beside = np.maximum(compute + slowdown * np.minimum(compute, body), body)
+        beside = np.maximum(compute + device.overlap_slowdown * np.minimum(compute, body), body)
         more: Floats = beside + comm * edge - compute
         return more
 
-    gather, scatter, replicate = sums.gather_s, sums.scatter_s, sums.replicate_s
+    def replicated(compute: Floats, scatter: Floats, replicate: Floats, hidden: bool) -> Floats:
+        """Seconds that the reduction among replicas adds to a backward that scatters."""
+        if setting.zero not in target.overlap_replicas:
+            return replicate
+        more: Floats = added(compute, scatter + replicate, hidden) - added(compute, scatter, hidden)
+        return more
+
+    gradients, parameters = target.overlap_gradients, target.overlap_parameters
+    scatter, gather, replicate = sums.scatter_s, sums.gather_s, sums.replicate_s
     to_forward: Floats = np.zeros(())
     to_backward: Floats = np.zeros(())
     if setting.zero == 3:
-        to_forward = added(forward, gather, target.overlap_parameters)
-        to_backward = added(backward, gather + scatter, target.overlap_parameters)
-        last = added(backward, gather + scatter + replicate, target.overlap_parameters)
-        reduce = last - to_backward
-    elif setting.zero == 2:
-        to_backward = added(backward, scatter, target.overlap_gradients)
-        last = added(backward, scatter + replicate, target.overlap_gradients)
-        reduce = last - to_backward + added(forward, gather, target.overlap_parameters)
+        gather, replicate = sums.zero3_gather_s, sums.zero3_replicate_s
+        moved, copied = gather + sums.zero3_scatter_s, _copy_s(sums, setting)
+        to_forward = added(forward, gather, parameters) + copied
+        to_backward = added(backward, moved, parameters) + copied
+        reduce = replicated(backward, moved, replicate, parameters)
+    elif setting.zero:
+        reduce = replicated(backward, scatter, replicate, gradients)
+        reduce = reduce + added(forward, gather, parameters) + _copy_s(sums, setting)
+        if setting.zero == 2:
+            to_backward = added(backward, scatter, gradients)
+        else:
+            reduce = reduce + added(backward, scatter, gradients)
     else:
-        once = scatter + replicate if setting.zero else sums.reduce_s
-        reduce = added(backward, once, target.overlap_gradients)
-        if setting.zero:
-            reduce = reduce + added(forward, gather, target.overlap_parameters)
+        reduce = added(backward, sums.reduce_s, gradients)
     return _Passes(
         forward_s=forward + to_forward,
         backward_s=backward + to_backward,
@@ -129,6 +142,18 @@ def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Sett
         backward_comm_s=to_backward,
         reduce_s=reduce,
     )
+
+
+def _copy_s(sums: Sums, setting: Setting) -> Floats:
+    """Seconds to copy all gathered weights to where they are read."""
+    device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
+    in_place = setting.zero < 3 and weight_bytes == 4
+    if in_place or not setting.target.copies_weights:
+        return np.zeros(())
+    moved = 2 * weight_bytes * sums.parameters
+    reached = device.memory_bandwidth * device.memory_efficiency(np.maximum(moved, 1.0))
+    seconds: Floats = moved / reached
+    return seconds
 
 
 def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> StageCosts[Floats]:
@@ -163,8 +188,12 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         dp=replicas,
         target=target,
     )
-    # what one backward holds besides: a block computed again, one operator's gradients
-    passing = sums.transient_bytes + np.maximum(repeated.largest_bytes, sums.decided_bytes)
+    # what one backward holds besides: a block computed again, one operator's gradients; and what
+    # stages of a device have in common
+    device = setting.cluster.device
+    shared = max(0, setting.communicators - RESERVED_COMMUNICATORS) * device.communicator_bytes
+    again = np.maximum(repeated.largest_bytes, sums.decided_bytes)
+    passing = sums.transient_bytes + again + shared
     return StageCosts(
         forward_s=passes.forward_s,
         backward_s=passes.backward_s,

@@ -100,6 +100,9 @@ class Sums:
     scatter_s = _Column()
     gather_s = _Column()
     replicate_s = _Column()
+    zero3_scatter_s = _Column()
+    zero3_gather_s = _Column()
+    zero3_replicate_s = _Column()
     optimizer_s = _Column()
     shard_s = _Column()
 

@@ -19,7 +19,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 
 A = TypeVar("A", float, NDArray[np.float64])
 

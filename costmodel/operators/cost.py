@@ -8,7 +8,8 @@ from dataclasses import fields as dataclass_fields
 from operator import attrgetter
 
 from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -56,6 +57,16 @@ class Setting:
             concurrent=max(1, rows.concurrent // near),
         )
 
+    @property
+    def communicators(self) -> int:
+        """Communicators of one rank: the world's, those of its axes and of ZeRO's part of them, and
+        one to each pipeline neighbour."""
+        data = self.dp * self.cp
+        parts = bool(self.zero) and 0 < self.dp_shard < data
+        neighbours = min(2, self.cluster.num_devices // (data * self.tp) - 1)
+        axes = (data > 1) + 2 * parts + (self.tp > 1) + 2 * (self.ep > 1)
+        return 1 + axes + neighbours
+
     def collective_s(self, kind: str, nbytes: float, group: Group) -> float:
         """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled."""
         if self.profile and (
@@ -74,9 +85,10 @@ class Cost:
     the part of the backward that is gradients of weights, `*_host_s` the host's seconds to issue
     them; `measured_s` and `interpolated_s` are the seconds of both that rest on measurement. Once
     per step: `reduce_s` (all-reduce of gradients), `scatter_s` and `gather_s` (reduce-scatter of
-    gradients and all-gather of weights, for ZeRO), `replicate_s` (all-reduce of the scattered
-    gradients among the replicas of a shard), `optimizer_s`, of which `shard_s` is left where ZeRO
-    divides it among the ranks that hold the same parameters.
+    gradients and all-gather of weights, for ZeRO-1 and 2), `replicate_s` (all-reduce of the
+    scattered gradients among the replicas of a shard), `zero3_*_s` (each of these three by
+    ZeRO-3), `optimizer_s`, of which `shard_s` is left where ZeRO divides it among the ranks that
+    hold the same parameters.
     """
 
     forward_s: float = 0.0
@@ -94,6 +106,9 @@ class Cost:
     scatter_s: float = 0.0
     gather_s: float = 0.0
     replicate_s: float = 0.0
+    zero3_scatter_s: float = 0.0
+    zero3_gather_s: float = 0.0
+    zero3_replicate_s: float = 0.0
     optimizer_s: float = 0.0
     shard_s: float = 0.0
 

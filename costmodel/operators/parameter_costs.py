@@ -11,8 +11,8 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
 
 (s < n is what torch's `fully_shard` does on a mesh of two dims, HSDP.) A collective moves a whole
 unit at once, a bucket or a block's parameters; each parameter bears its share of the unit's
-seconds. Experts are held by fewer ranks than other parameters: as many of these share them as
-divide both s and their number.
+seconds. ZeRO-3's unit may be another, hence its own prices (`zero3_*_s`). Experts are held by fewer
+ranks than other parameters: as many of these share them as divide both s and their number.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class ParameterPricer:
         def share(kind: str, nbytes: float, unit: str, group: Group, part: int = 1) -> float:
             """Its share of the seconds of a collective over 1/part of a whole unit."""
             whole = self._unit_bytes(value, nbytes, unit, holders.size)
-            slowed = 1.0 if kind == "all_reduce" else target.zero_bandwidth
-            each = setting.collective_s(kind, whole / part / slowed, group)
-            return each * nbytes / whole
+            return setting.collective_s(kind, whole / part, group) * nbytes / whole
+
+        def zero3(kind: str, nbytes: float) -> float:
+            return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, shards)
 
         return Cost(
             backward_s=stream_seconds(device, 2 * reduced + weights) * several,
@@ -89,6 +90,11 @@ class ParameterPricer:
             scatter_s=copied + share("reduce_scatter", reduced, target.unit, shards),
             gather_s=share("all_gather", weights, target.unit, shards),
             replicate_s=share("all_reduce", reduced, target.unit, again, shards.size),
+            zero3_scatter_s=copied + zero3("reduce_scatter", reduced),
+            zero3_gather_s=zero3("all_gather", weights),
+            zero3_replicate_s=share(
+                "all_reduce", reduced, target.gathered_unit, again, shards.size
+            ),
             optimizer_s=optimizer_s,
             shard_s=optimizer_s / shards.size,
         )
@@ -129,6 +135,8 @@ class ParameterPricer:
         if unit == "block":
             return nbytes * self.unit_numel[value] / self.graph.values[value].numel
         target = self.setting.target
+        if 0 < target.alone_bytes <= nbytes:
+            return nbytes
         return float(max(target.bucket_bytes, target.bucket_bytes_per_rank * ranks))
 
 

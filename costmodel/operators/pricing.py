@@ -51,7 +51,8 @@ class Pricer(ReshardPricer):
 
     def __post_init__(self) -> None:
         ReshardPricer.__post_init__(self)
-        if self.setting.target.unit == "block" and not self.unit_numel:
+        target = self.setting.target
+        if "block" in (target.unit, target.gathered_unit) and not self.unit_numel:
             self.unit_numel = unit_numels(self.graph)
         self.parameters = ParameterPricer(
             graph=self.graph,

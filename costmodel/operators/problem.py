@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import OpProfile
 from meshwright.costmodel.sharding import FactorTable
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 
 

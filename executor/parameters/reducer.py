@@ -4,12 +4,12 @@ A hook takes each gradient off its leaf as the backward makes it. Those that are
 axis are copied to fp32 buckets, in the order in which a backward makes them. A bucket is reduced as
 soon as the last backward of the step has filled it and those before it: all ranks of an axis run
 the same program, so they start the same collectives in the same order. Under ZeRO-2 every
-micro-batch's backward reduces, and only this rank's shard is accumulated. The collectives:
+micro-batch's backward scatters, and only this rank's shard is accumulated. The collectives:
 
     tensor axis   all-reduce of parameters that every tensor rank reads for its own part of the
                   activations
-    data axis     all-reduce; or, where ZeRO shards, reduce-scatter over the shard axis and
-                  all-reduce over the replicate axis
+    data axis     all-reduce; or, where ZeRO shards, reduce-scatter over the shard axis and,
+                  once per step and after the backward, all-reduce over the replicate axis
 
 A gradient that is whole on every rank stays where autograd leaves it, in fp32. ZeRO-3's data axis
 is `fully_shard`'s (`zero3.py`).
@@ -25,12 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
 from meshwright.executor.lowering import Axis, reduce_scatter_flat, split_parts
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
-
-LARGE_BYTES = BUCKET_BYTES // 8  # to copy such a gradient costs more than to reduce it by itself
 
 Collectives = tuple[tuple[str, Axis], ...]  # ("all_reduce" or "reduce_scatter", axis), in order
 
@@ -50,7 +48,8 @@ class Bucket:
     """Gradients reduced together, in one fp32 buffer `flat` of (rows, columns).
 
     `rows` is the number of shards for a reduce-scatter, else 1. `shard` is the reduced result of
-    (columns,), accumulated over micro-batches if `reduce_each_microbatch` (ZeRO-2). `waiting` are
+    (columns,), accumulated over micro-batches if `reduce_each_microbatch` (ZeRO-2), and at last
+    reduced over `replicas`. `waiting` are
     the views (by number) that the current backward has not filled; `running` is the reduction under
     way. A bucket of one large gradient has no buffer of its own: autograd's is reduced.
     """
@@ -58,6 +57,7 @@ class Bucket:
     views: list[_BucketView]
     rows: int
     collectives: Collectives
+    replicas: Collectives
     reduce_each_microbatch: bool
     flat: torch.Tensor | None = None
     shard: torch.Tensor | None = None
@@ -118,8 +118,10 @@ class Bucket:
             self.running = None
 
     def give_gradients(self) -> None:
-        """Make each parameter's `gradient` a view of the reduced result."""
+        """Make each parameter's `gradient` a view of the result, reduced among replicas."""
         assert self.shard is not None
+        for _, axis in self.replicas:
+            dist.all_reduce(self.shard, group=axis.group)
         for view in self.views:
             p = view.parameter
             shape = list(p.leaf.shape)
@@ -260,7 +262,7 @@ def _by_size(parameters: Iterable[StageParameter]) -> Iterator[list[StageParamet
     filled = 0
     for p in parameters:
         nbytes = 4 * p.leaf.numel()
-        if nbytes >= LARGE_BYTES:
+        if nbytes >= ALONE_BYTES:
             yield [p]
             continue
         if filled + nbytes > BUCKET_BYTES:
@@ -273,10 +275,19 @@ def _by_size(parameters: Iterable[StageParameter]) -> Iterator[list[StageParamet
 
 
 def _bucket(parameters: Sequence[StageParameter], collectives: Collectives, each: bool) -> Bucket:
-    rows = next((axis.size for kind, axis in collectives if kind == "reduce_scatter"), 1)
+    rows, after = 1, len(collectives)
+    for k, (kind, axis) in enumerate(collectives, start=1):
+        if kind == "reduce_scatter":
+            rows, after = axis.size, k
     views, offset = [], 0
     for p in parameters:
         columns = p.leaf.numel() // rows
         views.append(_BucketView(parameter=p, start=offset, stop=offset + columns))
         offset += columns
-    return Bucket(views=views, rows=rows, collectives=collectives, reduce_each_microbatch=each)
+    return Bucket(
+        views=views,
+        rows=rows,
+        collectives=collectives[:after],
+        replicas=collectives[after:],
+        reduce_each_microbatch=each,
+    )

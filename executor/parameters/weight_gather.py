@@ -1,8 +1,8 @@
 """All-gather of ZeRO-1 and ZeRO-2 weights after the optimizer's step, and the cast of the others.
 
 The optimizer updates fp32 shards; the graphs read whole leaves in the compute dtype. Shards are
-gathered in buckets, in the order in which the first forward reads them, two in flight: a block
-waits only for its own. In mixed precision they are cast before.
+gathered in buckets, in the order in which the first forward reads them: while a block computes, the
+next one's are under way, and it waits only for its own. In mixed precision they are cast before.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshwright.costmodel.target import BUCKET_BYTES
+from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
 from meshwright.executor.lowering import Waiting, all_gather_flat
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.parameters.reducer import LARGE_BYTES
 from meshwright.executor.ranks import Place
 
-IN_FLIGHT = 2  # buckets being gathered
+IN_FLIGHT = 2  # buckets being gathered, and more where the next block needs them
 
 
 class WeightGather:
@@ -54,7 +53,9 @@ class WeightGather:
             self._finish_next()
 
     def _start(self) -> None:
-        while self.started < min(len(self.buckets), self.finished + IN_FLIGHT):
+        """Start the gathers of the next block that waits for some."""
+        following = min((n for n in self.needed.values() if n > self.finished), default=0)
+        while self.started < min(len(self.buckets), max(following, self.finished + IN_FLIGHT)):
             bucket = self.buckets[self.started]
             shard = self.place.holders(experts=bucket[0].experts).shard
             if _in_place(bucket[0]):
@@ -109,5 +110,5 @@ def _bucket_key(p: StageParameter) -> tuple[torch.dtype, bool, bool]:
 
 def _in_place(p: StageParameter) -> bool:
     """Whether a large parameter is gathered directly into its leaf, without a copy."""
-    large = p.leaf.numel() * p.leaf.dtype.itemsize >= LARGE_BYTES
+    large = p.leaf.numel() * p.leaf.dtype.itemsize >= ALONE_BYTES
     return large and p.shard_placement.dim == 0 and p.leaf.dtype == p.stored.dtype

@@ -137,7 +137,8 @@ class PipelineRun:
         stage, done = self.stages[s], self.passes.pop(unit)
         whole, last = instruction.action is Action.BACKWARD, k == stage.last
         stage.reducer.before_backward(last=last, whole=whole)
-        found = stage.program.backward(done, self.gradients.pop(unit, {}), self.scale)
+        given = self.gradients.pop(unit, {})
+        found = stage.program.backward(done, given, self.scale, last=last)
         taken = self.weight_gradients.take()
         if whole:
             accumulate(taken, stage.reducer.take_gradient)

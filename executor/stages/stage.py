@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.executor.lowering import Lowered, block_salt
 
@@ -158,10 +159,12 @@ class StageProgram(nn.Module):
         return dict(zip(names, states.to(self.device, non_blocking=True), strict=True))
 
     def backward(
-        self, done: Pass, gradients: Mapping[str, torch.Tensor], scale: float
+        self, done: Pass, gradients: Mapping[str, torch.Tensor], scale: float, *, last: bool
     ) -> dict[str, torch.Tensor]:
         """Backpropagate one micro-batch, its loss times `scale`; returns gradients of what was
-        received."""
+        received. ZeRO-3 reduces among replicas of its shards in the `last` of the step."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_all_reduce(last)
         roots, seeds = [], []
         for name, tensor in done.produced.items():
             if not tensor.requires_grad:

@@ -1,6 +1,7 @@
 """Overrides: what the user fixed, as restrictions of the search."""
 
 from meshwright.planner.overrides.dropped import each_dropped, without
+from meshwright.planner.overrides.of_target import check_plan_for
 from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
@@ -14,5 +15,6 @@ from meshwright.planner.overrides.values import (
 
 __all__ = [
     "BY_BLOCK", "CHOICES", "COUNTS", "FORBIDDABLE", "OverrideError", "Overrides",
-    "Restrictions", "check_overrides", "each_dropped", "plan_overrides", "restrict", "without",
+    "Restrictions", "check_overrides", "check_plan_for", "each_dropped", "plan_overrides",
+    "restrict", "without",
 ]  # fmt: skip

@@ -17,6 +17,9 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
+from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
     Overrides,
     left_schedules,
@@ -87,14 +90,17 @@ class _Choice:
 _Choices = dict[str, list[_Choice | None]]
 
 
-def restrict(overrides: Overrides, graph: Graph, *, executable: bool = False) -> Restrictions:
-    """The overrides by block of `graph`; with `executable`, only what the executor runs is left.
+def restrict(
+    overrides: Overrides, graph: Graph, *, executable: bool = False, target: Target = EAGER
+) -> Restrictions:
+    """The overrides by block of `graph`; what the `target` can't run is left out, and with
+    `executable`, what the executor doesn't.
 
     Raises `OverrideError` for a glob without a block, for values of one block or stage that
-    contradict each other, and for what `executable` excludes.
+    contradict each other, and for what is left out.
     """
-    wanted = runnable(overrides) if executable else overrides
-    schedules = left_schedules(overrides, tuple(SCHEDULES))
+    wanted = for_target(runnable(overrides) if executable else overrides, target)
+    schedules = left_schedules(wanted, tuple(SCHEDULES))
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
     equal = "unequal_meshes" in wanted.forbid

@@ -184,7 +184,9 @@ def _simulate(
         edge: send_scale * transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()
     }
     blocked = [0.0] * len(stages), [0.0] * len(stages)
-    if not coster.problem.target.overlap_sends:
+    target = coster.problem.target
+    paired = float(target.overlap_passes)
+    if not target.overlap_sends:
         for (source, destination), seconds in transfer.items():
             blocked[0][source] += seconds
             blocked[1][destination] += seconds
@@ -195,7 +197,7 @@ def _simulate(
             backward_s=s.backward_s + returning,
             weight_s=s.weight_s,
             # of a forward and a backward together, one computes while the other communicates
-            overlap_s=min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
+            overlap_s=paired * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
             reduce_s=s.reduce_s,
             optimizer_s=s.optimizer_s,
         )

@@ -1,10 +1,8 @@
 """Training frameworks of published runs, as targets and assumptions.
 
 A published row names its framework, hardly ever its kernels. What is assumed about each is written
-here, in the terms of `meshwright.costmodel.target.Target` and of the reference models,
-and is reported with every prediction as an assumption. Numbers that were fitted or assumed have a
-name and their source first; where a source was fitted, it was on every other of its models in order
-of size.
+here, in terms of the named targets (`meshwright.costmodel.targets`) and of the reference models,
+and is reported with every prediction as an assumption.
 """
 
 from __future__ import annotations
@@ -12,25 +10,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.target import MEGATRON, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import (
+    ALPA,
+    COMPILED_HOST,
+    DEEPSPEED,
+    EXPERT_HOST,
+    FSDP,
+    MEGATRON,
+    MEGATRON_LM,
+    MEGATRON_MOE,
+    TORCHTITAN,
+)
 
-# the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
-# checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed
-MEGATRON_HOST = 7.2
-FSDP_HOST = 2.0
-COMPILED_HOST = 0.3
 # Triton's attention with ALiBi against FlashAttention-2: fitted to llm-foundry
 TRITON_ATTENTION = 0.5
-# the part of the links that DeepSpeed's ZeRO-3 of 2021 reaches: fitted to the 175B rows of Megatron
-# SC21's table 2 (the 530B rows score it)
-ZERO_3_BANDWIDTH = 0.2
-# Megatron-Core with experts, as in `Target`. The host's work is fitted to steps with one row per
-# micro-batch of DeepSeek-V3 and Qwen3-30B-A3B (aws-samples/awsome-distributed-ai) and of Moonlight
-# (Megatron-Bridge); the seconds a message of DeepEP over EFA lie between what DeepSeek-V3 (0.4 to
+# Mixtures of experts: the seconds a message of DeepEP over EFA lie between what DeepSeek-V3 (0.4 to
 # 0.7 us) and Qwen3-30B-A3B (1.4 us) want; the exchange hidden by "EP overlap" between DeepSeek-V3
 # on EFA (0 to 0.3) and Qwen3-30B-A3B on InfiniBand (0.6). What CUDA graphs leave is assumed.
-EXPERT_MODEL_HOST = 15.0
-EXPERT_HOST = 4.0
 GRAPHED_HOST = 0.3
 EXCHANGE_HIDDEN = 0.4
 # what libraries that send a token once to each node are called, and their seconds a message
@@ -50,18 +47,7 @@ class Framework:
 
 
 _MEGATRON = Framework(
-    target=Target(
-        bucket_copies=0,
-        name="Megatron-LM",
-        fusion="pointwise",
-        host_scale=MEGATRON_HOST,
-        gradient_bytes=2,
-        optimizer_passes=2.0,
-        bucket_bytes=2**30,
-        overlap_sends=False,
-        scatter_sends=True,
-        loss_in_place=True,
-    ),
+    target=MEGATRON_LM,
     attention="written",
     dropout=0.1,
     assumptions=(
@@ -70,7 +56,7 @@ _MEGATRON = Framework(
     ),
 )
 _CORE = Framework(
-    target=replace(MEGATRON, name="Megatron-Core"),
+    target=MEGATRON,
     sequence_parallel=True,
     assumptions=(
         "fused attention and norms, no dropout, sequence parallelism where tp > 1",
@@ -79,22 +65,11 @@ _CORE = Framework(
     ),
 )
 _FSDP = Framework(
-    target=Target(
-        bucket_copies=0,
-        name="FSDP",
-        unit="block",
-        overlap_gradients=True,
-        overlap_parameters=True,
-        gradient_bytes=2,
-        host_scale=FSDP_HOST,
-        attention_scale=TRITON_ATTENTION,
-    ),
+    target=replace(FSDP, attention_scale=TRITON_ATTENTION),
     assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
 )
 _XLA = Framework(
-    target=Target(
-        bucket_copies=0, name="XLA", fusion="full", host_scale=0.0, gradient_bytes=2, pure=True
-    ),
+    target=ALPA,
     attention="written",
     assumptions=("compiled by XLA, scores written to memory, gradient reduction not overlapped",),
 )
@@ -105,9 +80,7 @@ _NEMO_LAUNCHER = replace(
 )
 _ZERO_3 = replace(
     _MEGATRON,
-    target=replace(
-        _MEGATRON.target, name="DeepSpeed ZeRO-3", unit="parameter", zero_bandwidth=ZERO_3_BANDWIDTH
-    ),
+    target=DEEPSPEED,
     assumptions=(
         *_MEGATRON.assumptions[:1],
         "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the bandwidth",
@@ -126,9 +99,7 @@ _PADDLE = Framework(
 )
 
 _TITAN = replace(
-    _FSDP,
-    target=replace(_FSDP.target, gradient_bytes=4, attention_scale=1.0),
-    assumptions=(*_FSDP.assumptions, "gradients reduced in fp32"),
+    _FSDP, target=TORCHTITAN, assumptions=(*_FSDP.assumptions, "gradients reduced in fp32")
 )
 
 # the first name that the row's framework contains
@@ -155,10 +126,8 @@ def framework_of(name: str, notes: str = "") -> Framework:
         raise ValueError(
             f"framework {name!r} is not known; known: {', '.join(part for part, _ in _KNOWN)}"
         )
-    if framework.target.name == "FSDP" and "torch.compile" in f"{name} {notes}":
-        target = replace(
-            framework.target, name="FSDP, compiled", fusion="full", host_scale=COMPILED_HOST
-        )
+    if framework in (_FSDP, _TITAN) and "torch.compile" in f"{name} {notes}":
+        target = replace(framework.target, fusion="full", host_scale=COMPILED_HOST)
         framework = replace(
             framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
         )
@@ -171,8 +140,8 @@ def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Fra
     """The framework as it trains mixtures of experts, as far as a row's `text` says; what is
     assumed is added to `assumptions`."""
     target = replace(framework.target, expert_host=EXPERT_HOST)
-    if target.name == "Megatron-Core":
-        target = replace(target, host_scale=EXPERT_MODEL_HOST)
+    if framework.target is MEGATRON:
+        target = MEGATRON_MOE
         assumptions.append("the host issues the layers of mixtures operator by operator")
     for pattern, seconds in MESSAGE_S:
         if re.search(pattern, text):

@@ -195,8 +195,8 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
     cluster = Cluster.from_catalog(
         node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
     )
-    # published peaks are an allocator's: without the driver's context
-    device = dataclasses.replace(cluster.device, reserved_bytes=0)
+    # published peaks are an allocator's: without the driver's context and NCCL's buffers
+    device = dataclasses.replace(cluster.device, reserved_bytes=0, communicator_bytes=0)
     return dataclasses.replace(cluster, device=device)
 
 
@@ -209,7 +209,7 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
     for width, said in ((4, "fp32 grad"), (2, "bf16 grad")):
         if said in cells.text("precision"):
             target = dataclasses.replace(target, gradient_bytes=width)
-    if target.name == "Megatron-LM" and pp == 1 and "DeepSpeed" not in cells.text("framework"):
+    if target.name == "megatron-lm" and pp == 1 and "DeepSpeed" not in cells.text("framework"):
         target = dataclasses.replace(target, overlap_gradients=True, bucket_bytes=BUCKET_BYTES)
         cells.assume("gradient reduction overlapped (torch DDP) where pp = 1")
     return dataclasses.replace(framework, target=target)

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment, DataLayout, data_layout, transition
+from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
     Plan,
     check_plan,
@@ -133,9 +134,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         f"of the operators' seconds {shares['measured']:.0%} were measured on this device, "
         f"{shares['interpolated']:.0%} interpolated, {shares['modelled']:.0%} modelled from the "
         "catalog's efficiency curves (`meshwright profile` measures)",
-        f"target {target.name}: kernels fused: {target.fusion}; gradient reduction "
-        f"{'overlapped' if target.overlap_gradients else 'not overlapped'} with the backward; "
-        f"sends {'overlapped' if target.overlap_sends else 'not overlapped'}",
+        _software(target, hides=problem.cluster.device.kind != "cpu"),
     ]
     ops = {op.short for op in problem.graph.ops}
     if "batch_norm" in ops:
@@ -153,6 +152,18 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "dropout masks come from a counter over global indices: the same under every plan"
         )
     return lines
+
+
+def _software(target: Target, *, hides: bool) -> str:
+    """What a target is taken to do, and what it can't."""
+    parts = (
+        ("gradient reduction", target.overlap_gradients and hides),
+        ("ZeRO's gathers", target.overlap_parameters and hides),
+        ("sends", target.overlap_sends),
+    )
+    words = [f"{what} {'overlapped' if does else 'not overlapped'}" for what, does in parts]
+    without = f"; can't run {', '.join(target.excludes)}" if target.excludes else ""
+    return f"target {target.name}: kernels fused: {target.fusion}; {', '.join(words)}{without}"
 
 
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:

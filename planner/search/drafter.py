@@ -51,7 +51,7 @@ class Drafter:
         self.overrides = overrides
         self.executable = executable
         self.memory_margin = memory_margin
-        self.restrictions = restrict(overrides, graph, executable=executable)
+        self.restrictions = restrict(overrides, graph, executable=executable, target=problem.target)
         forced, entries = self.restrictions.shardings, {}
         if forced:
             entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")

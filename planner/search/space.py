@@ -242,6 +242,7 @@ class Space:
         if ranks == 1:  # nothing to divide: no answer to who asks for ZeRO and leaves dp free
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [(0, 0)]
+        stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
         found = [(z, 0) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
         node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
@@ -280,6 +281,7 @@ class Space:
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
             if (not schedule.on_request or len(over.schedules) == 1) and schedule.divides(zero)
+            if self.problem.target.combines(zero, tp=1, pp=groups)
         }
         if groups == 1:
             alone = [

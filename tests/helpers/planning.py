@@ -109,6 +109,7 @@ def cluster(
         host_overhead_s=0.0,
         overlap_slowdown=0.0,
         reserved_bytes=0,
+        communicator_bytes=0,
         memory_bytes=int(memory_bytes),
     )
     return dataclasses.replace(

@@ -124,14 +124,14 @@ def test_the_search_can_be_kept_to_what_runs(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("software", ["eager", "megatron"])
 def test_the_prices_are_for_the_software_that_is_named(capsys: Captured, software: str) -> None:
-    assert main([*FOUR, "--json", "--no-profile", "--software", software]) == 0
+    assert main([*FOUR, "--json", "--no-profile", "--target", software]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any(f"target {software}:" in text for text in found["assumptions"])
 
 
 def test_software_that_is_not_known_is_refused_with_the_known(capsys: Captured) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([*FOUR, "--software", "abacus"])
+        main([*FOUR, "--target", "abacus"])
     assert stopped.value.code == 1
     assert "'abacus' (choose from" in capsys.readouterr().err
 

@@ -25,11 +25,12 @@ from meshwright.costmodel.blocks.sums import (
 )
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
 from tests.helpers.planning import cluster, sums_of
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)
+PLAIN = Target(name="plain")  # which hides nothing
 HIDING = Target(name="hiding", overlap_gradients=True, overlap_parameters=True)
 
 
@@ -37,7 +38,7 @@ def stage(
     *,
     zero: int = 0,
     recompute: str = "none",
-    target: Target = EAGER,
+    target: Target = PLAIN,
     slowdown: float = 0.0,
     kind: str = "cuda",
     precision: str = "fp32",
@@ -120,7 +121,8 @@ def test_by_hand() -> None:
 
 ONCE = {
     "forward_s": 10.0, "backward_s": 20.0, "reduce_s": 4.0, "scatter_s": 2.5, "gather_s": 1.5,
-    "optimizer_s": 8.0, "shard_s": 2.0, "parameters": 1000.0,
+    "zero3_scatter_s": 2.5, "zero3_gather_s": 1.5, "optimizer_s": 8.0, "shard_s": 2.0,
+    "parameters": 1000.0,
 }  # fmt: skip
 
 
@@ -157,13 +159,87 @@ def test_hidden_behind_enough_compute_only_the_edge_is_left(zero: int) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_replicas_of_shards_are_reduced_once_per_step(zero: int) -> None:
     """Not once per micro-batch, and behind the last backward like what is scattered in it."""
-    for target in (EAGER, HIDING):
+    for target in (PLAIN, HIDING):
         alone = stage(**ONCE, zero=zero, target=target, largest_parameters=100)
-        both = stage(**ONCE, replicate_s=7, zero=zero, target=target, largest_parameters=100)
+        replicas = {"zero3_replicate_s" if zero == 3 else "replicate_s": 7}
+        both = stage(**ONCE, **replicas, zero=zero, target=target, largest_parameters=100)
         assert (both.forward_s, both.backward_s) == (alone.forward_s, alone.backward_s)
-        bare = 7 if target is EAGER else 0.7
+        bare = 7 if target is PLAIN else 0.7
         assert both.reduce_s - alone.reduce_s == pytest.approx(bare)
     assert stage(**ONCE, replicate_s=7).reduce_s == stage(**ONCE).reduce_s
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_replicas_are_reduced_after_all_where_the_target_does_not_hide_them(zero: int) -> None:
+    late = dataclasses.replace(HIDING, overlap_replicas=(3,))
+    for target, bare in ((HIDING, 0.7), (late, 7)):
+        sums = {**ONCE, "zero": zero, "target": target, "largest_parameters": 100}
+        more = stage(**sums, replicate_s=7).reduce_s - stage(**sums).reduce_s
+        assert more == pytest.approx(bare)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_on_a_cpu_nothing_is_hidden(zero: int) -> None:
+    plain, hiding = (stage(**ONCE, zero=zero, kind="cpu", target=t) for t in (PLAIN, HIDING))
+    assert plain == hiding
+
+
+def test_zero_3_has_units_of_its_own() -> None:
+    """What ZeRO-1's collectives take says nothing of ZeRO-3's."""
+    slow = {**ONCE, "zero3_scatter_s": 25.0, "zero3_gather_s": 15.0}
+    assert stage(**slow, zero=2) == stage(**ONCE, zero=2)
+    found = stage(**slow, zero=3)
+    assert (found.forward_s, found.backward_s) == pytest.approx((25, 60))
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "forward", "backward", "once"),
+    [(0, "bf16", 0, 0, 0), (1, "bf16", 0, 0, 1), (1, "fp32", 0, 0, 0), (3, "fp32", 1, 1, 0)],
+)
+def test_gathered_weights_are_copied_where_the_target_does_so(
+    zero: int, precision: str, forward: int, backward: int, once: int
+) -> None:
+    """Read and written: for every use of ZeRO-3's, else once per step, if they are 16-bit."""
+    sums: dict[str, Any] = {"parameters": 1e9, "zero": zero, "precision": precision}
+    copying = dataclasses.replace(PLAIN, copies_weights=True)
+    found, bare = stage(**sums, target=copying), stage(**sums)
+    device = cluster(4).device
+    nbytes = 2 * (4 if precision == "fp32" else 2) * 1e9
+    copy_s = nbytes / (device.memory_bandwidth * device.memory_efficiency(nbytes))
+    more = (
+        found.forward_s - bare.forward_s,
+        found.backward_s - bare.backward_s,
+        found.reduce_s - bare.reduce_s,
+    )
+    assert more == pytest.approx((forward * copy_s, backward * copy_s, once * copy_s))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count"),
+    [
+        ({"dp": 8}, 2),  # the world and the data axis
+        ({"dp": 4, "tp": 2}, 3),
+        ({"dp": 8, "zero": 3, "dp_shard": 4}, 4),  # with its shards and their replicas
+        ({"dp": 8, "ep": 4}, 4),  # with the exchange, and who holds the same experts
+        ({"dp": 2, "tp": 2}, 4),  # half of the cluster: a pipeline of two
+        ({"dp": 2}, 4),  # and of four, with a neighbour on either side
+    ],
+    ids=str,
+)
+def test_communicators_of_a_rank_take_memory(mesh: dict[str, int], count: int) -> None:
+    on = cluster(8)
+    device = dataclasses.replace(on.device, communicator_bytes=1000)
+    setting = Setting(
+        **{"dp": 1, "tp": 1, **mesh},  # type: ignore[arg-type]
+        cluster=dataclasses.replace(on, device=device),
+        rows=1,
+        num_microbatches=1,
+        precision="fp32",
+        optimizer="adamw",
+    )
+    assert setting.communicators == count
+    costs = of_one(stage_costs(sums_of(), setting, "none"))
+    assert costs.passing_bytes == costs.static_bytes == 1000 * (count - 2)
 
 
 # --- the host ------------------------------------------------------------------------------------
@@ -228,7 +304,7 @@ def test_blocks_may_each_have_their_policy() -> None:
 def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     """`shard_parameters` is the sum of parameters over their holders: experts, held by fewer ranks,
     are divided among fewer."""
-    target = dataclasses.replace(EAGER, bucket_copies=0)
+    target = dataclasses.replace(PLAIN, bucket_copies=0)
     found = stage(
         zero=zero,
         target=target,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.kernels.transfers import crosses_node, packed, send_seconds
-from meshwright.costmodel.target import EAGER
+from meshwright.costmodel.targets import EAGER
 from tests.helpers.planning import cluster
 
 SIZES = st.integers(1, 40)

@@ -22,7 +22,8 @@ from meshwright.costmodel.memory.states import (
     optimizer_step_bytes,
     working_bytes,
 )
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 
 HALF = Target(name="16-bit gradients", gradient_bytes=2)
 RANKS = st.integers(1, 512)

@@ -18,7 +18,7 @@ from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.strategies import R
-from meshwright.costmodel.target import EAGER
+from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, cluster, cut
 

@@ -18,7 +18,8 @@ from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer
 from meshwright.costmodel.sharding.strategies import R, Strategy, strategies
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, cluster, cut
 

@@ -13,7 +13,8 @@ import pytest
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of

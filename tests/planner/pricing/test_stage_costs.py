@@ -13,6 +13,7 @@ from meshwright.costmodel.blocks.stage import StageCosts, stage_costs
 from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.target import Target
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.search.candidates import (
@@ -187,7 +188,9 @@ def test_zero_divides_states_and_the_optimizer_step() -> None:
 
 
 def test_once_per_step_is_spread_over_the_microbatches() -> None:
-    chain = chain_of(programs_of(case("llama"), odd_cluster(0), "fp32"))
+    """By a target that hides nothing of it."""
+    problem = problem_of(case("llama"), odd_cluster(0), "fp32", target=Target(name="plain"))
+    chain = chain_of(BlockPrograms(StageCoster(problem), {}))
     costs = stage_costs(chain.sums, chain.setting, "none")
     legal = np.isfinite(chain.seconds)
     spread = costs.amortised_s(MICROBATCHES)

@@ -15,7 +15,8 @@ from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.strategies import strategies
-from meshwright.costmodel.target import EAGER, Target
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate
 from meshwright.planner.published.models import build

@@ -1,0 +1,159 @@
+"""Targets by name: what `train_step` does, and the frameworks fitted to published measurements.
+
+Numbers that were fitted or assumed have a name and their source first; where a source was fitted,
+it was on every other of its models in order of size (`scripts/validate_costmodel`). What each can't
+run is from its own documentation and sources, as cited beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from meshwright.costmodel.target import ALONE_BYTES, Target
+
+# the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
+# checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed
+MEGATRON_HOST = 7.2
+FSDP_HOST = 2.0
+COMPILED_HOST = 0.3
+# the part of the links that DeepSpeed's ZeRO-3 of 2021 reaches: fitted to the 175B rows of Megatron
+# SC21's table 2 (the 530B rows score it)
+ZERO_3_BANDWIDTH = 0.2
+# Megatron-Core with experts, as in `Target`. The host's work is fitted to steps with one row per
+# micro-batch of DeepSeek-V3 and Qwen3-30B-A3B (aws-samples/awsome-distributed-ai) and of Moonlight
+# (Megatron-Bridge)
+EXPERT_MODEL_HOST = 15.0
+EXPERT_HOST = 4.0
+
+_ZERO_BUBBLE = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+# stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's
+_USUAL = ("eager_1f1b", "unequal_meshes")
+
+# What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
+# (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward
+# (weight_gather.py); ZeRO-3 is FSDP2 by block with its prefetch (zero3.py), which reduces among
+# replicas on a stream of its own; sends and receives are posted ahead (stages/pipeline.py).
+# Collectives of the tensor axis, and of a pair of passes, wait.
+EAGER = Target(
+    name="eager",
+    overlap_gradients=True,
+    overlap_parameters=True,
+    overlap_replicas=(3,),
+    copies_weights=True,
+    alone_bytes=ALONE_BYTES,
+    gathered_unit="block",
+    counter_dropout=True,
+    repeats_whole=False,
+)
+# what fusion leaves of the host's work is assumed
+COMPILED = replace(
+    EAGER, name="compiled", fusion="full", host_scale=COMPILED_HOST, defers_weights=False
+)
+# Megatron-LM of 2021: gradients in 16 bits, one buffer, reduced after the last backward. Its
+# schedules: megatron/schedules.py (1F1B, interleaved); no ZeRO.
+MEGATRON_LM = Target(
+    name="megatron-lm",
+    fusion="pointwise",
+    host_scale=MEGATRON_HOST,
+    gradient_bytes=2,
+    optimizer_passes=2.0,
+    bucket_bytes=2**30,
+    bucket_copies=0,
+    overlap_sends=False,
+    scatter_sends=True,
+    loss_in_place=True,
+    excludes=("zero", "cp", "ep", "gpipe", *_ZERO_BUBBLE, *_USUAL),
+)
+# Megatron-Core with its usual options: buckets of 40 million gradients, a million more for each
+# data-parallel rank, lying in one buffer; half of the tensor-parallel communication overlapped.
+# Its cross-entropy (core/tensor_parallel/cross_entropy.py) turns the softmax that it keeps into the
+# gradient; sequence parallelism keeps parts (Korthikanti et al. 2022, section 4.2.2).
+# Beside tensor or pipeline parallelism ZeRO is its distributed optimizer, stage 1; 2 and 3 are
+# torch's FSDP2 in it (`use_torch_fsdp2`: not with a pipeline; parallel_state, schedules.py: 1F1B
+# and interleaved). Megatron-FSDP, later, joins 3 and the tensor axis; no fit has measured it.
+MEGATRON = Target(
+    name="megatron",
+    fusion="full",
+    host_scale=0.5,
+    overlap_gradients=True,
+    overlap_parameters=True,
+    overlap_tensor=0.5,
+    bucket_bytes=160_000_000,
+    bucket_bytes_per_rank=4_000_000,
+    bucket_copies=0,
+    loss_in_place=True,
+    gathers_again=True,
+    excludes=("gpipe", *_ZERO_BUBBLE, *_USUAL),
+    zeros_with_tensor=(0, 1),
+    zeros_with_pipeline=(0, 1),
+)
+# the layers of mixtures issued operator by operator; DeepEP's kernels inside a node and over
+# InfiniBand send a token once to each node that has experts for it
+MEGATRON_MOE = replace(
+    MEGATRON, name="megatron-moe", host_scale=EXPERT_MODEL_HOST, expert_host=EXPERT_HOST
+)
+MEGATRON_DEEPEP = replace(MEGATRON_MOE, name="megatron-deepep", dispatch="per_node")
+# torch's FSDP by block, alone (llm-foundry): FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or hybrid
+FSDP = Target(
+    name="fsdp",
+    unit="block",
+    gathered_unit="block",
+    overlap_gradients=True,
+    overlap_parameters=True,
+    gradient_bytes=2,
+    bucket_copies=0,
+    host_scale=FSDP_HOST,
+    excludes=("tp", "pp", "cp", "ep", "zero-1", "unequal_meshes"),
+)
+FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", fusion="full", host_scale=COMPILED_HOST)
+# torchtitan: FSDP2 with fp32 reduction beside tensor, context and pipeline parallelism; DDP not
+# with the tensor axis (models/llama3/parallelize.py); torch's schedules, ZB-V and DualPipeV too
+TORCHTITAN = replace(
+    FSDP,
+    name="torchtitan",
+    gradient_bytes=4,
+    overlap_passes=True,
+    excludes=("zero-1", "zb_h1", "zb_h2", *_USUAL),
+    zeros_with_tensor=(2, 3),
+    zeros_with_pipeline=(0, 2, 3),
+)
+# DeepSpeed with Megatron's kernels, ZeRO-3 as of 2021: a parameter at a time, not overlapped.
+# deepspeed/runtime/pipe/engine.py asserts ZeRO stage < 2; its TrainSchedule is 1F1B
+DEEPSPEED = replace(
+    MEGATRON_LM,
+    name="deepspeed",
+    gathered_unit="parameter",
+    zero_bandwidth=ZERO_3_BANDWIDTH,
+    excludes=("cp", "gpipe", "interleaved_1f1b", "dp_shard", *_ZERO_BUBBLE, *_USUAL),
+    zeros_with_pipeline=(0, 1),
+)
+# Alpa on XLA: stages of any meshes under GPipe or 1F1B
+ALPA = Target(
+    name="alpa",
+    fusion="full",
+    host_scale=0.0,
+    gradient_bytes=2,
+    bucket_copies=0,
+    pure=True,
+    excludes=("cp", "eager_1f1b", "interleaved_1f1b", *_ZERO_BUBBLE),
+)
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            EAGER, COMPILED, MEGATRON, MEGATRON_MOE, MEGATRON_DEEPEP, MEGATRON_LM, DEEPSPEED, FSDP,
+            FSDP_COMPILED, TORCHTITAN, ALPA,
+        )
+    }
+)  # fmt: skip
+
+
+def target_named(name: str) -> Target:
+    """A target by its name. Raises ValueError for an unknown one, with the legal names."""
+    try:
+        return TARGETS[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"target={name!r}; legal: {', '.join(TARGETS)}") from None

@@ -1,0 +1,96 @@
+"""What a target can't run: forbidden in a search for it, refused where a user asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import TARGETS
+from meshwright.planner.overrides.overrides import Overrides, left_schedules, spelled
+from meshwright.planner.overrides.values import CHOICES, FORBIDS, OverrideError
+from meshwright.planner.plan import Plan, PlanError
+
+
+def for_target(overrides: Overrides, target: Target) -> Overrides:
+    """The overrides with everything forbidden that the target can't run. Raises `OverrideError` for
+    one that asks for it."""
+    for name in CHOICES.keys() | {FORBIDS[f][0] for f in target.excludes if f in FORBIDS}:
+        for pattern, value in overrides.items(name):
+            if _excluded(target, name, value):
+                raise OverrideError(
+                    f"override {spelled(name, pattern, value)}: "
+                    f"{_refusal(target, name, value)}, or drop the override"
+                )
+    _check_zero(overrides, target)
+    more = [name for name in target.excludes if name not in overrides.forbid]
+    try:
+        left = replace(overrides, forbid=(*overrides.forbid, *more))
+        left_schedules(left, tuple(SCHEDULES))
+    except OverrideError as error:
+        raise OverrideError(
+            f"{error}; target {target.name!r} can't run {', '.join(more)}: or take another target "
+            f"({', '.join(_others(target))})"
+        ) from None
+    return left
+
+
+def check_plan_for(plan: Plan, target: Target) -> None:
+    """Raise `PlanError` for a plan that the target can't run."""
+    pp = len(plan.devices)
+    given = [("plan", "schedule", plan.schedule)] * (pp > 1) + [("plan", "pp", pp)]
+    for k, stage in enumerate(plan.stages):
+        place = f"plan: stage {k}"
+        given += [(place, axis, getattr(stage, axis)) for axis in ("dp", "tp", "cp", "ep")]
+        if stage.dp * stage.cp == 1:
+            continue
+        given.append((place, "zero", stage.zero))
+        if stage.dp_shard:
+            given.append((place, "dp_shard", stage.dp_shard))
+        if not target.combines(stage.zero, tp=stage.tp, pp=pp):
+            legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
+            raise PlanError(
+                f"{place}: zero={stage.zero} with tp={stage.tp}, pp={pp}: target {target.name!r} "
+                f"can't run it; legal: {', '.join(map(str, legal))}; change the plan, or price it "
+                f"for another target ({', '.join(_others(target))})"
+            )
+    if len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) > 1:
+        given.append(("plan", "unequal_meshes", True))
+    for place, name, value in given:
+        if _excluded(target, name, value):
+            raise PlanError(f"{place}: {name}={value!r}: {_refusal(target, name, value)}")
+
+
+def _excluded(target: Target, name: str, value: object) -> bool:
+    """Whether a target excludes a value of a choice, or `name` whatever its value."""
+    if name not in {FORBIDS.get(f, (f, ()))[0] for f in target.excludes}:
+        return False
+    left = [FORBIDS[f][1] for f in target.excludes if f in FORBIDS and FORBIDS[f][0] == name]
+    return not left or any(value not in values for values in left)
+
+
+def _refusal(target: Target, name: str, value: object) -> str:
+    legal = [v for v in CHOICES.get(name, (1,)) if not _excluded(target, name, v)]
+    return (
+        f"target {target.name!r} can't run it; legal: {', '.join(map(str, legal)) or 'none'}; take "
+        f"one of these, another target ({', '.join(_others(target))})"
+    )
+
+
+def _check_zero(overrides: Overrides, target: Target) -> None:
+    """ZeRO for all blocks beside a tensor axis or a pipeline for all of them."""
+    zero, tp, pp = (overrides.everywhere(name) for name in ("zero", "tp", "pp"))
+    if zero is None or overrides.everywhere("dp") == 1:
+        return
+    if not target.combines(zero, tp=tp or 1, pp=pp or 1):
+        beside = ", ".join(f"{n}={v}" for n, v in (("tp", tp), ("pp", pp)) if v and v > 1)
+        legal = [z for z in CHOICES["zero"] if target.combines(z, tp=tp or 1, pp=pp or 1)]
+        raise OverrideError(
+            f"override zero={zero} with {beside}: target {target.name!r} can't run both; legal: "
+            f"zero {', '.join(map(str, legal))}; drop one of the two, or take another target "
+            f"({', '.join(_others(target))})"
+        )
+
+
+def _others(target: Target) -> list[str]:
+    return [name for name in TARGETS if name != target.name]

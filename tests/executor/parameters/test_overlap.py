@@ -1,0 +1,153 @@
+"""What the target "eager" says is hidden: collectives start while there is still compute.
+
+Collectives are recorded, not done: what counts is when they start, and when somebody waits.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.costmodel.sharding.layouts import Placement
+from meshwright.costmodel.sharding.strategies import R
+from meshwright.costmodel.targets import EAGER
+from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.parameters import reducer as reducer_module
+from meshwright.executor.parameters import weight_gather as gather_module
+from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.parameters.reducer import Reducer
+from meshwright.executor.parameters.weight_gather import WeightGather
+
+Log = list[tuple[str, Any]]
+WIDE = 1024  # a matrix of so many rows and columns is reduced by itself
+
+
+class Work:
+    """Of a collective that takes until it is waited for."""
+
+    def __init__(self, log: Log, name: Any) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(("wait", self.name))
+
+
+def parameter(name: str, leaf: torch.Tensor, *, shards: int = 1, zero: int = 0) -> StageParameter:
+    stored = leaf.detach().float()[: len(leaf) // shards]
+    return StageParameter(
+        value=name,
+        fqn=name,
+        placement=R,
+        sum_data=True,
+        sum_tensor=False,
+        zero=zero,
+        shape=tuple(leaf.shape),
+        trainable=True,
+        leaf=nn.Parameter(leaf),
+        stored=stored,
+        shard_placement=Placement("S", 0) if shards > 1 else R,
+    )
+
+
+def place(*, shard: int = 1, data: int = 2) -> Any:
+    def axis(size: int) -> Axis:
+        return Axis("data", size, 0, None)
+
+    holders = SimpleNamespace(shard=axis(shard), replicate=axis(data // shard), data=axis(data))
+    return SimpleNamespace(tensor=axis(1), holders=lambda experts: holders)
+
+
+def test_gradients_are_reduced_while_the_backward_makes_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert EAGER.overlap_gradients
+    assert EAGER.alone_bytes <= 4 * WIDE**2
+    log: Log = []
+    members = [parameter(f"w{k}", torch.eye(WIDE)) for k in range(3)]
+
+    def all_reduce(x: torch.Tensor, group: Any, async_op: bool = False) -> Work:
+        assert async_op
+        log.append(("start", starts := sum(what == "start" for what, _ in log)))
+        return Work(log, starts)
+
+    monkeypatch.setattr(reducer_module.dist, "all_reduce", all_reduce)
+    found = Reducer(members, place())
+    for p in members:  # after the reducer's own hook
+        p.leaf.register_post_accumulate_grad_hook(lambda _, n=p.fqn: log.append(("made", n)))
+    found.begin()
+    for last in (False, True):
+        x = torch.ones(1, WIDE)
+        for p in members:
+            x = x @ p.leaf
+        found.before_backward(last=last, whole=True)
+        x.sum().backward()
+        if not last:
+            assert not [what for what, _ in log if what == "start"]
+            found.after_backward()
+            log.clear()
+    found.flush()
+    assert log == [
+        ("start", 0), ("made", "w2"), ("start", 1), ("made", "w1"), ("start", 2), ("made", "w0"),
+    ]  # fmt: skip
+    found.finish()
+    assert [name for what, name in log if what == "wait"] == [0, 1, 2]
+
+
+def test_replicas_of_scattered_gradients_are_reduced_once_and_after_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert EAGER.overlap_replicas == (3,)
+    log: Log = []
+    one = parameter("w", torch.eye(WIDE), shards=2, zero=2)
+
+    def scatter(parts: torch.Tensor, axis: Any) -> tuple[torch.Tensor, Work]:
+        log.append(("scatter", None))
+        return parts[0].clone(), Work(log, "scatter")
+
+    def all_reduce(x: torch.Tensor, group: Any, async_op: bool = False) -> None:
+        log.append(("replicas", x.numel()))
+
+    monkeypatch.setattr(reducer_module, "reduce_scatter_flat", scatter)
+    monkeypatch.setattr(reducer_module.dist, "all_reduce", all_reduce)
+    found = Reducer([one], place(shard=2, data=4))
+    found.begin()
+    for last in (False, False, True):
+        found.before_backward(last=last, whole=True)
+        (torch.ones(1, WIDE) @ one.leaf).sum().backward()
+        if not last:
+            found.after_backward()
+    found.flush()
+    assert [what for what, _ in log if what != "wait"] == ["scatter"] * 3
+    found.finish()
+    assert log[-1] == ("replicas", WIDE**2 // 2)
+    assert one.gradient is not None
+    assert torch.equal(one.gradient, torch.full((WIDE // 2, WIDE), 3.0))
+
+
+def test_weights_are_gathered_a_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EAGER.overlap_parameters
+    blocks, each = 3, 4
+    log: Log = []
+
+    def all_gather(x: torch.Tensor, axis: Any, into: Any = None) -> tuple[torch.Tensor, Work]:
+        log.append(("start", starts := sum(what == "start" for what, _ in log)))
+        return x.repeat(2, 1), Work(log, starts)
+
+    monkeypatch.setattr(gather_module, "all_gather_flat", all_gather)
+    monkeypatch.setattr(gather_module, "BUCKET_BYTES", 1)  # each parameter is a bucket
+    reader = {f"b{b}.w{k}": f"b{b}" for b in range(blocks) for k in range(each)}
+    members = [
+        parameter(name, torch.ones(4, 2, dtype=torch.bfloat16), shards=2, zero=1) for name in reader
+    ]
+    found = WeightGather(members, place(shard=2), reader)
+    found.begin()
+    assert len(log) == each  # the first block's have nothing to hide behind
+    for b in range(blocks):
+        found.wait(f"b{b}")
+        started, waited = ([n for what, n in log if what == w] for w in ("start", "wait"))
+        assert waited == list(range((b + 1) * each))
+        assert started == list(range(min(b + 2, blocks) * each))
