@@ -4,7 +4,8 @@ Left out, because something in the space is never worse under the cost model:
 
     cp > 1 where the micro-batch divides by dp·cp    dp·cp ranks on the batch compute the same
                                                      share of it and gather no keys and values
-    a larger cp than the batch needs                 likewise
+    a larger cp than the batch needs                 likewise, but it holds less of the activations:
+                                                     of long sequences larger ones are tried
     GPipe beside 1F1B in the stage DP                1F1B takes no longer and holds less (the
                                                      simulator still judges the two)
 
@@ -33,6 +34,7 @@ from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
+LONG_CONTEXT = 16384  # above it, activations may need a larger cp than the batch does
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
@@ -167,7 +169,7 @@ class Space:
 
     def _context(self, ranks: int, rows: int) -> list[int]:
         """Context-parallel degrees on so many ranks: the least that lets `rows` divide among the
-        rest, and those asked for."""
+        rest, larger ones while a rank keeps `LONG_CONTEXT` tokens, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         asked = {n for n in self.restrictions.cp if n}
         if self.factors.sequence is None:
@@ -175,6 +177,7 @@ class Space:
         length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
         offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
+        offered += [cp for cp in legal[1:] if length // cp >= LONG_CONTEXT]
         return [cp for cp in legal if cp in asked or cp in offered]
 
     def allowed(self, mesh: Mesh) -> bool:
