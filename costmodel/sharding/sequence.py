@@ -58,7 +58,11 @@ def sequence_factor(
         return SequenceFactor(atom=None, why="no input has a sequence dim beside the batch")
     if len(found) > 1 or len(next(iter(found))) > 1:
         sizes = (f"{graph.inputs.get(v, v)} {list(graph.values[v].shape)}" for v in found.values())
-        return SequenceFactor(atom=None, why=f"inputs without one sequence dim: {', '.join(sizes)}")
+        why = (
+            f"inputs without one sequence dim: {', '.join(sizes)} (a decoder takes tokens and "
+            "targets of one length, shifted outside of it, and a loss_fn)"
+        )
+        return SequenceFactor(atom=None, why=why)
     ((atom,),) = found
     atoms, halos = {atom}, set[str]()
     for op in graph.ops:
@@ -67,7 +71,9 @@ def sequence_factor(
             atoms.update(dims[op.results[0]][shift.dim])
             halos |= {op.name} if shift.moves else set()
         elif _needs_whole(graph, op, ops[op.name], letters[op.name], atoms):
-            return SequenceFactor(atom=None, why=f"{op.key} needs whole sequences")
+            return SequenceFactor(
+                atom=None, why=f"{op.key} needs whole sequences (tp may split it)"
+            )
     return SequenceFactor(atom=atom, shifted=frozenset(atoms - {atom}), halos=frozenset(halos))
 
 

@@ -4,8 +4,7 @@ Left out, because something in the space is never worse under the cost model:
 
     cp > 1 where the micro-batch divides by dp·cp    dp·cp ranks on the batch compute the same
                                                      share of it and gather no keys and values
-    a larger cp than the batch needs                 likewise, but it holds less of the activations:
-                                                     of long sequences larger ones are tried
+    a larger cp than the batch needs                 likewise; fewer rows at a time need it
     GPipe beside 1F1B in the stage DP                1F1B takes no longer and holds less (the
                                                      simulator still judges the two)
 
@@ -34,7 +33,6 @@ from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
-LONG_CONTEXT = 16384  # above it, activations may need a larger cp than the batch does
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
@@ -124,6 +122,11 @@ class Space:
                 f"{tried} of the {all_counts} numbers of micro-batches that divide {batch} were "
                 "tried; num_microbatches= takes any"
             )
+        inputs = (self.graph.values[name].shape for name in self.graph.batched)
+        longest = max((shape[1] for shape in inputs if len(shape) in (2, 3)), default=0)
+        several = self.cluster.num_devices > 1 and self.factors.sequence is None
+        if several and longest >= 2 * MIN_CONTEXT:
+            found.append(f"cp can't split sequences of {longest}: {self.factors.tokens.why}")
         places, blocks = len(self.cut_at), len(self.graph.blocks)
         if places <= blocks:
             found.append(
@@ -169,7 +172,7 @@ class Space:
 
     def _context(self, ranks: int, rows: int) -> list[int]:
         """Context-parallel degrees on so many ranks: the least that lets `rows` divide among the
-        rest, larger ones while a rank keeps `LONG_CONTEXT` tokens, and those asked for."""
+        rest, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
         asked = {n for n in self.restrictions.cp if n}
         if self.factors.sequence is None:
@@ -177,7 +180,6 @@ class Space:
         length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
         offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
-        offered += [cp for cp in legal[1:] if length // cp >= LONG_CONTEXT]
         return [cp for cp in legal if cp in asked or cp in offered]
 
     def allowed(self, mesh: Mesh) -> bool:
