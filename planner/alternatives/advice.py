@@ -10,6 +10,7 @@ logits    that take much of the peak, and what a loss in chunks leaves of it
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,8 @@ from meshwright.planner.report import excluded
 from meshwright.planner.search import Search, SearchResult
 
 BETTER = 0.1  # more rows per second that make another batch worth a line
-MAX_BATCHES = 3  # searched, those that are nearest
-SEARCH_S = 0.6  # for each of them
+MAX_BATCHES = 3  # searched
+SEARCH_S = 0.5  # for each of them, no new one after twice as long
 LOGITS = 0.25  # of the peak, from which on a loss in chunks is worth a line
 KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores load at once
 PAD_TO = 64  # which also fills their tiles
@@ -39,8 +40,8 @@ def advice(search: Search, result: SearchResult) -> list[dict[str, Any]]:
 
 
 def next_batches(batch: int, devices: int) -> list[int]:
-    """Batches near one that share out over more of the devices, the nearest first; none where it
-    shares out as well as any of its size."""
+    """Batches near one that share out over more of the devices, over most first, then the nearest;
+    none where it shares out as well as any of its size."""
     most = max(d for d in divisors(devices) if d <= batch)
     common = math.gcd(batch, devices)
     if common >= most:
@@ -48,14 +49,17 @@ def next_batches(batch: int, devices: int) -> list[int]:
     steps = [most, most // 2] if most % 2 == 0 else [most]
     near = {step * k for step in steps for k in (batch // step, batch // step + 1)}
     better = [n for n in near if n > 0 and math.gcd(n, devices) > common]
-    return sorted(better, key=lambda n: (abs(n - batch), n))[:MAX_BATCHES]
+    return sorted(better, key=lambda n: (-math.gcd(n, devices), abs(n - batch), n))[:MAX_BATCHES]
 
 
 def _batches(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     """Batches that train more rows per second, most first."""
     batch, best = search.global_batch_size, result.best
     ours, found = batch / best.step_time_s, []
+    started = time.process_time()
     for other in next_batches(batch, search.problem.cluster.num_devices):
+        if time.process_time() - started > 2 * SEARCH_S:
+            break
         step = _searched(search, other)
         if step is not None and other / step[0] > ours * (1 + BETTER):
             found.append((other / step[0], other, *step))
