@@ -103,7 +103,9 @@ class _Needs:
             need = _need(_like(self.search, problem), [self.choice])
         except OverrideError:
             return None
-        return need and need.excess_bytes + sum(change.adds_bytes for change in changes)
+        if need is None:
+            return None
+        return need.excess_bytes + sum(change.adds_bytes for change in changes)
 
 
 def _like(search: Search, problem: Problem) -> Search:
