@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
-from meshwright.planner.alternatives import Answers, explain_search
+from meshwright.planner.alternatives import Answers, explain_search, with_advice
 from meshwright.planner.overrides import check_overrides
+from meshwright.planner.plan import InfeasibleError
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
 from meshwright.world import planned_to_run
@@ -66,7 +67,10 @@ def _searched(
         time_limit_s=request.time_limit_s,
         programs=programs,
     )
-    result = search.run()
+    try:
+        result = search.run()
+    except InfeasibleError as error:
+        raise with_advice(search, error) from None
     report = explain_search(result, problem, phases_s)
     return SearchedPlan(
         plan=result.best.plan,

@@ -130,7 +130,7 @@ def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
     for d, atoms in enumerate(table.dims[value]):
         if table.batch is not None and table.batch in atoms:
             shape[d] *= setting.rows / pricer.graph.batch_size
-        if pricer.sequence is not None and pricer.sequence in atoms:
+        if not pricer.context.isdisjoint(atoms):
             shape[d] /= setting.cp
     if shape:
         shape[0] *= pricer.crowding(value)

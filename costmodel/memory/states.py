@@ -24,10 +24,11 @@ from meshwright.costmodel.targets import EAGER
 
 A = TypeVar("A", float, NDArray[np.float64])
 
-# moments kept per parameter, bytes (fp32)
-OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType(
-    {"adamw": 8, "adam": 8, "sgd": 0, "momentum": 4, "lion": 4, "adagrad": 4}
-)
+# moments kept per parameter, bytes (fp32 unless the name says otherwise)
+OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType({
+    "adamw": 8, "adam": 8, "adamw_bf16": 4, "adamw8bit": 2, "sgd": 0, "momentum": 4, "lion": 4,
+    "adagrad": 4,
+})  # fmt: skip
 
 
 def model_state_bytes(
@@ -83,5 +84,6 @@ def optimizer_bytes(optimizer: str) -> int:
 
 
 def optimizer_step_bytes(numel: float, *, optimizer: str) -> float:
-    """Bytes an optimizer step reads and writes for `numel` parameters, all in fp32."""
+    """Bytes an optimizer step reads and writes for `numel` parameters; all but the moments in
+    fp32."""
     return numel * (3 * 4 + 2 * optimizer_bytes(optimizer))

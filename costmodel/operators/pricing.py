@@ -95,7 +95,10 @@ class Pricer(ReshardPricer):
         target, traits = self.setting.target, traits_of(op)
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         host = self._host_seconds(op)
-        if is_free(self.table, op):
+        joins = (
+            self.context and op.name in self.table.tokens.halos
+        )  # a neighbour's token to its own
+        if is_free(self.table, op) and not joins:
             return Cost(forward_host_s=host, backward_host_s=host * differentiable)
         forward, backward, weight = self._modelled(op, strategy)
         label = ""

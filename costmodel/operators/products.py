@@ -67,14 +67,14 @@ def _extents(
     left, right = (_letters(dims) for dims in made.operands[first : first + 2])
     result = _letters(made.results[0])
     m = n = k = batch = 1.0
-    sequence_left = sizes.sequence
+    context_left = sizes.context
     for letter in made.flop_factors:
         size = float(made.sizes[letter])
         found = atoms.get(letter, ())
         if sizes.table.batch is not None and sizes.table.batch in found:
             size *= sizes.setting.rows / sizes.graph.batch_size
-        if sequence_left is not None and sequence_left in found:
-            size, sequence_left = size / sizes.setting.cp, None
+        if not context_left.isdisjoint(found):
+            size, context_left = size / sizes.setting.cp, frozenset()
         if letter == strategy.split_factor:
             whole = made.sizes[letter]
             size *= largest_part(whole, sizes.setting.tp) / whole

@@ -11,17 +11,17 @@ from meshwright.costmodel.sharding import FactorTable, Placement, R, Strategy, l
 
 @dataclass(slots=True, kw_only=True)
 class LocalSizes:
-    """Sizes of one graph's values in one setting. `sequence` is the factor that the context axis
+    """Sizes of one graph's values in one setting. `context` are the factors that the context axis
     splits, if any."""
 
     graph: Graph
     table: FactorTable
     setting: Setting
-    sequence: int | None = field(init=False)
+    context: frozenset[int] = field(init=False)
     _numels: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sequence = self.table.sequence if self.setting.cp > 1 else None
+        self.context = self.table.context if self.setting.cp > 1 else frozenset()
 
     def numel(self, value: str, placement: Placement = R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
@@ -34,7 +34,7 @@ class LocalSizes:
         numel = float(self.graph.values[value].numel)
         if self.table.has_batch(value):
             numel *= self.setting.rows / self.graph.batch_size
-        if self.sequence is not None and self.table.find(value, self.sequence):
+        if self.splits_context(value):
             numel /= self.setting.cp
         if self.table.has_experts(value):
             numel /= self.setting.ep
@@ -43,6 +43,11 @@ class LocalSizes:
             return numel
         size = self.graph.values[value].shape[placement.dim]
         return numel * largest_part(size, self.setting.tp) / size
+
+    def splits_context(self, value: str) -> bool:
+        """Whether the context axis splits a value."""
+        dims = self.table.dims[value]
+        return bool(self.context) and any(not self.context.isdisjoint(atoms) for atoms in dims)
 
     def crowding(self, value: str) -> float:
         """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;

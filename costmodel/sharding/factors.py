@@ -26,8 +26,7 @@ from meshwright.costmodel.rules import (
     leaf_of,
     traits_of,
 )
-
-AtomDims = tuple[tuple[int, ...], ...]
+from meshwright.costmodel.sharding.sequence import AtomDims, SequenceFactor, sequence_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +34,10 @@ class FactorTable:
     """Per value and dim its atoms, major to minor; per operator its factors and their atoms.
 
     `sizes` are atom sizes as traced; `batch` is the atom that the batch dim is split by (None when
-    the graph was traced with one row or has no batched input); `sequence` the atom that dim 1 of
-    the batched inputs is made of, where they have one and it is a single atom; `experts` those that
-    count the matrices of grouped products, `copies` the values that experts work on;
-    `alone` are the atoms that need not be cut into equal parts, being all of every dim they are in.
+    the graph was traced with one row or has no batched input); `tokens` the sequence that the
+    context axis splits, or why none is; `experts` are the atoms that count the matrices of grouped
+    products, `copies` the values that experts work on; `alone` those that need not be cut into
+    equal parts, being all of every dim they are in.
     """
 
     dims: Mapping[str, AtomDims]
@@ -46,10 +45,20 @@ class FactorTable:
     letters: Mapping[str, Mapping[str, tuple[int, ...]]]
     sizes: Mapping[int, int]
     batch: int | None
-    sequence: int | None = None
+    tokens: SequenceFactor
     experts: frozenset[int] = frozenset()
     copies: frozenset[str] = frozenset()
     alone: frozenset[int] = frozenset()
+
+    @property
+    def sequence(self) -> int | None:
+        """The atom that the context axis splits."""
+        return self.tokens.atom
+
+    @property
+    def context(self) -> frozenset[int]:
+        """Atoms of the sequence, as it is and shifted by a token; none where cp can't split it."""
+        return self.tokens.shifted.union(() if self.sequence is None else (self.sequence,))
 
     def find(self, value: str, atom: int) -> tuple[int, int] | None:
         """(dim, product of the atoms before it in that dim) of an atom in a value; None if
@@ -152,8 +161,6 @@ def analyse(graph: Graph) -> FactorTable:
     batch = atoms.leaves(batched[0][0])[0] if batched and batched[0] else None
     used = {a for ds in flat.values() for d in ds for a in d}
     used |= {a for found in table.values() for leaves in found.values() for a in leaves}
-    second = {flat[name][1] for name in graph.batched if len(flat[name]) > 1}
-    found = second.pop() if len(second) == 1 else ()
     experts = frozenset(
         atom
         for op in graph.ops
@@ -166,7 +173,7 @@ def analyse(graph: Graph) -> FactorTable:
         letters=table,
         sizes={a: atoms.size[a] for a in used},
         batch=batch,
-        sequence=found[0] if len(found) == 1 else None,
+        tokens=sequence_factor(graph, flat, ops, table, batch),
         experts=experts,
         copies=copies_of(graph.ops),
         alone=frozenset(used) - _bound(graph, flat, ops, table) - experts - {batch},

@@ -1,5 +1,5 @@
 """Answers that a report finds when asked: the best plan of each family, what each override costs,
-which change of the cluster would flip the decision.
+which change of the cluster would flip the decision, what the user may change.
 
 All rest on what the search has priced. An override costs the seconds by which the plan is slower
 than the best plan without it, all others kept; all together, against the free optimum.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.planner.alternatives.advice import advice
 from meshwright.planner.alternatives.alternatives import Alternative, alternatives
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
@@ -32,6 +33,7 @@ class Answers:
     _others: tuple[Alternative, ...] | None = None
     _overrides: list[dict[str, Any]] | None = None
     _sensitivity: list[dict[str, Any]] | None = None
+    _advice: list[dict[str, Any]] | None = None
 
     @property
     def others(self) -> tuple[Alternative, ...]:
@@ -54,6 +56,12 @@ class Answers:
         if self._sensitivity is None:
             self._sensitivity = [_flip_row(flip) for flip in self._compared().flips()]
         return self._sensitivity
+
+    def advice(self) -> list[dict[str, Any]]:
+        """What the user may change for more rows per second, or less memory."""
+        if self._advice is None:
+            self._advice = advice(self.search, self.result)
+        return self._advice
 
     # --- overrides ---
 

@@ -231,8 +231,8 @@ def _check_context(plan: Plan, factors: FactorTable) -> None:
             continue
         if factors.sequence is None:
             raise PlanError(
-                f"plan: stage {k}: cp={stage.cp}: the model's inputs have no one sequence dim to "
-                "split; legal: 1"
+                f"plan: stage {k}: cp={stage.cp} can't split the model's sequences: "
+                f"{factors.tokens.why}; legal: 1"
             )
         length = factors.sizes[factors.sequence]
         if length % stage.cp:

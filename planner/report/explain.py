@@ -24,6 +24,7 @@ from meshwright.planner.pricing import Evaluation
 from meshwright.planner.report.components import breakdown
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report, Row
+from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
 
 MAX_EXCLUDED = 6  # products in the notes
@@ -90,6 +91,7 @@ def explain(
             *graph.notes,
             *_limits(evaluation, problem),
             *divided_notes(shares, graph, factors, searched=searched is not None),
+            *ulysses_notes(plan, graph, factors, assignments),
             *map(str, refused[:MAX_EXCLUDED]),
         ),
         excluded=[each.as_dict() for each in refused],

@@ -25,14 +25,16 @@ class DeferredAnswers(Protocol):
 
     def sensitivity(self) -> Sequence[Row]: ...
 
+    def advice(self) -> Sequence[Row]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
-    `alternatives`, `overrides` and `sensitivity()` are `deferred`: found when they are first asked
-    for, of several ranks by the one that searched.
+    `alternatives`, `overrides`, `advice` and `sensitivity()` are `deferred`: found when they are
+    first asked for, of several ranks by the one that searched.
     """
 
     plan: Plan
@@ -60,6 +62,12 @@ class Report:
         """What the given overrides cost, all together and each, against doing without."""
         return self.deferred.overrides() if self.deferred else []
 
+    @property
+    def advice(self) -> Sequence[Row]:
+        """What the user may change beyond the plan: a `kind` (batch, size, logits), a sentence
+        (`advice`) and its numbers."""
+        return self.deferred.advice() if self.deferred else []
+
     def sensitivity(self) -> Sequence[Row]:
         """Which property of the cluster, scaled by how much, would flip the decision and to what;
         the plans known from the search are priced again, so that it takes seconds."""
@@ -74,6 +82,7 @@ class Report:
             "runners_up": [dict(r) for r in self.runners_up],
             "alternatives": [dict(a) for a in self.alternatives],
             "overrides": [dict(o) for o in self.overrides],
+            "advice": [dict(a) for a in self.advice],
             "solver": [dict(s) for s in self.solver],
             "excluded": [dict(e) for e in self.excluded],
             "assumptions": list(self.assumptions),
@@ -93,6 +102,7 @@ class Report:
             self._where(),
             self._overrides(),
             self._others(),
+            _bullets("Advice", [a["advice"] for a in self.advice]),
             _bullets("Notes", self.notes),
             _bullets("Assumed", self.assumptions),
             self._shardings(),

@@ -46,7 +46,7 @@ def _obstacle(drafter: Drafter) -> str:
     over, space = drafter.restrictions, drafter.space
     graph, devices = drafter.problem.graph, drafter.problem.cluster.num_devices
     if drafter.problem.factors.sequence is None and any((cp or 1) > 1 for cp in over.cp):
-        return "the model's inputs have no one sequence dim that cp could split"
+        return f"cp can't split the model's sequences: {drafter.problem.factors.tokens.why}"
     if over.uniform("zero") == 1:
         meshes = [mesh for m in space.microbatch_counts() for mesh in drafter.unequal.meshes(m)]
         whole = {space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}

@@ -4,7 +4,7 @@ Left out, because something in the space is never worse under the cost model:
 
     cp > 1 where the micro-batch divides by dp·cp    dp·cp ranks on the batch compute the same
                                                      share of it and gather no keys and values
-    a larger cp than the batch needs                 likewise
+    a larger cp than the batch needs                 likewise; fewer rows at a time need it
     GPipe beside 1F1B in the stage DP                1F1B takes no longer and holds less (the
                                                      simulator still judges the two)
 
@@ -155,6 +155,11 @@ class Space:
                 f"that divide {self.global_batch_size} were tried, and those next to the best; "
                 "num_microbatches= takes any"
             )
+        inputs = (self.graph.values[name].shape for name in self.graph.batched)
+        longest = max((shape[1] for shape in inputs if len(shape) in (2, 3)), default=0)
+        several = self.cluster.num_devices > 1 and self.factors.sequence is None
+        if several and longest >= 2 * MIN_CONTEXT:
+            found.append(f"cp can't split sequences of {longest}: {self.factors.tokens.why}")
         places, blocks = len(self.cut_at), len(self.graph.blocks)
         if places <= blocks:
             found.append(

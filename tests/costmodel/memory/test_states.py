@@ -120,9 +120,9 @@ def test_gradients_that_lie_in_their_buckets_need_no_others() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER_BYTES)
 def test_a_step_reads_weight_and_gradient_and_updates_weight_and_moments(optimizer: str) -> None:
-    moments = optimizer_bytes(optimizer) // 4
-    read, written = 2 + moments, 1 + moments
-    assert optimizer_step_bytes(10, optimizer=optimizer) == 10 * 4 * (read + written)
+    moments = optimizer_bytes(optimizer)
+    read, written = 2 * 4 + moments, 4 + moments
+    assert optimizer_step_bytes(10, optimizer=optimizer) == 10 * (read + written)
 
 
 def test_an_unknown_optimizer_is_refused_with_the_way_out() -> None:

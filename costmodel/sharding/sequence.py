@@ -1,0 +1,128 @@
+"""The sequence: the factor that the context axis (cp) splits, found from what the operators read.
+
+It is dim 1 of the values [batch, sequence] and [batch, sequence, features] that operators read from
+outside: tokens, or what is made of raw inputs alone (masks, labels shifted to their predictions),
+which every rank has whole; images and masks of scores have more dims. A *shift*
+moves activations by one token or drops one at an end (logits without the last, a token's
+predecessor beside it): its result has the sequence, too. Where another rank's token comes in, that
+is a halo of one token, exchanged between neighbours; elsewhere nothing is.
+
+An operator that needs whole sequences (a recurrence, a convolution over time) rules the axis out.
+Attention does not: it gathers keys and values, or passes them around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwright.costmodel.graph import Graph, Op, argument
+from meshwright.costmodel.rules import OpFactors, traits_of
+
+AtomDims = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFactor:
+    """The atom that cp splits, None where it can't: then `why`. `shifted` are the atoms of the
+    same tokens moved by one, or without one at an end; `halos` the operators (names) that read one
+    token of a neighbour."""
+
+    atom: int | None
+    shifted: frozenset[int] = frozenset()
+    halos: frozenset[str] = frozenset()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Dim of an operator's first operand along which its result is moved by one token, or lacks
+    one; `moves` tells the former."""
+
+    dim: int
+    moves: bool
+
+
+def sequence_factor(
+    graph: Graph,
+    dims: Mapping[str, AtomDims],
+    ops: Mapping[str, OpFactors],
+    letters: Mapping[str, Mapping[str, tuple[int, ...]]],
+    batch: int | None,
+) -> SequenceFactor:
+    """The sequence of a traced graph, from the atoms of its values' dims and of its operators'
+    factors."""
+    found = {dims[value][1]: value for value in _read(graph) if _has_tokens(dims[value], batch)}
+    found.pop((), None)
+    if not found:
+        return SequenceFactor(atom=None, why="no input has a sequence dim beside the batch")
+    if len(found) > 1 or len(next(iter(found))) > 1:
+        sizes = (f"{graph.inputs.get(v, v)} {list(graph.values[v].shape)}" for v in found.values())
+        why = (
+            f"inputs without one sequence dim: {', '.join(sizes)} (a decoder takes tokens and "
+            "targets of one length, shifted outside of it, and a loss_fn)"
+        )
+        return SequenceFactor(atom=None, why=why)
+    ((atom,),) = found
+    atoms, halos = {atom}, set[str]()
+    for op in graph.ops:
+        shift = _shift(graph, op)
+        if shift is not None and atoms.issuperset(dims[op.operands[0]][shift.dim]):
+            atoms.update(dims[op.results[0]][shift.dim])
+            halos |= {op.name} if shift.moves else set()
+        elif _needs_whole(graph, op, ops[op.name], letters[op.name], atoms):
+            return SequenceFactor(
+                atom=None, why=f"{op.key} needs whole sequences (tp may split it)"
+            )
+    return SequenceFactor(atom=atom, shifted=frozenset(atoms - {atom}), halos=frozenset(halos))
+
+
+def _read(graph: Graph) -> Iterator[str]:
+    """What operators read that no operator of a block made, parameters and buffers apart."""
+    made = {value for op in graph.ops for value in op.results}
+    made |= {*graph.parameters, *graph.buffers}
+    yield from dict.fromkeys(v for op in graph.ops for v in op.operands if v not in made)
+
+
+def _has_tokens(dims: AtomDims, batch: int | None) -> bool:
+    return len(dims) in (2, 3) and batch is not None and dims[0] == (batch,)
+
+
+def _shift(graph: Graph, op: Op) -> Shift | None:
+    """How a slice, a pad or a roll shifts tokens; None for all other calls."""
+    if not op.operands or not op.results:
+        return None
+    before, after = (graph.values[v].shape for v in (op.operands[0], op.results[0]))
+    changed = [d for d, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if op.short == "slice" and len(changed) == 1:
+        dim = int(argument(op, 1, "dim", 0)) % len(before)
+        start = argument(op, 2, "start", None) or 0
+        one_less = before[dim] - after[dim] == 1 and argument(op, 4, "step", 1) == 1
+        return Shift(dim, start != 0) if changed == [dim] and one_less else None
+    if op.short in ("pad", "constant_pad_nd"):
+        amounts = [(k, n) for k, n in enumerate(op.args[1]) if n]
+        places = {len(before) - 1 - k // 2 for k, _ in amounts}
+        if len(places) == 1 and all(abs(n) == 1 for _, n in amounts):
+            return Shift(places.pop(), any(k % 2 == 0 for k, _ in amounts))
+    if op.short == "roll":
+        by, along = (argument(op, k, name, ()) for k, name in ((1, "shifts"), (2, "dims")))
+        if len(along) == 1 and list(by) in ([1], [-1]):
+            return Shift(int(along[0]) % len(before), True)
+    return None
+
+
+def _needs_whole(
+    graph: Graph, op: Op, made: OpFactors, letters: Mapping[str, tuple[int, ...]], atoms: set[int]
+) -> bool:
+    """Whether an operator can't be split by the sequence of an operand, and gives something for
+    each of its tokens; one that leaves a token, or a number of all, is no obstacle."""
+    if traits_of(op).kernel == "attention":
+        return False
+    for value, tensor in zip(op.operands, made.operands, strict=True):
+        own = {f for dim in tensor for f in dim if not atoms.isdisjoint(letters.get(f, ()))}
+        if own and all(made.kinds[f] == "whole" for f in own):
+            length = max(made.sizes[f] for f in own)
+            most = max(graph.values[result].numel for result in op.results)
+            if most * length > graph.values[value].numel:
+                return True
+    return False

@@ -1,0 +1,155 @@
+"""The sequence that cp splits: found behind shifted labels, ruled out by what needs it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import hugging_face
+
+LENGTH, WIDTH, WORDS = 12, 16, 40
+Head = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Decoder(nn.Module):
+    """Embedding, `head` on tokens and labels; the words are predicted by `words`."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.embed, self.words, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+            head,
+        )
+        self.time = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.head(self, tokens, labels)
+
+
+def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, WORDS), labels.reshape(-1))
+
+
+def padded(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """As transformers' ForCausalLMLoss."""
+    return loss(net.words(net.embed(tokens)), F.pad(labels, (0, 1), value=-100)[..., 1:])
+
+
+def cropped(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Logits without the last token, as in older models."""
+    return loss(net.words(net.embed(tokens))[..., :-1, :], labels[..., 1:])
+
+
+def one_more(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """A token more than is predicted, cut inside."""
+    return loss(net.words(net.embed(tokens[:, :-1])), tokens[:, 1:])
+
+
+def mixed(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Each token with the one before it (RWKV), which is another rank's at the border."""
+    x = net.embed(tokens)
+    return loss(net.words(x + F.pad(x, (0, 0, 1, -1))), labels)
+
+
+def rolled(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return loss(net.words(net.embed(tokens).roll(-1, 1)), labels)
+
+
+def late(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return loss(net.words(net.embed(tokens))[:, 1:], labels[:, 1:])
+
+
+def last(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """One token of the sequence decides."""
+    return loss(net.words(net.embed(tokens)[:, -1]), labels[:, -1])
+
+
+def analysed(head: Head) -> tuple[Graph, FactorTable]:
+    with torch.device("meta"):
+        ids = torch.zeros(2, LENGTH, dtype=torch.long)
+        graph = trace(Decoder(head), (ids, ids))
+    return graph, analyse(graph)
+
+
+@pytest.mark.parametrize(
+    ("head", "lengths", "halos"),
+    [
+        (padded, [LENGTH], []),
+        (cropped, [LENGTH - 1, LENGTH], []),
+        (one_more, [LENGTH - 1], []),
+        (last, [LENGTH], []),
+        (mixed, [LENGTH], ["pad"]),
+        (rolled, [LENGTH], ["roll"]),
+        (late, [LENGTH - 1, LENGTH], ["slice"]),
+    ],
+)
+def test_a_shift_by_one_token_keeps_the_sequence(
+    head: Head, lengths: list[int], halos: list[str]
+) -> None:
+    """And only where another rank's token comes in there is something to exchange."""
+    graph, table = analysed(head)
+    assert table.sequence is not None and not table.tokens.why
+    assert sorted({table.sizes[atom] for atom in table.context}) == lengths
+    assert [op.short for op in graph.ops if op.name in table.tokens.halos] == halos
+
+
+@pytest.mark.parametrize("head", [padded, cropped, one_more, mixed, rolled, late])
+def test_everything_with_tokens_has_the_sequence(head: Head) -> None:
+    graph, table = analysed(head)
+    for value in {v for op in graph.ops for v in op.results if graph.values[v].shape}:
+        assert any(not table.context.isdisjoint(atoms) for atoms in table.dims[value])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_decoders_of_transformers_have_a_sequence(name: str) -> None:
+    model, batch = hugging_face(name)
+    table = analyse(trace(model, batch, batch_size=5))
+    assert table.sequence is not None and not table.tokens.halos
+
+
+def recurrent(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return loss(net.words(net.time(net.embed(tokens))[0]), labels)
+
+
+def summed(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return loss(net.words(net.embed(tokens).cumsum(1)), labels)
+
+
+def skipping(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Two tokens further is no shift by one."""
+    return loss(net.words(net.embed(tokens))[:, :-2], labels[:, 2:])
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        (recurrent, r"time:gru needs whole sequences"),
+        (summed, r":cumsum needs whole sequences"),
+        (skipping, r":slice needs whole sequences"),
+    ],
+)
+def test_what_needs_whole_sequences_rules_cp_out(head: Head, why: str) -> None:
+    _, table = analysed(head)
+    assert table.sequence is None and not table.context
+    assert why in table.tokens.why
+
+
+def test_two_sequences_are_named() -> None:
+    model, batch = hugging_face("t5")
+    table = analyse(trace(model, batch, batch_size=5))
+    assert table.sequence is None
+    assert "inputs without one sequence dim: input_ids [5, " in table.tokens.why
+
+
+def test_images_have_no_sequence() -> None:
+    batch = (torch.rand(2, 3, 8, 8), torch.rand(2, 4, 8, 8))
+    table = analyse(trace(nn.Conv2d(3, 4, 3, padding=1), batch, loss_fn=F.mse_loss))
+    assert table.sequence is None and "no input has a sequence dim" in table.tokens.why

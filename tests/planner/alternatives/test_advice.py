@@ -1,0 +1,116 @@
+"""Advice: other batches, sizes and losses, each with the number that it rests on."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.planner.alternatives import advice as module
+from meshwright.planner.alternatives.advice import BETTER, advice, next_batches
+from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.search.search import Search
+from tests.helpers.planning import Traced, cluster, cut, linears, problem_of, token_batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "offered"),
+    [
+        (100, 64, [128, 64, 96]),
+        (128, 64, []),
+        (3, 4, [4, 2]),
+        (7, 8, [8, 4, 6]),
+        (100, 24, [96, 120, 108]),
+        (5, 1, []),
+        (8, 16, []),  # shares out as far as eight rows can
+    ],
+)
+def test_batches_that_share_out_over_more_devices(
+    batch: int, devices: int, offered: list[int]
+) -> None:
+    found = next_batches(batch, devices)
+    assert found == offered
+    assert all(math.gcd(n, devices) > math.gcd(batch, devices) for n in found)
+
+
+def rows(of: Traced, batch: int, devices: int = 8, **given: Any) -> list[dict[str, Any]]:
+    search = Search(problem_of(of, cluster(devices)), batch, Overrides(**given))
+    return advice(search, search.run())
+
+
+def test_a_batch_that_does_not_divide_is_told_a_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six rows on four devices: two of them at most have rows of their own."""
+    monkeypatch.setattr(module, "SEARCH_S", 60.0)
+    of = linears(512, 4, 8)
+    found = [row for row in rows(of, 6, 4) if row["kind"] == "batch"]
+    best = found[0]
+    assert best["global_batch_size"] == 8
+    ours = Search(problem_of(of, cluster(4)), 6, Overrides()).run().best
+    equal = Overrides(forbid=["unequal_meshes"])
+    theirs = Search(problem_of(of, cluster(4)), 8, equal).run().best
+    assert best["rows_per_s"] == pytest.approx(8 / theirs.step_time_s)
+    assert all(row["rows_per_s"] > (1 + BETTER) * 6 / ours.step_time_s for row in found)
+    assert f"batch 8: {8 / theirs.step_time_s:.4g} rows/s" in best["advice"]
+    assert rows(of, 8, 4) == []
+
+
+@cache
+def gpt(*, heads: int, words: int, length: int = 64, hidden: int = 320) -> Traced:
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=hidden,
+        n_head=heads,
+        vocab_size=words,
+        n_positions=length,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    with torch.device("meta"):
+        return cut(transformers.GPT2LMHeadModel(config), token_batch(2, length))
+
+
+def test_sizes_that_do_not_divide_are_told_the_next_that_do() -> None:
+    told = rows(gpt(heads=5, words=50257), 8, 4, tp=4)
+    found = {row["factor"]: row for row in told if row["kind"] == "size"}
+    (heads,) = [row for name, row in found.items() if "heads" in name]
+    assert heads["next_sizes"] == [4, 8] and "4 or 8" in heads["advice"]
+    words = found["transformer.wte.weight"]
+    assert (words["size"], words["next_sizes"]) == (50257, [50304])
+    even = rows(gpt(heads=8, words=50304), 8, 4, tp=4)
+    assert not [row for row in even if row["kind"] == "size"]
+
+
+def test_full_precision_takes_any_vocabulary() -> None:
+    of = gpt(heads=8, words=50257)
+    search = Search(problem_of(of, cluster(1), precision="fp32"), 2, Overrides())
+    assert not [row for row in advice(search, search.run()) if row["kind"] == "size"]
+
+
+class Classifier(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.body(x)))
+
+
+@pytest.mark.parametrize(("classes", "named"), [(4096, True), (64, False)])
+def test_logits_that_fill_the_memory_are_named(classes: int, named: bool) -> None:
+    """They are kept in bf16 and as probabilities, and their gradients are held: 4 bytes at least
+    and no more than 12 an element."""
+    tokens = 4096
+    with torch.device("meta"):
+        batch = (torch.empty(tokens, 64), torch.empty(tokens, dtype=torch.long))
+        of = cut(Classifier(classes), batch, F.cross_entropy)
+    found = [row for row in rows(of, tokens, 1, num_microbatches=1) if row["kind"] == "logits"]
+    assert bool(found) == named
+    for row in found:
+        assert 4 <= row["logits_bytes"] / (tokens * classes) <= 12
+        assert "chunked" in row["advice"]
