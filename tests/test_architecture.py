@@ -55,6 +55,7 @@ planner.pricing
 planner.stages
 planner.overrides
 planner.report
+planner.drafts
 planner.search
 planner.alternatives
 planner.published

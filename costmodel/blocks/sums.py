@@ -205,7 +205,10 @@ class Sums:
 
 _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "shard_s")
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
-_DATA_AXIS = ("reduce_s", "scatter_s", "gather_s", "replicate_s")
+_DATA_AXIS = (
+    "reduce_s", "scatter_s", "gather_s", "replicate_s", "zero3_scatter_s", "zero3_gather_s",
+    "zero3_replicate_s",
+)  # fmt: skip
 MAXIMA = 3 + len(_POLICIES)
 COLUMNS = Sums.__dict__["decided_bytes"].at + 1 + len(_POLICIES)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(COST_FIELDS))

@@ -81,9 +81,9 @@ class _Pass(fx.Interpreter):
         self.count = 0
         self.found: dict[_Key, torch.Tensor] = {}
 
-    def run(self, *args: Any) -> Any:
+    def run(self, *args: Any, **options: Any) -> Any:
         with saved_tensors_hooks(self._noted, self._read):
-            result = super().run(*args)
+            result = super().run(*args, **options)
         self.env.clear()
         needed = {node for node, *_ in self.asked}
         for node in reversed(self.operands):
@@ -174,7 +174,8 @@ def _notes(operands: Any) -> list[_Note]:
 
 
 def _address(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
+    address: int = t.untyped_storage()._cdata
+    return address
 
 
 def _unread(_: None) -> torch.Tensor:

@@ -85,6 +85,7 @@ def _searched(search: Search, batch: int) -> tuple[float, str] | None:
             batch,
             replace(given, forbid=sorted({*given.forbid, "unequal_meshes"})),
             executable=search.executable,
+            memory_margin=search.memory_margin,
             time_limit_s=SEARCH_S,
             programs=search.programs,
         ).run()

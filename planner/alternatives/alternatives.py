@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.planner.alternatives.families import Family, families
+from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import (
-    Combination,
     Effort,
-    EqualStages,
     Explorer,
     MemoryNeed,
-    MeshChoice,
-    PlanDraft,
     Queue,
     Search,
     SearchResult,

@@ -14,10 +14,11 @@ from meshwright.planner.alternatives.advice import advice
 from meshwright.planner.alternatives.alternatives import Alternative, alternatives
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
+from meshwright.planner.drafts import Candidate, PlanDraft
 from meshwright.planner.overrides import OverrideError, Overrides, each_dropped
 from meshwright.planner.plan import InfeasibleError, describe, seconds
 from meshwright.planner.pricing import Evaluator
-from meshwright.planner.search import Candidate, PlanDraft, Search, SearchResult
+from meshwright.planner.search import Search, SearchResult
 
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters

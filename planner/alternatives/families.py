@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.drafts import MeshChoice, StageSetup
 from meshwright.planner.plan import RUNS, Plan, PlanError, check_runs, runs_experts
-from meshwright.planner.search import MeshChoice, Search, SearchResult, StageSetup
+from meshwright.planner.search import Search, SearchResult
 
 RUNS_HERE = "runs here"
 WITHOUT: Mapping[str, str] = {

@@ -21,15 +21,10 @@ from meshwright.planner.alternatives.what_if import (
     with_half_sequences,
     with_optimizer,
 )
+from meshwright.planner.drafts import MeshChoice
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import GIB, InfeasibleError
-from meshwright.planner.search import (
-    MemoryNeed,
-    MeshChoice,
-    Search,
-    least_memory,
-    least_memory_choices,
-)
+from meshwright.planner.search import MemoryNeed, Search, least_memory, least_memory_choices
 
 MAX_MESHES = 8  # looked at for the one that lacks least
 WORTH = 0.02  # of what is lacking: who saves less is not named
@@ -110,7 +105,13 @@ class _Needs:
 
 def _like(search: Search, problem: Problem) -> Search:
     """The same search for another problem."""
-    return Search(problem, search.global_batch_size, search.overrides, executable=search.executable)
+    return Search(
+        problem,
+        search.global_batch_size,
+        search.overrides,
+        executable=search.executable,
+        memory_margin=search.memory_margin,
+    )
 
 
 def _need(search: Search, choices: list[MeshChoice]) -> MemoryNeed | None:

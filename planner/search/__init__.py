@@ -1,13 +1,5 @@
 """The outer search over meshes, schedules, micro-batches and ZeRO."""
 
-from meshwright.planner.search.candidates import Candidate, PlanDraft
-from meshwright.planner.search.equal_stages import (
-    Combination,
-    EqualStages,
-    MeshChoice,
-    StageDraft,
-    StageSetup,
-)
 from meshwright.planner.search.explore import Effort, Explorer, Queue
 from meshwright.planner.search.least_memory import (
     MemoryNeed,
@@ -19,7 +11,6 @@ from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.search.taste import TIE
 
 __all__ = [
-    "TIE", "Candidate", "Combination", "Effort", "EqualStages", "Explorer", "MemoryNeed",
-    "MeshChoice", "PlanDraft", "Queue", "Search", "SearchResult", "StageDraft", "StageSetup",
-    "least_memory", "least_memory_choices", "shortfall_bytes",
+    "TIE", "Effort", "Explorer", "MemoryNeed", "Queue", "Search", "SearchResult", "least_memory",
+    "least_memory_choices", "shortfall_bytes",
 ]  # fmt: skip

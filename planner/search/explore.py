@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from meshwright.planner.search.candidates import PlanDraft
-from meshwright.planner.search.drafter import Drafter
-from meshwright.planner.search.equal_stages import Combination, EqualStages, MeshChoice, StageDraft
+from meshwright.planner.drafts import (
+    Combination,
+    Drafter,
+    EqualStages,
+    MeshChoice,
+    PlanDraft,
+    StageDraft,
+)
 
 T = TypeVar("T")
 

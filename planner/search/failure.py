@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, describe
-from meshwright.planner.search.candidates import PlanDraft
-from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices
 from meshwright.planner.search.relaxations import relaxations, way_out
 

@@ -18,9 +18,7 @@ import numpy as np
 
 from meshwright.costmodel.blocks import of_one, stage_bytes
 from meshwright.costmodel.schedules import in_flight
-from meshwright.planner.search.equal_stages import EqualStages, MeshChoice, StageSetup
-from meshwright.planner.search.space import Space
-from meshwright.planner.search.unequal_stages import UnequalStages
+from meshwright.planner.drafts import EqualStages, MeshChoice, Space, StageSetup, UnequalStages
 from meshwright.planner.stages import recompute_levels
 
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from meshwright.costmodel.memory import model_state_bytes
+from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError, each_dropped, without
 from meshwright.planner.plan import Relaxation, describe
-from meshwright.planner.search.candidates import PlanDraft
-from meshwright.planner.search.drafter import Drafter
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 MOST = 64  # times as many nodes, at most

@@ -19,15 +19,12 @@ from typing import Any
 
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.drafts import Candidate, Combination, Drafter, Mesh, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
-from meshwright.planner.search.candidates import Candidate, PlanDraft
-from meshwright.planner.search.drafter import Drafter
-from meshwright.planner.search.equal_stages import Combination, MeshChoice
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import failure
-from meshwright.planner.search.space import Mesh
 from meshwright.planner.search.taste import TIE, by_taste, of_draft
 from meshwright.planner.stages import BlockPrograms, boundary_index
 

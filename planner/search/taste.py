@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.drafts import PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
 from meshwright.planner.pricing import StageCoster, price_stages
-from meshwright.planner.search.candidates import PlanDraft
 from meshwright.profiles.cluster import Cluster
 
 COMPUTE_ERROR = 0.05  # assumed: what the price of fitted sources misses on average

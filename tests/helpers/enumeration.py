@@ -17,10 +17,10 @@ from typing import Any
 from meshwright.costmodel.blocks.stage import StageCosts
 from meshwright.costmodel.schedules.schedule import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.planner.drafts.candidates import place_stages
+from meshwright.planner.drafts.space import Mesh, groups_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
-from meshwright.planner.search.candidates import place_stages
-from meshwright.planner.search.space import Mesh, groups_of
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.programs import MODES, BlockPrograms
 from meshwright.profiles.cluster import Cluster

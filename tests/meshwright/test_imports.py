@@ -13,6 +13,7 @@ from tests.helpers.tiny import net, planned
 
 SEARCH = (
     "meshwright.planner.search",
+    "meshwright.planner.drafts",
     "meshwright.planner.alternatives",
     "meshwright.planner.inter_op",
     "meshwright.planner.intra_op",
@@ -22,6 +23,7 @@ SEARCH = (
 PLANNER = (
     "meshwright.planner.tracing",
     "meshwright.planner.search",
+    "meshwright.planner.drafts",
     "meshwright.planner.alternatives",
     "meshwright.planner.report",
     "meshwright.planner.pricing",

@@ -18,10 +18,10 @@ from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
+from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.intra_op.program import BlockProgram
 from meshwright.planner.intra_op.table import BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.space import Mesh
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, case, cut, odd_cluster, problem_of, programs_of
 

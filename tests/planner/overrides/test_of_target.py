@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.targets import EAGER, target_named
+from meshwright.planner.drafts.space import Mesh, Space
 from meshwright.planner.overrides.of_target import check_plan_for, for_target
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
-from meshwright.planner.search.space import Mesh, Space
 from tests.helpers.planning import case, cluster, problem_of
 
 

@@ -14,16 +14,16 @@ from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan.check import check_plan
-from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.search.candidates import (
+from meshwright.planner.drafts.candidates import (
     Candidate,
     PipelineSetup,
     make_candidate,
     make_draft,
 )
-from meshwright.planner.search.equal_stages import StageDraft, StageSetup
-from meshwright.planner.search.space import Mesh
+from meshwright.planner.drafts.combinations import StageDraft, StageSetup
+from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.planner.stages.recompute_levels import ChosenLevel, recompute_levels

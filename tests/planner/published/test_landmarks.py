@@ -17,11 +17,11 @@ from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import MEGATRON
+from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.published.frameworks import framework_of
 from meshwright.planner.published.models import TransformerDims
 from meshwright.planner.published.predict import traced
-from meshwright.planner.search.candidates import Candidate
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from scripts.experts import alpa as alpa_models

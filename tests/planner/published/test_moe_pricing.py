@@ -27,13 +27,13 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy, strategies
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
+from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import evaluate
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.published.predict import traced
-from meshwright.planner.search.space import Mesh
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import Curve

@@ -15,10 +15,10 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.search.candidates import Candidate
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster

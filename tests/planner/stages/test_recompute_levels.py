@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.blocks.stage import StageCosts, stage_costs
 from meshwright.costmodel.blocks.sums import Floats
-from meshwright.planner.search.space import Mesh
+from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.recompute_levels import (
     ChosenLevel,

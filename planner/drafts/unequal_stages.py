@@ -24,6 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import SCHEDULES, in_flight
+from meshwright.planner.drafts.combinations import StageDraft, StageSetup
+from meshwright.planner.drafts.equal_stages import EqualStages
+from meshwright.planner.drafts.space import Mesh, Space
 from meshwright.planner.inter_op import (
     Constraints,
     InterOpSolution,
@@ -32,8 +35,6 @@ from meshwright.planner.inter_op import (
     minimal_shortfall,
     solve_inter_op,
 )
-from meshwright.planner.search.equal_stages import EqualStages, StageDraft, StageSetup
-from meshwright.planner.search.space import Mesh, Space
 from meshwright.planner.stages import Chain, Runs, recompute_levels
 
 COARSE_CUTS = 20  # of more cuts so many are looked at first

@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.overrides import Overrides, restrict
-from meshwright.planner.plan import resolve_shardings
-from meshwright.planner.pricing import StageCoster
-from meshwright.planner.search.candidates import (
+from meshwright.planner.drafts.candidates import (
     Candidate,
     PipelineSetup,
     PlanDraft,
     make_candidate,
     make_draft,
 )
-from meshwright.planner.search.equal_stages import Combination, EqualStages, StageDraft
-from meshwright.planner.search.space import Space
-from meshwright.planner.search.unequal_stages import UnequalStages
+from meshwright.planner.drafts.combinations import Combination, StageDraft
+from meshwright.planner.drafts.equal_stages import EqualStages
+from meshwright.planner.drafts.space import Space
+from meshwright.planner.drafts.unequal_stages import UnequalStages
+from meshwright.planner.overrides import Overrides, restrict
+from meshwright.planner.plan import resolve_shardings
+from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages import BlockPrograms
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from meshwright.costmodel.blocks import fits, stage_costs
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Entry, Placement
+from meshwright.planner.drafts.combinations import StageDraft
+from meshwright.planner.drafts.space import Mesh, groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
-from meshwright.planner.search.equal_stages import StageDraft
-from meshwright.planner.search.space import Mesh, groups_of
 from meshwright.planner.stages import choose_policies
 from meshwright.profiles.cluster import Cluster
 

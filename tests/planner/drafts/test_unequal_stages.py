@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.blocks.stage import stage_costs
+from meshwright.planner.drafts.candidates import PipelineSetup, make_draft
+from meshwright.planner.drafts.unequal_stages import Option
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.search.candidates import PipelineSetup, make_draft
 from meshwright.planner.search.search import Search
-from meshwright.planner.search.unequal_stages import Option
 from tests.helpers.enumeration import PLAIN, Enumeration, instance, limited
 from tests.helpers.planning import problem_of
 

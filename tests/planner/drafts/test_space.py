@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Mesh, Space, groups_of
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
-from meshwright.planner.search.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Mesh, Space, groups_of
 from tests.helpers.planning import Traced, cluster, linears, problem_of
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
@@ -86,7 +86,7 @@ def test_sequences_are_split_only_where_the_batch_does_not_divide(
     everything = itertools.product(divisors(24), divisors(nodes * node))
     assert all(mesh.cp == 1 for m, devices in everything for mesh in here.meshes(devices, m))
     monkeypatch.setattr(
-        "meshwright.planner.search.space.MIN_CONTEXT", 1
+        "meshwright.planner.drafts.space.MIN_CONTEXT", 1
     )  # the test's sequences are short
     for m, devices in itertools.product(divisors(24), divisors(nodes * node)):
         for mesh in here.meshes(devices, m):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from meshwright.costmodel.schedules.schedule import in_flight
+from meshwright.planner.drafts.candidates import PipelineSetup, PlanDraft, make_draft
+from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.search.candidates import PipelineSetup, PlanDraft, make_draft
-from meshwright.planner.search.equal_stages import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.helpers.planning import problem_of

@@ -9,11 +9,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from meshwright.planner.drafts.space import MIN_CONTEXT, Space
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.plan.words import describe
 from meshwright.planner.search.search import Search
-from meshwright.planner.search.space import MIN_CONTEXT, Space
 from tests.helpers.planning import Traced, cluster, cut, problem_of, token_batch
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.planner.drafts.candidates import place_stages, spread_ranks
+from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
-from meshwright.planner.search.candidates import place_stages, spread_ranks
-from meshwright.planner.search.space import Space
 from tests.helpers.planning import cluster, linears, problem_of
 
 

@@ -1,0 +1,105 @@
+"""The parts of a draft: setups of stages, meshes and combinations to choose from, cut stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.costmodel.blocks import StageCosts, combined, stage_costs
+from meshwright.costmodel.operators import Setting
+from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSetup:
+    """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
+    and the chain that gives its costs."""
+
+    mesh: Mesh
+    zero: int
+    dp_shard: int
+    chain: Chain
+
+    @property
+    def setting(self) -> Setting:
+        return replace(self.chain.setting, zero=self.zero)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshChoice:
+    """One mesh for each of `groups` device groups, not priced yet; `bound_s` is a lower bound on
+    the step of any plan on it."""
+
+    mesh: Mesh
+    num_microbatches: int
+    groups: int
+    bound_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
+    `bound_s` is a lower bound on the step of any plan with it."""
+
+    setup: StageSetup
+    num_microbatches: int
+    schedule: str
+    groups: int
+    stages_per_group: int
+    estimate_s: float
+    bound_s: float
+
+    @property
+    def num_stages(self) -> int:
+        return self.groups * self.stages_per_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDraft:
+    """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one, with which
+    `in_flight` micro-batches fit on its devices."""
+
+    start: int
+    stop: int
+    setup: StageSetup
+    levels: RecomputeLevels
+    chosen: ChosenLevel
+    in_flight: float
+
+    @property
+    def run(self) -> int:
+        """The stage's row in its levels."""
+        at = list(self.setup.chain.at)
+        return int(self.setup.chain.runs.index[at.index(self.start), at.index(self.stop)])
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The recompute policy of each block, the first ones recomputing most."""
+        where, count = self.run, self.stop - self.start
+        level, more = (
+            int(self.chosen.level[where]),
+            round(float(self.chosen.fraction[where]) * count),
+        )
+        names = self.levels.policies
+        free = [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
+        return self.overridden(free)
+
+    def repriced(
+        self, *, compute: float, communication: float, data_axis: float
+    ) -> StageCosts[float]:
+        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`."""
+        sums = self.setup.chain.runs.sums[self.run].scaled(
+            compute=compute, communication=communication, data_axis=data_axis
+        )
+        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
+        costs = [
+            stage_costs(sums, self.setup.setting, policy)
+            for policy in self.levels.policies[level : level + 1 + (part > 0)]
+        ]
+        return combined(costs, lambda values: float((1 - part) * values[0] + part * values[-1]))
+
+    def overridden(self, free: Sequence[str]) -> tuple[str, ...]:
+        """The policy of each block: the user's, or else that of `free`."""
+        forced = self.setup.chain.forced[self.start : self.stop]
+        return tuple(own or policy for own, policy in zip(forced, free, strict=True))
