@@ -33,9 +33,9 @@ from meshwright.planner.plan import describe, seconds
 from meshwright.planner.report import Report
 from meshwright.planner.search import Search, SearchResult
 from meshwright.planner.tracing import trace
-from scripts.bench_models import CASES
 from scripts.experts.compare import compare, show, summary
 from scripts.experts.plans import experts
+from scripts.planning.cases import CASES
 
 
 def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) -> None:

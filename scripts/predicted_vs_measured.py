@@ -39,7 +39,7 @@ from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import InfeasibleError, Plan, describe
 from meshwright.profile_command import Effort, profile_model
-from scripts.rank_correlation import spearman
+from scripts.ranks.rank_correlation import spearman
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
 TURNS, WARM_UP = 7, 2

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.published import Unpriced, predict_row
-from scripts.rank_correlation import spearman
+from scripts.ranks.rank_correlation import spearman
 
 # family -> (text in the row's source, test on the row)
 FAMILIES = (
