@@ -8,6 +8,7 @@ a pipeline takes to fill and what no plan undercuts is the schedule's (`costmode
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.blocks import Floats, StageCosts, fits, of_one, stage_bytes
+from meshwright.costmodel.memory import model_state_bytes
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
@@ -51,6 +53,7 @@ class EqualStages:
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
+    _trained: int = field(init=False)
     legal: np.ndarray = field(init=False)
     _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
@@ -58,6 +61,9 @@ class EqualStages:
     def __post_init__(self) -> None:
         self.cuts = np.array(self.programs.cut_at)
         self.parameters = self.space.graph.num_parameters()
+        values = self.space.graph.values
+        trained = [v for v in self.space.graph.parameters if values[v].requires_grad]
+        self._trained = sum(math.prod(values[v].shape) for v in trained)
         self.classes = [block.class_id for block in self.space.graph.blocks]
         self.legal = self.at_cuts(self.space.legal_stages())
 
@@ -133,7 +139,7 @@ class EqualStages:
         if choice not in self._combinations:
             m, groups = choice.num_microbatches, choice.groups
             found = []
-            for setup in self.setups(choice.mesh, m):
+            for setup in self.setups(choice.mesh, m) if self._states_fit(choice) else ():
                 even: dict[tuple[int, tuple[str, ...]], _EvenStages] = {}
                 for schedule, per_group in self.space.schedules(groups, m, setup.zero):
                     key = per_group, self.space.policies(schedule)
@@ -143,6 +149,28 @@ class EqualStages:
                         found.append(self._combination(choice, setup, schedule, even[key]))
             self._combinations[choice] = tuple(found)
         return self._combinations[choice]
+
+    def _states_fit(self, choice: MeshChoice) -> bool:
+        """Whether the model's states may fit, divided among all axes: without this no program of a
+        block is solved for a mesh."""
+        problem, mesh = self.space.problem, choice.mesh
+        part = self._trained / (mesh.tp * mesh.ep * choice.groups)
+        return any(
+            fits(
+                float(
+                    model_state_bytes(
+                        part,
+                        precision=problem.precision,
+                        zero=zero,
+                        dp=shard or mesh.dp * mesh.cp,
+                        optimizer=problem.optimizer,
+                        target=problem.target,
+                    )
+                ),
+                self.room,
+            )
+            for zero, shard in self.space.zeros(mesh)
+        )
 
     def _even(
         self, choice: MeshChoice, setup: StageSetup, per_group: int, policies: Sequence[str]

@@ -10,7 +10,8 @@ Left out, because something in the space is never worse under the cost model:
 
 Left out for other reasons, unless asked for: sequences cut into pieces of less than 4,096 tokens,
 in which attention kernels lose more than the price knows; stages that straddle nodes without
-filling them; tensor parallelism across nodes; and what a schedule's record excludes
+filling them; different meshes with numbers of micro-batches far from the best equal ones; tensor
+parallelism across nodes; and what a schedule's record excludes
 (`costmodel/schedules/table.py`): itself, ZeRO stages, recompute.
 """
 

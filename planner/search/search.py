@@ -30,6 +30,8 @@ from meshwright.planner.stages import BlockPrograms, boundary_index
 
 MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
+ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
+NEAR_COUNTS = 3  # of more, those that it looks at
 MAX_SIMPLER = 2  # combinations of each simpler kind that are simulated for a tie
 
 
@@ -201,6 +203,9 @@ class Search(Drafter):
         for bound, m, meshes in sorted(waiting):
             if bound >= self._limit():
                 continue
+            if m not in self._near_best(counts):
+                left = min(left, bound)
+                continue
             if self._limit() < math.inf and self._effort.late():
                 left = min(left, bound)
                 continue
@@ -208,6 +213,15 @@ class Search(Drafter):
             left = min(left, bound)
         self._effort.late()
         return left
+
+    def _near_best(self, counts: Sequence[int]) -> Sequence[int]:
+        """Of many numbers of micro-batches those next to the best draft's: there the stage DP may
+        find a better plan, if anywhere."""
+        best = min((d for d in self._drafts if d.fits), key=_order, default=None)
+        if best is None or len(counts) <= ALL_COUNTS:
+            return counts
+        own = math.log(best.plan.num_microbatches)
+        return sorted(counts, key=lambda m: abs(math.log(m) - own))[:NEAR_COUNTS]
 
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cut with different meshes for m micro-batches becomes a draft."""
@@ -267,6 +281,8 @@ class Search(Drafter):
         """An independent proof of the block programs on the chosen meshes: the whole integer
         program of each class, with whole tensors at both ends and nothing forced."""
         found: dict[str, Certificate] = {}
+        if self._effort.late():
+            return found
         graph = self.problem.graph
         if check_plan(best.plan, graph, self.problem.factors) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
