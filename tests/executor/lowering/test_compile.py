@@ -14,9 +14,9 @@ from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
 from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.executor.backward.repeated import repeated
 from meshwright.executor.lowering import compile as compiling
 from meshwright.executor.lowering.compile import CompiledBlock, backend_of
-from meshwright.executor.lowering.regions import repeat_whole
 from meshwright.executor.runtime.runtime import Runtime
 from tests.executor.lowering.compile_worker import BACKEND, CELLS, WORLD
 from tests.helpers.launching import Launch, launch
@@ -129,7 +129,11 @@ def test_equal_layers_are_compiled_once() -> None:
     assert len(graphs) <= counters["stats"]["unique_graphs"] <= 2 * len(graphs)
 
 
-@pytest.mark.parametrize("wrapped", [lambda graph: graph, repeat_whole])
+def repeat_all(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return repeated(graph, [node for node in graph.graph.nodes if node.op == "call_module"])
+
+
+@pytest.mark.parametrize("wrapped", [lambda graph: graph, repeat_all])
 def test_graphs_of_equal_code_and_arguments_are_told_apart(wrapped: Callable[..., Any]) -> None:
     """Only their submodules differ, which no call checks."""
     x = torch.linspace(-1, 1, 6)
