@@ -10,6 +10,9 @@ from meshwright.planner.plan import seconds
 from meshwright.planner.pricing import Evaluation
 
 
+SHOWN = 1e-6  # part of a step from which on a difference is one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
     """Seconds of the busiest device group by what it does; the sum is the step time."""
@@ -58,7 +61,8 @@ def breakdown(evaluation: Evaluation) -> Components:
 def why_slower(chosen: Components, other: Components) -> str:
     """The components that cost the other plan most, against the chosen one."""
     ours, theirs = chosen.as_dict(), other.as_dict()
+    least = SHOWN * sum(ours.values())
     losses = sorted(((theirs[k] - ours[k], k) for k in ours), reverse=True)
-    parts = [f"+{seconds(d)} {k}" for d, k in losses[:2] if d > 0]
-    gains = [f"-{seconds(-d)} {k}" for d, k in losses[::-1][:1] if d < 0]
+    parts = [f"+{seconds(d)} {k}" for d, k in losses[:2] if d > least]
+    gains = [f"-{seconds(-d)} {k}" for d, k in losses[::-1][:1] if d < -least]
     return "; ".join([*parts, *gains]) or "equal in every component"
