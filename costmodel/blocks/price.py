@@ -261,7 +261,8 @@ def _logits(pricer: Pricer, block: Block) -> frozenset[str]:
     found: set[str] = set()
     for op in reversed(block.ops):
         viewed = pricer.table.ops[op.name].view and found.intersection(op.results)
-        if viewed or op.short == "cross_entropy_loss":
+        loss = traits_of(op).loss
+        if viewed or (loss is not None and loss.kind == "cross_entropy"):
             found.add(op.operands[0])
     return frozenset(found)
 

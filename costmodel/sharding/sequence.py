@@ -13,13 +13,16 @@ Attention does not: it gathers keys and values, or passes them around.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from meshwright.costmodel.graph import Graph, Op, argument
 from meshwright.costmodel.rules import OpFactors, traits_of
 
 AtomDims = tuple[tuple[int, ...], ...]
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +93,43 @@ def _has_tokens(dims: AtomDims, batch: int | None) -> bool:
 
 def _shift(graph: Graph, op: Op) -> Shift | None:
     """How a slice, a pad or a roll shifts tokens; None for all other calls."""
-    if not op.operands or not op.results:
+    shift = _SHIFTS.get(op.short)
+    if shift is None or not op.operands or not op.results:
         return None
-    before, after = (graph.values[v].shape for v in (op.operands[0], op.results[0]))
+    return shift(op, *(graph.values[v].shape for v in (op.operands[0], op.results[0])))
+
+
+def _sliced(op: Op, before: Shape, after: Shape) -> Shift | None:
     changed = [d for d, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-    if op.short == "slice" and len(changed) == 1:
-        dim = int(argument(op, 1, "dim", 0)) % len(before)
-        start = argument(op, 2, "start", None) or 0
-        one_less = before[dim] - after[dim] == 1 and argument(op, 4, "step", 1) == 1
-        return Shift(dim, start != 0) if changed == [dim] and one_less else None
-    if op.short in ("pad", "constant_pad_nd"):
-        amounts = [(k, n) for k, n in enumerate(op.args[1]) if n]
-        places = {len(before) - 1 - k // 2 for k, _ in amounts}
-        if len(places) == 1 and all(abs(n) == 1 for _, n in amounts):
-            return Shift(places.pop(), any(k % 2 == 0 for k, _ in amounts))
-    if op.short == "roll":
-        by, along = (argument(op, k, name, ()) for k, name in ((1, "shifts"), (2, "dims")))
-        if len(along) == 1 and list(by) in ([1], [-1]):
-            return Shift(int(along[0]) % len(before), True)
+    dim = int(argument(op, 1, "dim", 0)) % len(before)
+    if changed != [dim]:
+        return None
+    start = argument(op, 2, "start", None) or 0
+    one_less = before[dim] - after[dim] == 1 and argument(op, 4, "step", 1) == 1
+    return Shift(dim, start != 0) if one_less else None
+
+
+def _padded(op: Op, before: Shape, after: Shape) -> Shift | None:
+    amounts = [(k, n) for k, n in enumerate(op.args[1]) if n]
+    places = {len(before) - 1 - k // 2 for k, _ in amounts}
+    if len(places) == 1 and all(abs(n) == 1 for _, n in amounts):
+        return Shift(places.pop(), any(k % 2 == 0 for k, _ in amounts))
     return None
+
+
+def _rolled(op: Op, before: Shape, after: Shape) -> Shift | None:
+    by, along = (argument(op, k, name, ()) for k, name in ((1, "shifts"), (2, "dims")))
+    if len(along) == 1 and list(by) in ([1], [-1]):
+        return Shift(int(along[0]) % len(before), True)
+    return None
+
+
+_SHIFTS: Mapping[str, Callable[[Op, Shape, Shape], Shift | None]] = {
+    "slice": _sliced,
+    "pad": _padded,
+    "constant_pad_nd": _padded,
+    "roll": _rolled,
+}
 
 
 def _needs_whole(

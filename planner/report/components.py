@@ -9,7 +9,6 @@ from meshwright.costmodel.blocks import StageCosts
 from meshwright.planner.plan import seconds
 from meshwright.planner.pricing import Evaluation
 
-
 SHOWN = 1e-6  # part of a step from which on a difference is one
 
 

@@ -8,11 +8,11 @@ the batch alone (ids, labels, masks, positions).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -56,32 +56,42 @@ class Ledger:
         return sum(storage.nbytes() for storage in storages.values())
 
 
+_CURRENT = threading.local()  # ranks are threads: each has its own ledger
+_NOTED, _RUN = _Pass._noted, _Pass.run
+
+
+def _note(own: _Pass, tensor: torch.Tensor) -> Any:
+    held = _NOTED(own, tensor)
+    if isinstance(held, torch.Tensor) and (kept := getattr(_CURRENT, "ledger", None)):
+        kept.tensors.append(held)
+    return held
+
+
+def _repeat(own: _Pass, *args: Any) -> Any:
+    result = _RUN(own, *args)
+    if kept := getattr(_CURRENT, "ledger", None):
+        operands = tree_leaves(list(own.operands.values()))
+        kept.tensors += [held for held in operands if isinstance(held, torch.Tensor)]
+    return result
+
+
+_Pass._noted, _Pass.run = _note, _repeat  # for as long as the process lives, idle without a ledger
+
+
 @contextmanager
 def ledger() -> Iterator[Ledger]:
     """Counts what autograd saves, and what is held to run operators again."""
-    kept = Ledger()
-    noted, run = _Pass._noted, _Pass.run
+    kept = _CURRENT.ledger = Ledger()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept.tensors.append(tensor)
         return tensor
 
-    def note(own: _Pass, tensor: torch.Tensor) -> Any:
-        held = noted(own, tensor)
-        return pack(held) if isinstance(held, torch.Tensor) else held
-
-    def repeat(own: _Pass, *args: Any) -> Any:
-        result = run(own, *args)
-        operands = tree_leaves(list(own.operands.values()))
-        kept.tensors += [held for held in operands if isinstance(held, torch.Tensor)]
-        return result
-
-    with (
-        patch.object(_Pass, "_noted", note),
-        patch.object(_Pass, "run", repeat),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
-        yield kept
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield kept
+    finally:
+        _CURRENT.ledger = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
