@@ -347,7 +347,7 @@ def test_a_file_that_is_not_there_and_a_cluster_without_nccl(
 
 def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert command() == 1
-    assert "a target and --batch are needed, except with --import" in capsys.readouterr().err
+    assert "a model and --batch are needed, except with --import" in capsys.readouterr().err
 
 
 # --- caches of before -----------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
         room = tight.device.memory_bytes
         assert searching(with_memory(tight, room + short * 1.01 + 1), **given).run().best.fits
         with pytest.raises(InfeasibleError):
-            searching(with_memory(tight, room + short * 0.5), **given).run()
+            searching(with_memory(tight, room + short * 0.25), **given).run()
 
 
 def test_out_of_time_nothing_new_is_explored() -> None:

@@ -32,6 +32,8 @@ from tests.helpers.planning import case, cluster, odd_cluster, problem_of, progr
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 MICROBATCHES, ROWS = 4, 4
 
+AMPLE = 2.0**60  # bytes
+
 
 def chain_of(programs: BlockPrograms, *, dp: int = 2, tp: int = 2, mode: str = "fast") -> Chain:
     setting = programs.coster.setting(Mesh(dp=dp, tp=tp), rows=ROWS / dp, microbatches=MICROBATCHES)
@@ -53,7 +55,9 @@ class Run:
         levels = recompute_levels(runs.sums, self.way.setting, (self.recompute,), runs.blocks)
         none = np.zeros(len(runs.sums), dtype=np.int64)
         chosen = ChosenLevel(level=none, fraction=none * 0.0, fits=none == 0)
-        return StageDraft(start=start, stop=stop, setup=self.way, levels=levels, chosen=chosen)
+        return StageDraft(
+            start=start, stop=stop, setup=self.way, levels=levels, chosen=chosen, in_flight=1
+        )
 
 
 def run(
@@ -74,7 +78,8 @@ def candidate(
     )
     made = make_candidate(
         programs.coster,
-        make_draft(programs.coster, [own.drafted(i, j) for (i, j), own in spans], step),
+        make_draft(programs.coster, [own.drafted(i, j) for (i, j), own in spans], step, AMPLE),
+        AMPLE,
     )
     return made, [
         stage_costs(own.way.chain.sums[i, j], own.way.setting, own.recompute)
@@ -151,7 +156,8 @@ def test_recompute_trades_the_forward_for_what_it_saves() -> None:
     chain = chain_of(programs_of(case("llama"), odd_cluster(0), "fp32"))
     keep = stage_costs(chain.sums[0, 3], chain.setting, "none")
     again = stage_costs(chain.sums[0, 3], chain.setting, "full")
-    assert again.backward_s == pytest.approx(keep.backward_s + keep.forward_s)
+    repeated_s = again.backward_s - keep.backward_s  # all but what no backward reads
+    assert 0.8 * keep.forward_s < repeated_s <= keep.forward_s * (1 + 1e-9)
     assert again.backward_comm_s == pytest.approx(keep.backward_comm_s + keep.forward_comm_s)
     assert again.forward_s == keep.forward_s
     inputs = at(chain, 0, 3, "input_bytes")
