@@ -17,9 +17,10 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import Target
-from meshwright.costmodel.targets import MEGATRON
+from meshwright.costmodel.targets import EAGER, MEGATRON
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.plan import Plan
 from meshwright.planner.published.frameworks import framework_of
 from meshwright.planner.published.models import TransformerDims
 from meshwright.planner.published.predict import traced
@@ -44,6 +45,7 @@ def gpt(*, layers: int, hidden: int, vocab: int = 51200, length: int = 2048) -> 
 
 GPT2 = dataclasses.replace(gpt(layers=12, hidden=768, vocab=50304, length=1024), tied=True)
 GPT_1_3B = gpt(layers=24, hidden=2048)
+GPT_3 = gpt(layers=96, hidden=12288)
 GPT_103B = gpt(layers=20, hidden=20480)
 GPT_7B = gpt(layers=32, hidden=4096, length=4096)
 GPT_13B = gpt(layers=40, hidden=5120, length=4096)
@@ -127,6 +129,46 @@ def test_zero_in_one_node() -> None:
     (stage,) = best(GPT_7B, "dgx-h100", nodes=1, devices=8, batch=32).plan.stages
     assert (stage.dp, stage.tp) == (8, 1)
     assert stage.zero >= 2
+
+
+# --- what people run ------------------------------------------------------------------------------
+
+
+def signed(dims: TransformerDims, node: str, *, nodes: int, batch: int, target: Target) -> Plan:
+    """The plan that users get: the simplest of those that prices can't tell apart, 5 % of memory
+    left."""
+    graph, table = traced(dims, "bf16")
+    cluster = Cluster.from_catalog(node, num_nodes=nodes)
+    problem = Problem(graph=graph, factors=table, cluster=cluster, precision="bf16", target=target)
+    search = Search(problem, batch, Overrides(), objective="robust", memory_margin=0.05)
+    found = search.run().best
+    used = max(found.evaluation.prediction.peak_memory_bytes)
+    assert used <= 0.95 * cluster.device.memory_bytes
+    return found.plan
+
+
+def test_plain_zero_on_one_node_of_h100() -> None:
+    """With the overlaps of `train_step` gradients hide behind the backward; tensor parallelism
+    hides nothing."""
+    (stage,) = signed(GPT_7B, "dgx-h100", nodes=1, batch=64, target=EAGER).stages
+    assert (stage.dp, stage.tp, stage.cp) == (8, 1, 1)
+
+
+def test_data_parallelism_beats_a_zero_bubble_pipeline_by_simplicity() -> None:
+    """Llama-2-7B's size on 64 A100: a pipeline gains a percent or two, less than prices resolve."""
+    (stage,) = signed(GPT_7B, "dgx-a100", nodes=8, batch=1024, target=EAGER).stages
+    assert (stage.dp, stage.tp) == (64, 1)
+
+
+def test_gpt3_on_a_thousand_gpus_is_megatrons_recipe() -> None:
+    """Narayanan et al. 2021: tensor parallelism in the node, a pipeline over nodes, and no ZeRO-3
+    over hundreds of ranks, which Megatron does not combine with it."""
+    plan = signed(GPT_3, "dgx-a100", nodes=128, batch=1536, target=MEGATRON)
+    assert len(plan.devices) > 1
+    assert plan.schedule == "interleaved_1f1b"
+    assert {stage.tp for stage in plan.stages} == {8}
+    assert {stage.zero for stage in plan.stages} <= {0, 1}
+    assert {policy for stage in plan.stages for policy in stage.policies} == {"none"}
 
 
 # --- memory --------------------------------------------------------------------------------------
