@@ -4,6 +4,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared_machine", deadline=None)  # a slow moment is no failure
+settings.load_profile("shared_machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
