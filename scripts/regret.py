@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.published import Unpriced, predict_row
+from scripts.experts.rows import published_rows
 
 PLANS = 4  # measured plans that make a sweep
 SWEEP = (
@@ -111,10 +111,7 @@ def main() -> None:
     parser.add_argument("--source", default="", help="only sources that contain this text")
     parser.add_argument("--plans", action="store_true", help="print every plan of a sweep")
     args = parser.parse_args()
-    published = Path(__file__).parent / "experts" / "published.csv"
-    path = args.data / "step_times.csv" if args.data else published
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
+    rows = published_rows(args.source, args.data)
     found = []
     for sweep in sweeps(rows):
         found.append(sweep)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.published import Unpriced, predict_row
+from scripts.experts.rows import published_rows
 from scripts.ranks.rank_correlation import spearman
 
 # family -> (text in the row's source, test on the row)
@@ -112,13 +112,7 @@ def main() -> None:
     parser.add_argument("--source", default="", help="only sources that contain this text")
     parser.add_argument("--rows", action="store_true", help="print every row")
     args = parser.parse_args()
-    path = (
-        args.data / "step_times.csv"
-        if args.data
-        else Path(__file__).parent / "experts" / "published.csv"
-    )
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if args.source in row["source"]]
+    rows = published_rows(args.source, args.data)
     refused: collections.Counter[str] = collections.Counter()
     families = collections.defaultdict(list)
     for row in rows:

@@ -67,7 +67,7 @@ def peak_bytes(
     peaks = []
     placed = stages_of_devices(schedule, num_stages=len(stages), num_devices=num_devices)
     for device, members in enumerate(placed):
-        states = sum(stages[k].static_bytes - stages[k].passing_bytes for k in members)
+        states = sum(stages[k].kept_bytes for k in members)
         passing = max(stages[k].passing_bytes for k in members)
         peaks.append(math.ceil(states + passing + active[device] + cluster.device.reserved_bytes))
     return peaks

@@ -57,6 +57,12 @@ class StageCosts(Generic[A]):
     activation_bytes: A
     parameters: A
 
+    @property
+    def kept_bytes(self) -> A:
+        """Bytes that the stage holds while another one of its device is in a backward, activations
+        apart."""
+        return self.static_bytes - self.passing_bytes
+
     def amortised_s(self, num_microbatches: int) -> A:
         """Seconds per micro-batch with the once-per-step work spread over them."""
         once = (self.reduce_s + self.optimizer_s) / num_microbatches

@@ -80,15 +80,13 @@ def _searched(search: Search, batch: int) -> tuple[float, str] | None:
     found."""
     given = search.overrides
     try:
-        best = Search(
-            search.problem,
-            batch,
-            replace(given, forbid=sorted({*given.forbid, "unequal_meshes"})),
-            executable=search.executable,
-            memory_margin=search.memory_margin,
+        other = search.like(
+            global_batch_size=batch,
+            overrides=replace(given, forbid=sorted({*given.forbid, "unequal_meshes"})),
+            objective="fastest",
             time_limit_s=SEARCH_S,
-            programs=search.programs,
-        ).run()
+        )
+        best = other.run()
     except (InfeasibleError, OverrideError):
         return None
     return best.best.step_time_s, describe(best.best.plan)

@@ -95,7 +95,7 @@ class _Needs:
         if problem is None:
             return None
         try:
-            need = _need(_like(self.search, problem), [self.choice])
+            need = _need(self.search.like(problem=problem), [self.choice])
         except OverrideError:
             return None
         if need is None:
@@ -103,25 +103,10 @@ class _Needs:
         return need.excess_bytes + sum(change.adds_bytes for change in changes)
 
 
-def _like(search: Search, problem: Problem) -> Search:
-    """The same search for another problem."""
-    return Search(
-        problem,
-        search.global_batch_size,
-        search.overrides,
-        executable=search.executable,
-        memory_margin=search.memory_margin,
-    )
-
-
 def _need(search: Search, choices: list[MeshChoice]) -> MemoryNeed | None:
-    found = least_memory(search.equal, choices, _any, _any)
+    found = least_memory(search.equal, choices)
     search.forget()
     return found
-
-
-def _any(_: object) -> bool:
-    return True
 
 
 def _changes(problem: Problem, choice: MeshChoice) -> Iterator[Change]:

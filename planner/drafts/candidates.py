@@ -165,7 +165,7 @@ def _policies(
         costs = [
             stage_costs(d.setup.chain.runs.sums[d.run], d.setup.setting, "none") for d in stages
         ]
-        kept = sum(float(own.static_bytes - own.passing_bytes) for own in costs)
+        kept = sum(float(own.kept_bytes) for own in costs)
         blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
         chosen = choose_policies(
             [own for of_stage in blocks for own in of_stage],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Self
 
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.drafts.candidates import (
@@ -31,9 +32,8 @@ class Drafter:
     and `unequal` meshes.
 
     `executable` leaves only what the executor runs; `memory_margin` is the part of a device's
-    memory that stays free. `programs` are another drafter's of the same
-    problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the model
-    or each other.
+    memory that stays free. `programs` are another drafter's of the same problem, to reuse what it
+    priced. Raises `OverrideError` for overrides that contradict the model or each other.
     """
 
     def __init__(
@@ -70,37 +70,26 @@ class Drafter:
         self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
-    def under(self, overrides: Overrides, *, executable: bool) -> Drafter:
-        """The same problem under other overrides."""
-        return Drafter(
-            self.problem,
-            self.global_batch_size,
-            overrides,
-            executable=executable,
-            memory_margin=self.memory_margin,
-            programs=self.programs,
-        )
+    def like(self, **changes: Any) -> Self:
+        """The same with other arguments. What was priced is used again, for another problem
+        nothing."""
+        programs = None if "problem" in changes else self.programs
+        return type(self)(**{**self._arguments(), "programs": programs, **changes})
 
-    def to_the_brim(self) -> Drafter:
-        """The same without a margin of memory."""
-        return Drafter(
-            self.problem,
-            self.global_batch_size,
-            self.overrides,
-            executable=self.executable,
-            programs=self.programs,
-        )
+    def _arguments(self) -> dict[str, Any]:
+        """What it was made of, but for the programs."""
+        return {
+            "problem": self.problem,
+            "global_batch_size": self.global_batch_size,
+            "overrides": self.overrides,
+            "executable": self.executable,
+            "memory_margin": self.memory_margin,
+        }
 
-    def on_nodes(self, num_nodes: int) -> Drafter:
-        """The same on another number of nodes, for which nothing is priced yet."""
+    def on_nodes(self, num_nodes: int) -> Self:
+        """The same on another number of nodes."""
         cluster = replace(self.problem.cluster, num_nodes=num_nodes)
-        return Drafter(
-            replace(self.problem, cluster=cluster),
-            self.global_batch_size,
-            self.overrides,
-            executable=self.executable,
-            memory_margin=self.memory_margin,
-        )
+        return self.like(problem=replace(self.problem, cluster=cluster))
 
     def equal_with(self, policies: tuple[str, ...]) -> EqualStages:
         """Stages of equal meshes under these recompute policies only."""

@@ -179,8 +179,7 @@ class EqualStages:
         stages, least = choice.groups * per_group, self.least(choice.mesh, choice.num_microbatches)
         part = setup.chain.whole() if stages == 1 else setup.chain.typical().times(1 / stages)
         levels = recompute_levels(part, setup.setting, policies, np.array(len(least) / stages))
-        last = levels.costs[-1]
-        states = float(last.static_bytes - last.passing_bytes)
+        states = float(levels.costs[-1].kept_bytes)
         # in the states that its blocks prefer; a whole stage may have to split more of them
         mesh, whole = choice.mesh, float(part.parameters)
         split = self.parameters / (mesh.tp * mesh.ep * stages)
@@ -307,7 +306,7 @@ class EqualStages:
         levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
         chosen = levels.choose(in_flight, self.room, per_device=each)
         costs = levels.at((), chosen)
-        kept = costs.static_bytes - costs.passing_bytes + in_flight * costs.activation_bytes
+        kept = stage_bytes(costs.kept_bytes, costs.activation_bytes, in_flight)
         return (each - 1) * kept if chosen.fits else 0.0
 
     def allowed(self, setup: StageSetup) -> np.ndarray:

@@ -7,9 +7,9 @@ from meshwright.planner.pricing.evaluate import (
     evaluate,
     price_stages,
 )
-from meshwright.planner.pricing.stage_costs import MeshKey, StageCoster, mesh_key
+from meshwright.planner.pricing.stage_costs import Degrees, MeshKey, StageCoster, mesh_key
 
 __all__ = [
-    "Evaluation", "Evaluator", "MeshKey", "Prediction", "StageCoster", "evaluate", "mesh_key",
-    "price_stages",
+    "Degrees", "Evaluation", "Evaluator", "MeshKey", "Prediction", "StageCoster", "evaluate",
+    "mesh_key", "price_stages",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ def _closest(
         found.append((max(lacking), lacking, describe(draft.evaluation.plan)))
     closest = min(found, key=lambda item: item[0], default=None)
     if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
-        need = least_memory(drafter.equal, least_memory_choices(drafter.space), _any, _any)
+        need = least_memory(drafter.equal, least_memory_choices(drafter.space))
         if need is not None and need.excess_bytes > 0:
             groups, m = need.choice.groups, need.choice.num_microbatches
             how = f"{groups} equal stages, {m} micro-batches"
@@ -102,7 +102,3 @@ def _closest(
 def _margin(drafter: Drafter) -> str:
     margin = drafter.memory_margin
     return f" with memory_margin={margin:g}" if margin else ""
-
-
-def _any(_: object) -> bool:
-    return True

@@ -49,8 +49,8 @@ def least_memory_choices(space: Space) -> list[MeshChoice]:
 def least_memory(
     equal: EqualStages,
     choices: Iterable[MeshChoice],
-    setup: Callable[[StageSetup], bool],
-    schedule: Callable[[str], bool],
+    setup: Callable[[StageSetup], bool] = lambda own: True,
+    schedule: Callable[[str], bool] = lambda name: True,
 ) -> MemoryNeed | None:
     """The least need of these meshes, of the setups and schedules that the predicates let through;
     None where there is none."""

@@ -53,13 +53,13 @@ def _freed(drafter: Drafter) -> Iterator[Relaxation]:
         free = without(overrides, *TOGETHER)
         relaxed.append((f"leave {' and '.join(TOGETHER)} free", free, executable))
     if drafter.memory_margin:
-        found = _possible(drafter.to_the_brim)
+        found = _possible(partial(drafter.like, memory_margin=0.0))
         if found is not None:
             yield _relaxation("leave no memory free (memory_margin=0)", 0, found)
     if executable:
         relaxed.append(("plan what can't be run yet (executable=False)", overrides, False))
     for what, left, runs in relaxed:
-        found = _possible(partial(drafter.under, left, executable=runs))
+        found = _possible(partial(drafter.like, overrides=left, executable=runs))
         if found is not None:
             yield _relaxation(what, 0, found)
 

@@ -1,9 +1,10 @@
 """The outer search: every decision together, best first, with a bound.
 
-Plans with equal stages (`equal_stages.py`) are estimated all at once and explored in the order of
-their estimates: cut exactly, then simulated. The inter-op DP (`unequal_stages.py`) then looks, for
-each number of micro-batches whose bound leaves room, for a plan with different meshes that beats
-the incumbent. The fastest plans are written out and priced again from what is written.
+Plans with equal stages (`planner/drafts/equal_stages.py`) are estimated all at once and explored in
+the order of their estimates: cut exactly, then simulated. The inter-op DP (`unequal_stages.py`
+there) then looks, for the numbers of micro-batches whose bound leaves room, for a plan with
+different meshes that beats the incumbent. The chosen plans are written out and priced again from
+what is written.
 
 What was not explored has a lower bound on its step time; the least of these bounds and the chosen
 step time is the bound of the whole search, and their ratio its gap.
@@ -25,7 +26,7 @@ from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import failure
-from meshwright.planner.search.taste import TIE, by_taste, of_draft
+from meshwright.planner.search.taste import TIE, axes_of, by_taste
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
 MAX_KEPT = 6  # plans of different shapes kept for the report
@@ -102,16 +103,11 @@ class Search(Drafter):
 
     def again(self, overrides: Overrides) -> SearchResult:
         """The same search under other overrides, on what was priced. Raises as `run` does."""
-        return Search(
-            self.problem,
-            self.global_batch_size,
-            overrides,
-            executable=self.executable,
-            memory_margin=self.memory_margin,
-            objective=self.objective,
-            time_limit_s=self.time_limit_s,
-            programs=self.programs,
-        ).run()
+        return self.like(overrides=overrides).run()
+
+    def _arguments(self) -> dict[str, Any]:
+        own = {"objective": self.objective, "time_limit_s": self.time_limit_s}
+        return super()._arguments() | own
 
     # --- the search ---
 
@@ -144,6 +140,9 @@ class Search(Drafter):
         """Step time to beat: that of the fastest draft that fits."""
         return self._explorer.limit_s()
 
+    def _best_draft(self) -> PlanDraft | None:
+        return min((d for d in self._drafts if d.fits), key=_order, default=None)
+
     # --- equal stages ---
 
     def _explore(self, choices: Iterable[MeshChoice]) -> float:
@@ -158,19 +157,20 @@ class Search(Drafter):
     def _explore_simpler(self, queue: Queue) -> None:
         """Draft what is left and may tie with the best, of each kind that is simpler the most
         promising."""
-        best = min((d for d in self._drafts if d.fits), key=_order, default=None)
+        best = self._best_draft()
         if self.objective != "robust" or best is None:
             return
-        limit, axes = best.step_time_s * (1 + TIE), of_draft(best, self.problem.cluster)[0]
+        limit = best.step_time_s * (1 + TIE)
+        axes = axes_of(best.plan.stages, len(best.plan.devices))
         seen: Counter[tuple[Any, ...]] = Counter()
         while queue and queue.promised_s < limit and not self._effort.late():
             _, _, what, _ = queue.pop()
             if isinstance(what, MeshChoice):
-                if _axes(what.mesh, what.groups) <= axes:
+                if axes_of([what.mesh], what.groups) <= axes:
                     self._explorer.expand(what, queue)
                 continue
             kind = _kind(what)
-            if _axes(what.setup.mesh, what.groups) > axes or seen[kind] >= MAX_SIMPLER:
+            if axes_of([what.setup.mesh], what.groups) > axes or seen[kind] >= MAX_SIMPLER:
                 continue
             found = self._explorer.cut(what, limit * OVERSHOOT)
             if found is not None:
@@ -180,7 +180,7 @@ class Search(Drafter):
     def _between(self) -> list[MeshChoice]:
         """The mesh of the best draft with the numbers of micro-batches that thinning left out next
         to its own."""
-        best = min((d for d in self._drafts if d.fits), key=_order, default=None)
+        best = self._best_draft()
         if best is None:
             return []
         mesh, plan = best.stages[0].setup.mesh, best.plan
@@ -217,7 +217,7 @@ class Search(Drafter):
     def _near_best(self, counts: Sequence[int]) -> Sequence[int]:
         """Of many numbers of micro-batches those next to the best draft's: there the stage DP may
         find a better plan, if anywhere."""
-        best = min((d for d in self._drafts if d.fits), key=_order, default=None)
+        best = self._best_draft()
         if best is None or len(counts) <= ALL_COUNTS:
             return counts
         own = math.log(best.plan.num_microbatches)
@@ -318,11 +318,6 @@ def _shape(draft: PlanDraft) -> tuple[Any, ...]:
     return plan.schedule, *(
         (s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in plan.stages
     )
-
-
-def _axes(mesh: Mesh, groups: int) -> int:
-    """Axes in use besides the data axis."""
-    return (groups > 1) + (mesh.tp > 1) + (mesh.cp > 1) + (mesh.ep > 1)
 
 
 def _kind(one: Combination) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
-from meshwright.planner.pricing import StageCoster, price_stages
+from meshwright.planner.pricing import Degrees, StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
 
 COMPUTE_ERROR = 0.05  # assumed: what the price of fitted sources misses on average
@@ -47,11 +47,10 @@ def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity
     cuts (stages that differ by more than a block), schedules beyond 1F1B and interleaving,
     different recompute policies, ZeRO within parts and strided ranks, memory."""
     stages = plan.stages
-    axes = [len(plan.devices) > 1, *(any(getattr(s, x) > 1 for s in stages) for x in _AXES)]
     blocks = [len(stage.blocks) for stage in stages]
     meshes = {(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard) for s in stages}
     return (
-        sum(axes),
+        axes_of(stages, len(plan.devices)),
         len(meshes),
         max(0, max(blocks) - min(blocks) - 1),
         len(plan.devices) > 1 and not SCHEDULES[plan.schedule].standard,
@@ -61,14 +60,17 @@ def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity
     )
 
 
-_AXES = ("tp", "cp", "ep")
+def axes_of(meshes: Sequence[Degrees], groups: int) -> int:
+    """Axes in use besides the data axis, on so many device groups."""
+    own = (any(getattr(mesh, axis) > 1 for mesh in meshes) for axis in ("tp", "cp", "ep"))
+    return (groups > 1) + sum(own)
 
 
 def _parted(stage: StagePlan) -> int:
     return (stage.dp_shard is not None) + (spread_of(stage) > 1)
 
 
-def of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
+def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
     """The simplicity of a draft."""
     evaluation = draft.evaluation
     peak = max(evaluation.prediction.peak_memory_bytes)
@@ -84,7 +86,7 @@ def by_taste(drafts: Sequence[PlanDraft], coster: StageCoster) -> list[Judged]:
 
     def order(own: Judged) -> tuple[bool, Simplicity | tuple[()], float, str]:
         tied = own.quantile_s <= least * (1 + TIE)
-        simple = of_draft(own.draft, coster.cluster) if tied else ()
+        simple = _of_draft(own.draft, coster.cluster) if tied else ()
         return not tied, simple, own.quantile_s, own.draft.plan.to_json()
 
     return sorted(judged, key=order)

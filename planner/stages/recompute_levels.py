@@ -66,8 +66,7 @@ class RecomputeLevels:
         alike = 1 if others_bytes else per_device
 
         def used(costs: StageCosts[Floats], passing_bytes: Floats) -> Floats:
-            kept = costs.static_bytes - costs.passing_bytes
-            held = stage_bytes(kept, costs.activation_bytes, in_flight)
+            held = stage_bytes(costs.kept_bytes, costs.activation_bytes, in_flight)
             return alike * held + passing_bytes + others_bytes
 
         first = self.costs[0]

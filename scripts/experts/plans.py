@@ -13,11 +13,9 @@ of each and the micro-batches are taken, as `Overrides`: theirs is then the best
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import FactorTable
@@ -37,8 +35,8 @@ from meshwright.planner.published import traced as traced_dims
 from meshwright.profiles.cluster import Cluster
 from scripts.experts.alpa import RESNET_50, RESNET_101, moe, traced, wide_resnet
 from scripts.experts.recipes import RECIPES
+from scripts.experts.rows import published_rows
 
-PUBLISHED = Path(__file__).with_name("published.csv")
 SOURCES = ("SC21", "Alpa OSDI22", "torchtitan", "DGXC")
 # columns in which rows of one configuration, measured with several versions, differ
 MEASURED = ("source", "licence", "iteration_time_s", "peak_mem_gib", "notes")
@@ -78,11 +76,10 @@ def experts() -> list[Expert]:
 
 def _from_rows() -> Iterator[Expert]:
     newest: dict[tuple[str, ...], Mapping[str, str]] = {}
-    with PUBLISHED.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if any(name in row["source"] for name in SOURCES):
-                kernels = "torch.compile" in row["notes"]
-                newest[(*(row[c] for c in row if c not in MEASURED), str(kernels))] = row
+    for row in published_rows():
+        if any(name in row["source"] for name in SOURCES):
+            kernels = "torch.compile" in row["notes"]
+            newest[(*(row[c] for c in row if c not in MEASURED), str(kernels))] = row
     for row in newest.values():
         try:
             setup = read_row(row)

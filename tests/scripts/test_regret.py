@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from types import SimpleNamespace
 
 import pytest
 
 from scripts import regret
-from scripts.experts.plans import PUBLISHED
+from scripts.experts.rows import published_rows
 from scripts.regret import PLAN, SWEEP, Priced, Row, Sweep
 
 
@@ -57,8 +56,7 @@ def test_equal_predictions_are_broken_by_the_plan() -> None:
 def test_choices_among_published_sweeps_lose_little() -> None:
     """Every fifth sweep, to keep it short: a guard against what makes choices worse. All of them
     lose 3.6 % in the mean, more than the 2 % that are asked for (docs/measurements.md)."""
-    with PUBLISHED.open(encoding="utf-8", newline="") as file:
-        published = list(csv.DictReader(file))
+    published = published_rows()
     keys = sorted({tuple(row[c] for c in SWEEP) for row in published})
     chosen = {*keys[::5]}
     found = regret.sweeps(row for row in published if tuple(row[c] for c in SWEEP) in chosen)
