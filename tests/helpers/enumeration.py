@@ -17,16 +17,20 @@ from typing import Any
 from meshwright.costmodel.blocks.stage import StageCosts
 from meshwright.costmodel.schedules.schedule import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.target import Target
 from meshwright.planner.drafts.candidates import place_stages
 from meshwright.planner.drafts.space import Mesh, groups_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
+from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.programs import MODES, BlockPrograms
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, linears, odd_cluster, programs_of
+from tests.helpers.planning import Traced, linears, odd_cluster, problem_of
 
 ZEROS = (0, 1, 2, 3)
+# hides nothing, so that no axis is free: the instances ask for plans of every kind
+SERIAL = Target(name="serial", counter_dropout=True)
 POLICIES = ("none", "selective", "full")
 PLAIN = ("1f1b", "gpipe")  # schedules that stages on different meshes may have
 # (schedule, stages on each device group) that stages of one mesh and ZeRO stage may have besides
@@ -100,7 +104,9 @@ class Enumeration:
     _priced: dict[int, Evaluation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._programs = programs_of(self.of, self.cluster)
+        self._programs = BlockPrograms(
+            StageCoster(problem_of(self.of, self.cluster, target=SERIAL))
+        )
         self.plans = sorted(self._every(), key=lambda plan: plan.least_s)
 
     # --- the answers ---

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.price import price_pass
 from meshwright.costmodel.blocks.sums import Sums
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
@@ -259,6 +259,6 @@ def _all_reduces(count: Counter[str]) -> float:
 def communication(
     pricer: Pricer, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
 ) -> Recorder:
-    recorder = Recorder(pricer)
-    price_block(recorder, layouts, assignment, inputs)  # type: ignore[arg-type]
+    recorder = Recorder(pricer)  # of one forward and backward: recompute has its own re-shards
+    price_pass(recorder, layouts, assignment, inputs, repeated={})  # type: ignore[arg-type]
     return recorder

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.alternatives.alternatives import Alternative, alternatives
 from meshwright.planner.alternatives.families import RUNS_HERE, families, runs_here
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.enumeration import SERIAL
 from tests.helpers.planning import cluster, linears, problem_of
 
 BATCH = 8
@@ -38,9 +41,13 @@ WITHIN = {
 }
 
 
-def searching(on: Cluster, *, executable: bool = False, **given: Any) -> Search:
+def searching(
+    on: Cluster, *, executable: bool = False, target: Target = EAGER, **given: Any
+) -> Search:
     of = linears(256, 4, BATCH, 64)
-    return Search(problem_of(of, on), BATCH, Overrides(**given), executable=executable)
+    return Search(
+        problem_of(of, on, target=target), BATCH, Overrides(**given), executable=executable
+    )
 
 
 @cache
@@ -106,9 +113,9 @@ def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
 
 
 def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
-    free = searching(ON["fast wires"]).run().best.evaluation.prediction
-    tight = with_memory(ON["fast wires"], max(free.peak_memory_bytes) * 0.32)
-    search = searching(tight, forbid=["recompute"])
+    free = searching(ON["fast wires"], target=SERIAL).run().best.evaluation.prediction
+    tight = with_memory(ON["fast wires"], max(free.peak_memory_bytes) * 0.6)
+    search = searching(tight, target=SERIAL, forbid=["recompute"])
     found = alternatives(search, search.run())
     lacking = {a.family: a.shortfall_bytes for a in found if a.shortfall_bytes}
     own = sorted({"tp=2", "pp=2", "pp=4", "no tensor parallelism"} & lacking.keys())
@@ -117,9 +124,10 @@ def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
         given, short = WITHIN[family], lacking[family]
         given = {**given, "forbid": [*given.get("forbid", []), "recompute", "unequal_meshes"]}
         room = tight.device.memory_bytes
-        assert searching(with_memory(tight, room + short * 1.01 + 1), **given).run().best.fits
+        enough, little = (with_memory(tight, room + more) for more in (short * 1.01 + 1, short / 2))
+        assert searching(enough, target=SERIAL, **given).run().best.fits
         with pytest.raises(InfeasibleError):
-            searching(with_memory(tight, room + short * 0.25), **given).run()
+            searching(little, target=SERIAL, **given).run()
 
 
 def test_out_of_time_nothing_new_is_explored() -> None:

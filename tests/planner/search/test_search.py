@@ -15,6 +15,8 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
@@ -60,12 +62,17 @@ def searching(
     batch: int = BATCH,
     time_limit_s: float | None = None,
     programs: BlockPrograms | None = None,
+    target: Target = EAGER,
     **given: Any,
 ) -> Search:
     of = of or model()
     overrides = Overrides(**given)
     return Search(
-        problem_of(of, on), batch, overrides, time_limit_s=time_limit_s, programs=programs
+        problem_of(of, on, target=target),
+        batch,
+        overrides,
+        time_limit_s=time_limit_s,
+        programs=programs,
     )
 
 
