@@ -77,9 +77,9 @@ def combined(
     return StageCosts(**{name: combine([getattr(own, name) for own in costs]) for name in names})
 
 
-def of_one(costs: StageCosts[Floats]) -> StageCosts[float]:
-    """0-d costs of one stage as floats."""
-    return combined([costs], lambda values: float(values[0]))
+def of_one(costs: StageCosts[Floats], stage: int | tuple[()] = ()) -> StageCosts[float]:
+    """Costs of one of several stages as floats; by default of the only one, 0-d."""
+    return combined([costs], lambda values: float(values[0][stage]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +162,16 @@ def _copy_s(sums: Sums, setting: Setting) -> Floats:
     return seconds
 
 
+def of_policy(costs: StageCosts[Floats], k: int) -> StageCosts[Floats]:
+    """Of the costs of stages under several policies, (P, ...) where they depend on it, those under
+    policy k."""
+    single = costs.parameters.ndim
+    return combined([costs], lambda own: own[0][k] if own[0].ndim > single else own[0])
+
+
 def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> StageCosts[Floats]:
     """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
-    what they run again by several."""
+    what they run again: by several, or with a leading axis of alternatives."""
     target, replicas = setting.target, setting.dp * setting.cp
     repeated = sums.recompute(recompute) if isinstance(recompute, str) else recompute
     forward = sums.forward_s - _hidden(sums.forward_s, sums.forward_exchange_s, target)

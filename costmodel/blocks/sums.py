@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -151,6 +152,19 @@ class Sums:
         scaled[..., :-MAXIMA] *= factor
         return Sums(scaled)
 
+    def spans(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Sums:
+        """Sums of the runs start..stop-1, (N,), of these blocks one after the other, (K,)."""
+        added = np.concatenate([self.array[:1] * 0.0, self.array.cumsum(axis=0)])
+        sums = added[stops] - added[starts]
+        ends = np.column_stack([starts, stops]).ravel()  # of every other span the maximum is asked
+        padded = np.concatenate([self.array[:, -MAXIMA:], np.zeros((1, MAXIMA))])
+        sums[:, -MAXIMA:] = np.maximum.reduceat(padded, ends)[::2]
+        return Sums(sums)
+
+    def shared_out(self, numbers: NDArray[np.int64]) -> Sums:
+        """Sums of an equal part of one run, for each number of parts: (N,); maxima stay."""
+        return Sums(np.stack([self.times(1 / number).array for number in numbers]))
+
     def scaled(self, *, compute: float, communication: float, data_axis: float) -> Sums:
         """Sums with all seconds of computing, of communication within a pass, and of the data
         axis' collectives multiplied."""
@@ -180,6 +194,17 @@ class Sums:
             freed_bytes=columns[..., 3],
             largest_bytes=self.array[..., _LARGEST[policy]],
         )
+
+    def recompute_by(self, policies: Sequence[str]) -> Recompute:
+        """What the blocks run again under each of several policies: arrays (P, ...)."""
+        shape = self.array.shape[:-1]
+        columns = np.zeros((len(RECOMPUTE), 5, *shape))  # nothing under the first, "none"
+        own = self.array[..., : _COST.start].reshape(*shape, len(_POLICIES), 4)
+        columns[1:, :4] = np.moveaxis(own, (-2, -1), (0, 1))
+        columns[1:, 4] = np.moveaxis(self.array[..., -len(_POLICIES) :], -1, 0)
+        chosen = columns[[RECOMPUTE.index(policy) for policy in policies]]
+        names = [each.name for each in fields(Recompute)]
+        return Recompute(**{name: chosen[:, k] for k, name in enumerate(names)})
 
     def with_policy(self, policy: str) -> Sums:
         """The sums of one block with its recompute policy decided: no policy changes them."""

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import Floats, StageCosts, fits, of_one, stage_bytes
 from meshwright.costmodel.memory import model_state_bytes
@@ -28,19 +29,6 @@ from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLeve
 
 SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EvenStages:
-    """A setup with `per_group` equal stages on each device group: the recompute levels of one
-    stage, its least model states; least seconds per micro-batch of all stages and of the slowest
-    group."""
-
-    per_group: int
-    levels: RecomputeLevels
-    states_bytes: float
-    least_s: float
-    slowest_s: float
 
 
 @dataclass(slots=True)
@@ -138,15 +126,14 @@ class EqualStages:
         """All combinations on a mesh whose model states fit, estimated."""
         if choice not in self._combinations:
             m, groups = choice.num_microbatches, choice.groups
-            found = []
+            least = self.least(choice.mesh, m)
+            work = float(least.sum()), slowest_s(least, self.classes, groups)
+            found: list[Combination] = []
             for setup in self.setups(choice.mesh, m) if self._states_fit(choice) else ():
-                even: dict[tuple[int, tuple[str, ...]], _EvenStages] = {}
-                for schedule, per_group in self.space.schedules(groups, m, setup.zero):
-                    key = per_group, self.space.policies(schedule)
-                    if key not in even:
-                        even[key] = self._even(choice, setup, *key)
-                    if fits(even[key].states_bytes * per_group, self.room):
-                        found.append(self._combination(choice, setup, schedule, even[key]))
+                offered = self.space.schedules(groups, m, setup.zero)
+                for policies in dict.fromkeys(self.space.policies(name) for name, _ in offered):
+                    alike = [one for one in offered if self.space.policies(one[0]) == policies]
+                    found += self._estimated(choice, setup, policies, alike, work)
             self._combinations[choice] = tuple(found)
         return self._combinations[choice]
 
@@ -172,50 +159,55 @@ class EqualStages:
             for zero, shard in self.space.zeros(mesh)
         )
 
-    def _even(
-        self, choice: MeshChoice, setup: StageSetup, per_group: int, policies: Sequence[str]
-    ) -> _EvenStages:
-        """The sums of the whole model shared out evenly among stages."""
-        stages, least = choice.groups * per_group, self.least(choice.mesh, choice.num_microbatches)
-        part = setup.chain.whole() if stages == 1 else setup.chain.typical().times(1 / stages)
-        levels = recompute_levels(part, setup.setting, policies, np.array(len(least) / stages))
-        states = float(levels.costs[-1].kept_bytes)
+    def _estimated(
+        self,
+        choice: MeshChoice,
+        setup: StageSetup,
+        policies: Sequence[str],
+        offered: Sequence[tuple[str, int]],
+        work: tuple[float, float],
+    ) -> Iterator[Combination]:
+        """Combinations of a setup with each (schedule, stages per device group) `offered`, all
+        under these recompute policies, whose states fit: estimated from the sums of the whole
+        model, shared out evenly among stages. `work` are the least seconds per micro-batch of all
+        stages and of the slowest group."""
+        m, groups = choice.num_microbatches, choice.groups
+        shapes = [PipelineShape(m, groups, each) for _, each in offered]
+        each = np.array([shape.v for shape in shapes])
+        levels = self._even_levels(setup, policies, groups * each)
+        held = [sum(_held(name, groups * v, m, groups)) / (groups * v) for name, v in offered]
+        chosen = levels.choose(np.array(held), self.room, per_device=each)
+        most = levels.costs[-1]
         # in the states that its blocks prefer; a whole stage may have to split more of them
-        mesh, whole = choice.mesh, float(part.parameters)
-        split = self.parameters / (mesh.tp * mesh.ep * stages)
-        return _EvenStages(
-            per_group=per_group,
-            levels=levels,
-            least_s=float(least.sum()),
-            slowest_s=slowest_s(least, self.classes, choice.groups),
-            states_bytes=states * min(1.0, split / max(whole, 1.0)),
-        )
+        split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * each)
+        states = most.kept_bytes * np.minimum(1.0, split / np.maximum(most.parameters, 1.0))
+        for k in np.flatnonzero(fits(states * each, self.room)):
+            schedule = SCHEDULES[offered[k][0]]
+            tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
+            own = of_one(most, int(k)) if tight else levels.at(k, chosen)
+            sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
+            turn = each[k] * (own.amortised_s(m) + sent)
+            fill = float(_fill_s(schedule, own, shapes[k]))
+            estimate = m * turn * (work[1] * groups / work[0]) + (groups - 1) * fill
+            yield Combination(
+                setup=setup,
+                num_microbatches=m,
+                schedule=offered[k][0],
+                groups=groups,
+                stages_per_group=int(each[k]),
+                estimate_s=float(estimate) * (TIGHT if tight else 1.0),
+                bound_s=schedule.bound_s(*work, m, groups),
+            )
 
-    def _combination(
-        self, choice: MeshChoice, setup: StageSetup, name: str, even: _EvenStages
-    ) -> Combination:
-        """A combination under the schedule of that name, estimated from equal stages."""
-        schedule, m, groups = SCHEDULES[name], choice.num_microbatches, choice.groups
-        per_group, levels = even.per_group, even.levels
-        stages = groups * per_group
-        held = _held(name, stages, m, groups)
-        chosen = levels.choose(sum(held) / stages, self.room, per_device=per_group)
-        tight = not chosen.fits  # on average; a first stage with fewer blocks may fit
-        costs = of_one(levels.costs[-1]) if tight else levels.at((), chosen)
-        uneven = even.slowest_s * groups / even.least_s
-        sent = 0.0 if schedule.hides_sends else _sent_s(setup, stages)
-        turn = per_group * (costs.amortised_s(m) + sent)
-        fill = float(_fill_s(schedule, costs, PipelineShape(m, groups, per_group)))
-        estimate = m * turn * uneven + (groups - 1) * fill
-        return Combination(
-            setup=setup,
-            num_microbatches=m,
-            schedule=name,
-            groups=groups,
-            stages_per_group=per_group,
-            estimate_s=estimate * (TIGHT if tight else 1.0),
-            bound_s=schedule.bound_s(even.least_s, even.slowest_s, m, groups),
-        )
+    def _even_levels(
+        self, setup: StageSetup, policies: Sequence[str], stages: NDArray[np.int64]
+    ) -> RecomputeLevels:
+        """A stage of the whole model shared out evenly among so many, an entry for each number of
+        `stages`."""
+        alone = len(stages) == 1 and stages[0] == 1
+        whole = setup.chain.whole() if alone else setup.chain.typical()
+        parts = whole.shared_out(stages)
+        return recompute_levels(parts, setup.setting, policies, len(self.classes) / stages)
 
     @property
     def room(self) -> float:
@@ -301,13 +293,12 @@ class EqualStages:
         setup, each = combination.setup, combination.stages_per_group
         if each == 1:
             return 0.0
-        part = setup.chain.typical().times(1 / combination.num_stages)
         policies = self.space.policies(combination.schedule)
-        levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
+        levels = self._even_levels(setup, policies, np.array([combination.num_stages]))
         chosen = levels.choose(in_flight, self.room, per_device=each)
-        costs = levels.at((), chosen)
+        costs = levels.at(0, chosen)
         kept = stage_bytes(costs.kept_bytes, costs.activation_bytes, in_flight)
-        return (each - 1) * kept if chosen.fits else 0.0
+        return (each - 1) * kept if chosen.fits[0] else 0.0
 
     def allowed(self, setup: StageSetup) -> np.ndarray:
         """(C, C): stages whose blocks' overrides allow the setup."""

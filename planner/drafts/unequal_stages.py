@@ -99,15 +99,15 @@ class UnequalStages:
     def table(
         self, m: int, setups: Sequence[StageSetup], at: Positions | None = None
     ) -> tuple[StageTable, list[Option]]:
-        """Costs of every stage under every option, with ends at all cuts or those `at`: it fills
-        the pipeline for one pass t; in time it is busy (m-1)·t more, and once per step."""
+        """Costs of every stage under every option, roughly where its ends are only those `at`: it
+        fills the pipeline for one pass t; in time it is busy (m-1)·t more, and once per step."""
         policies = self.space.restrictions.policies
         places = np.arange(len(self.equal.cuts)) if at is None else at
         grid = np.ix_(places, places)
         options: list[Option] = []
         times, fills, static, active = [], [], [], []
         for setup in setups:
-            runs = setup.chain.runs if at is None else self._runs_between(setup.chain, at)
+            runs = setup.chain.runs if at is None else self._rough_runs(setup.chain, at)
             index, send = runs.index, self.equal.sent(setup)[grid]
             legal = (self.equal.legal & self.equal.allowed(setup))[grid]
             steps = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -130,9 +130,9 @@ class UnequalStages:
         )
         return table, options
 
-    def _runs_between(self, chain: Chain, at: Positions) -> Runs:
+    def _rough_runs(self, chain: Chain, at: Positions) -> Runs:
         if chain not in self._coarse:
-            self._coarse[chain] = chain.runs_between(self.equal.cuts[at].tolist())
+            self._coarse[chain] = chain.typical_runs(self.equal.cuts[at].tolist())
         return self._coarse[chain]
 
     def promising(

@@ -104,6 +104,7 @@ class Chain:
     kinds: list[int] = field(init=False)
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
+    _typical_parts: dict[int, Sums] = field(default_factory=dict, init=False)  # by kind
     _typical: Sums | None = field(default=None, init=False)
     _whole: Sums | None = field(default=None, init=False)
     _runs: Runs | None = field(default=None, init=False)
@@ -132,20 +133,45 @@ class Chain:
     def _sum_typical(self) -> Sums:
         total = Sums.zeros()
         for kind, count in Counter(self.kinds).items():
-            j = self.kinds.index(kind)
-            cost = self.costs[j]
-            if not np.isfinite(cost).any():
-                continue
-            turn = cost
-            if cost.shape[0] == cost.shape[1] and count > 1:  # there and back again
+            total = total.then(self._typical_of(kind).times(count))
+        return total - self._counted_again()
+
+    def _typical_of(self, kind: int) -> Sums:
+        """Sums of a block between the boundary states that are cheapest where blocks of its kind
+        follow each other; 0 where nothing is legal."""
+        if kind not in self._typical_parts:
+            j, several = self.kinds.index(kind), self.kinds.count(kind) > 1
+            turn = cost = self.costs[j]
+            if cost.shape[0] == cost.shape[1] and several:  # there and back again
                 back = (cost + cost.T) / 2
                 turn = back if np.isfinite(back).any() else cost
             s, t = map(int, np.unravel_index(int(turn.argmin()), cost.shape))
-            part = self.parts(j, s, t)
+            part = self.parts(j, s, t) if np.isfinite(cost).any() else Sums.zeros()
             if turn is not cost and s != t:
                 part = Sums((part.array + self.parts(j, t, s).array) / 2)
-            total = total.then(part.times(count))
-        return total - self._counted_again()
+            self._typical_parts[kind] = part
+        return self._typical_parts[kind]
+
+    def typical_runs(self, ends: Sequence[int]) -> Runs:
+        """Roughly all stages that start and end at these boundaries, each a run of its own, from
+        the sums of typical blocks; `seconds` only tell which are legal: 0 or inf."""
+        starts, stops = np.triu_indices(len(ends), 1)
+        index = np.zeros((len(ends), len(ends)), dtype=np.int32)
+        index[starts, stops] = np.arange(1, len(starts) + 1)
+        # run 0 is no stage
+        first, last = (
+            np.concatenate([[at], np.array(ends)[own]]) for at, own in ((0, starts), (1, stops))
+        )
+        blocks = Sums(np.stack([self._typical_of(kind).array for kind in self.kinds]))
+        copies, _ = self._copies(first, last)
+        illegal = np.concatenate([[0], np.cumsum([not np.isfinite(c).any() for c in self.costs])])
+        legal = (illegal[last] == illegal[first]) & (np.arange(len(first)) > 0)
+        return Runs(
+            sums=blocks.spans(first, last) - copies,
+            seconds=np.where(legal, 0.0, np.inf),
+            blocks=last - first,
+            index=index,
+        )
 
     def whole(self) -> Sums:
         """Sums of all blocks as one stage."""
@@ -219,7 +245,6 @@ class Chain:
             costs[k, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
         parts, priced = Sums.zeros(*costs.shape), np.zeros(costs.shape, dtype=bool)
         at, states = np.array(ends), np.arange(most)
-        read = [np.concatenate([[0], np.cumsum(readers)]) for readers, _, _ in self.shared]
         sums, seconds = [Sums.zeros(1).array], [np.full(1, np.inf)]
         blocks = [np.ones(1, dtype=np.int64)]
         # (runs of n pieces, S) by the state at their end: least seconds, and sums on that path
@@ -235,7 +260,7 @@ class Chain:
                 priced[where] = True
             carried = carried[before[:, None], pick].then(parts[kind[:, None], pick, states])
             starts, stops = at[first], at[first + n]
-            copies, copies_s = self._copies(read, starts, stops)
+            copies, copies_s = self._copies(starts, stops)
             sums.append((carried[:, 0] - copies).array)
             seconds.append(best[:, 0] - copies_s)
             blocks.append(stops - starts)
@@ -246,11 +271,11 @@ class Chain:
             index=steps.index,
         )
 
-    def _copies(self, read: Sequence[Ints], starts: Ints, stops: Ints) -> tuple[Sums, Floats]:
-        """Sums and seconds, (runs,), of shared parameters that runs count more than once; `read`
-        are, of each, how many of the first blocks read it, (K+1,)."""
+    def _copies(self, starts: Ints, stops: Ints) -> tuple[Sums, Floats]:
+        """Sums and seconds, (runs,), of shared parameters that runs count more than once."""
         sums, seconds = Sums.zeros(len(starts)), np.zeros(len(starts))
-        for before, (_, copy, copy_s) in zip(read, self.shared, strict=True):
+        for readers, copy, copy_s in self.shared:
+            before = np.concatenate([[0], np.cumsum(readers)])  # readers among the first blocks
             times = np.maximum(before[stops] - before[starts] - 1, 0)
             sums.array += times[:, None] * copy.array
             seconds += times * copy_s

@@ -27,6 +27,7 @@ from meshwright.costmodel.blocks import (
     Sums,
     combined,
     fits,
+    of_policy,
     stage_bytes,
     stage_costs,
 )
@@ -57,12 +58,17 @@ class RecomputeLevels:
     blocks: Floats | NDArray[np.int64]
 
     def choose(
-        self, in_flight: float, room_bytes: float, *, per_device: int = 1, others_bytes: float = 0.0
+        self,
+        in_flight: float | Floats,
+        room_bytes: float,
+        *,
+        per_device: int | NDArray[np.int64] = 1,
+        others_bytes: float = 0.0,
     ) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
-        flight, and the others of `per_device` on a device: they are like it, or hold
-        `others_bytes`. One of them is in a backward at a time, and which of the device's blocks
-        recompute is decided for all of them together."""
+        flight, and the others of `per_device` on a device (numbers, or arrays of the stages'
+        shape): they are like it, or hold `others_bytes`. One of them is in a backward at a time,
+        and which of the device's blocks recompute is decided for all of them together."""
         alike = 1 if others_bytes else per_device
 
         def used(costs: StageCosts[Floats], passing_bytes: Floats) -> Floats:
@@ -114,12 +120,15 @@ def recompute_levels(
     sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
 ) -> RecomputeLevels:
     """Levels of the stages with these sums, from the policies on the convex hull."""
-    costs = [stage_costs(sums, setting, policy) for policy in policies]
-    points = [(float(own.backward_s.sum()), -float(own.activation_bytes.sum())) for own in costs]
-    kept = lower_hull(np.array(points))
+    costs = stage_costs(sums, setting, sums.recompute_by(policies))
+    own = (len(policies), -1)
+    seconds, saved = (
+        values.reshape(own).sum(axis=1) for values in (costs.backward_s, costs.activation_bytes)
+    )
+    kept = lower_hull(np.column_stack([seconds, -saved]))
     return RecomputeLevels(
         policies=tuple(policies[k] for k in kept),
-        costs=tuple(costs[k] for k in kept),
+        costs=tuple(of_policy(costs, k) for k in kept),
         blocks=np.maximum(blocks, 1),
     )
 
