@@ -152,6 +152,12 @@ class Sums:
         scaled[..., :-MAXIMA] *= factor
         return Sums(scaled)
 
+    def without_maxima(self) -> Sums:
+        """The sums alone, maxima 0."""
+        sums = self.array.copy()
+        sums[..., -MAXIMA:] = 0.0
+        return Sums(sums)
+
     def spans(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Sums:
         """Sums of the runs start..stop-1, (N,), of these blocks one after the other, (K,)."""
         added = np.concatenate([self.array[:1] * 0.0, self.array.cumsum(axis=0)])

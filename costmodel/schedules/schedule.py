@@ -24,6 +24,7 @@ from typing import overload
 from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
+    PipelineShape,
     Schedule,
     check_count,
     compute_orders,
@@ -268,9 +269,11 @@ def peak_activation(
             nbytes * in_flight(name, stage=stage, num_devices=num_stages, **counts)
             for stage, nbytes in enumerate(bytes_per_stage)
         )
-    held = _held_at_peaks(
-        name, num_stages, _enough(num_stages, num_microbatches, len(placed)), len(placed)
-    )
+    count, together = len(placed), SCHEDULES[name].in_flight_together
+    if together is not None and num_microbatches % count == 0 and len(set(bytes_per_stage)) == 1:
+        shape = PipelineShape(num_microbatches, count, num_stages // count)
+        return tuple(bytes_per_stage[0] * together(d, shape) for d in range(count))
+    held = _held_at_peaks(name, num_stages, _enough(num_stages, num_microbatches, count), count)
     return tuple(
         max(
             sum(n * bytes_per_stage[stage] for n, stage in zip(counts, stages, strict=True))

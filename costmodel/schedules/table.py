@@ -63,6 +63,9 @@ class Schedule:
     """(stage, p, m): micro-batches in flight on a stage at most, before the minimum with m, for one
     stage per device; None where they are counted in the order, which must then repeat itself every
     p micro-batches from 2 · stages + p on."""
+    in_flight_together: Callable[[int, PipelineShape], int] | None
+    """(device, shape): micro-batches in flight of all stages of a device together at most, for m a
+    multiple of p; None where they are counted in the order."""
     fill_s: Callable[[Floats, Floats, Floats, PipelineShape], Floats]
     """(F, B, W seconds of a stage, shape): seconds that filling and draining adds for each device
     but one, were all stages alike. Of a split backward W is a part of B."""
@@ -107,6 +110,12 @@ def _in_turn(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
 def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
     """There and back again: stage k on device min(k, 2p - 1 - k)."""
     return tuple((d, num_stages - 1 - d) for d in range(num_devices))
+
+
+def _together_interleaved(device: int, shape: PipelineShape) -> int:
+    """The forwards of the warm-up and the next one."""
+    m, p, v = shape
+    return min(m * v, 2 * (p - 1 - device) + (v - 1) * p + 1)
 
 
 # --- fills: seconds that filling and draining adds for each device but one ---
@@ -169,6 +178,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=lambda stage, p, m: m,
+        in_flight_together=None,
         fill_s=_fill_whole,
         bound_s=_bound_of_chain,
         standard=True,
@@ -181,6 +191,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=lambda stage, p, m: p - stage,
+        in_flight_together=None,
         fill_s=_fill_whole,
         bound_s=_bound_of_chain,
         standard=True,
@@ -193,6 +204,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
+        in_flight_together=None,
         fill_s=_fill_whole,
         bound_s=_bound_of_chain,
         standard=False,
@@ -205,6 +217,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=None,
+        in_flight_together=_together_interleaved,
         fill_s=_fill_interleaved,
         bound_s=_bound_of_slowest,
         standard=True,
@@ -217,6 +230,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=False,
         in_flight=lambda stage, p, m: p,
+        in_flight_together=None,
         fill_s=_fill_less_weights,
         bound_s=_bound_of_slowest,
         standard=False,
@@ -229,6 +243,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=True,  # its optimizer steps before the norm of the gradients is known
         in_flight=lambda stage, p, m: 2 * p - 1,
+        in_flight_together=None,
         fill_s=_fill_vanishing,
         bound_s=_bound_of_slowest,
         standard=False,
@@ -241,6 +256,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=False,
         in_flight=None,
+        in_flight_together=None,
         fill_s=_fill_v_shaped,
         bound_s=_bound_of_slowest,
         standard=False,
@@ -253,6 +269,7 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=True,  # gains only where communication hides in another's computation
         in_flight=None,
+        in_flight_together=None,
         fill_s=_fill_vanishing,
         bound_s=_bound_of_slowest,
         standard=False,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwright.costmodel.blocks import fits, stage_costs
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Entry, Placement
+from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import Mesh, groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
@@ -23,6 +23,9 @@ from meshwright.planner.stages import choose_policies
 from meshwright.profiles.cluster import Cluster
 
 MOST_TRIES = 3  # to fit what is written out
+
+# tp, class of a block, its choices and input states: entries by the number of their name
+Known: TypeAlias = dict[tuple[Any, ...], list[tuple[int, Entry]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +84,19 @@ def make_draft(
 def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
     """The plan of a draft, written out and priced from what is written. Where whole blocks don't
     fit as parts of them did, more are recomputed."""
+    assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
+    plan = _with_shardings(coster, draft, assignments)
     rooms = [memory_bytes - coster.cluster.device.reserved_bytes] * len(draft.plan.devices)
     for _ in range(MOST_TRIES):
-        candidate = _candidate(coster, draft, rooms, memory_bytes)
+        stages = [
+            dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own))
+            for stage, own in zip(plan.stages, _policies(coster, draft, rooms), strict=True)
+        ]
+        tried = dataclasses.replace(plan, stages=tuple(stages))
+        priced = evaluate(tried, coster.problem, assignments, coster)
+        candidate = Candidate(
+            evaluation=priced, assignments=assignments, fits=_fits(priced, memory_bytes)
+        )
         if candidate.fits:
             break
         peaks = candidate.evaluation.prediction.peak_memory_bytes
@@ -93,26 +106,17 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
     return candidate
 
 
-def _candidate(
-    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float], memory_bytes: float
-) -> Candidate:
-    """The same with so many bytes of room on each device group."""
-    plan, assignments, stages = draft.plan, [], []
-    policies = _policies(coster, draft, rooms)
-    for d, stage, own in zip(draft.stages, plan.stages, policies, strict=True):
-        found = d.setup.chain.assignments(d.start, d.stop)
-        assignments.append(found)
+def _with_shardings(
+    coster: StageCoster, draft: PlanDraft, assignments: Sequence[Mapping[str, Assignment]]
+) -> Plan:
+    """The plan of a draft with the shardings of its stages."""
+    known: Known = {}
+    stages = []
+    for d, stage, found in zip(draft.stages, draft.plan.stages, assignments, strict=True):
         blocks = coster.graph.blocks[d.start : d.stop]
-        stages.append(
-            dataclasses.replace(
-                stage,
-                recompute=recompute_of(stage.blocks, own),
-                shardings=_shardings(coster, blocks, found, stage.tp),
-            )
-        )
-    plan = dataclasses.replace(plan, stages=tuple(stages))
-    priced = evaluate(plan, coster.problem, assignments, coster)
-    return Candidate(evaluation=priced, assignments=assignments, fits=_fits(priced, memory_bytes))
+        written = _shardings(coster, blocks, found, stage.tp, known)
+        stages.append(dataclasses.replace(stage, shardings=written))
+    return dataclasses.replace(draft.plan, stages=tuple(stages))
 
 
 def _fits(priced: Evaluation, memory_bytes: float) -> bool:
@@ -185,21 +189,24 @@ def _policies(
 
 
 def _shardings(
-    coster: StageCoster, blocks: Sequence[Block], found: Mapping[str, Assignment], tp: int
+    coster: StageCoster,
+    blocks: Sequence[Block],
+    found: Mapping[str, Assignment],
+    tp: int,
+    known: Known,
 ) -> dict[str, str]:
-    """The decisions that do not follow, as globs."""
+    """The decisions that do not follow, as globs; equal decisions about equal blocks are written
+    alike, as `known`."""
     if tp == 1:
         return {}
     entries: dict[str, Entry] = {}
     states: dict[str, Placement] = {}
-    known: dict[Any, list[tuple[int, Entry]]] = {}
     for block in blocks:
         inputs = {n: states[n] for n in block.inputs if n in states}
         names = [*(op.name for op in block.ops), *block.parameters]
-        key = block.class_id, found[block.name].choices, tuple(inputs.values())
-        if key not in known:  # equal decisions about equal blocks are written alike
-            layouts = BlockLayouts(coster.graph, coster.problem.factors, block, tp)
-            own = layouts.compress(found[block.name], inputs)
+        key = tp, block.class_id, found[block.name].choices, tuple(inputs.values())
+        if key not in known:
+            own = coster.layouts(block, tp).compress(found[block.name], inputs)
             known[key] = [(k, own[name]) for k, name in enumerate(names) if name in own]
         entries |= {names[k]: entry for k, entry in known[key]}
         states |= {n: found[block.name].states[n] for n in block.outputs}

@@ -8,7 +8,6 @@ a pipeline takes to fill and what no plan undercuts is the schedule's (`costmode
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import Floats, StageCosts, fits, of_one, stage_bytes
-from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.blocks import Floats, StageCosts, fits, of_one, stage_bytes, stage_costs
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
+from meshwright.planner.drafts.memory_floor import MemoryFloor
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
 from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
@@ -41,7 +40,7 @@ class EqualStages:
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
-    _trained: int = field(init=False)
+    floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
     _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
@@ -49,9 +48,7 @@ class EqualStages:
     def __post_init__(self) -> None:
         self.cuts = np.array(self.programs.cut_at)
         self.parameters = self.space.graph.num_parameters()
-        values = self.space.graph.values
-        trained = [v for v in self.space.graph.parameters if values[v].requires_grad]
-        self._trained = sum(math.prod(values[v].shape) for v in trained)
+        self.floor = MemoryFloor(self.space, self.programs)
         self.classes = [block.class_id for block in self.space.graph.blocks]
         self.legal = self.at_cuts(self.space.legal_stages())
 
@@ -109,7 +106,9 @@ class EqualStages:
                     yield from self.placed(mesh, m, groups)
 
     def placed(self, mesh: Mesh, m: int, groups: int) -> Iterator[MeshChoice]:
-        """A mesh in all its placements, where m micro-batches can run on it."""
+        """A mesh in all its placements, where m micro-batches can run on it and may fit."""
+        if not self.floor.allows(mesh, m, groups):
+            return
         least = self.least(mesh, m)
         work = float(least.sum()), slowest_s(least, self.classes, groups)
         offered = self.space.schedules(groups, m, 0)
@@ -129,35 +128,13 @@ class EqualStages:
             least = self.least(choice.mesh, m)
             work = float(least.sum()), slowest_s(least, self.classes, groups)
             found: list[Combination] = []
-            for setup in self.setups(choice.mesh, m) if self._states_fit(choice) else ():
+            for setup in self.setups(choice.mesh, m):
                 offered = self.space.schedules(groups, m, setup.zero)
                 for policies in dict.fromkeys(self.space.policies(name) for name, _ in offered):
                     alike = [one for one in offered if self.space.policies(one[0]) == policies]
                     found += self._estimated(choice, setup, policies, alike, work)
             self._combinations[choice] = tuple(found)
         return self._combinations[choice]
-
-    def _states_fit(self, choice: MeshChoice) -> bool:
-        """Whether the model's states may fit, divided among all axes: without this no program of a
-        block is solved for a mesh."""
-        problem, mesh = self.space.problem, choice.mesh
-        part = self._trained / (mesh.tp * mesh.ep * choice.groups)
-        return any(
-            fits(
-                float(
-                    model_state_bytes(
-                        part,
-                        precision=problem.precision,
-                        zero=zero,
-                        dp=shard or mesh.dp * mesh.cp,
-                        optimizer=problem.optimizer,
-                        target=problem.target,
-                    )
-                ),
-                self.room,
-            )
-            for zero, shard in self.space.zeros(mesh)
-        )
 
     def _estimated(
         self,
@@ -168,20 +145,25 @@ class EqualStages:
         work: tuple[float, float],
     ) -> Iterator[Combination]:
         """Combinations of a setup with each (schedule, stages per device group) `offered`, all
-        under these recompute policies, whose states fit: estimated from the sums of the whole
-        model, shared out evenly among stages. `work` are the least seconds per micro-batch of all
-        stages and of the slowest group."""
+        under these recompute policies, of which some device may fit an even share: estimated from
+        the sums of the whole model. `work` are the least seconds per micro-batch of all stages and
+        of the slowest group."""
         m, groups = choice.num_microbatches, choice.groups
         shapes = [PipelineShape(m, groups, each) for _, each in offered]
         each = np.array([shape.v for shape in shapes])
         levels = self._even_levels(setup, policies, groups * each)
-        held = [sum(_held(name, groups * v, m, groups)) / (groups * v) for name, v in offered]
-        chosen = levels.choose(np.array(held), self.room, per_device=each)
+        held = [_held(name, groups * v, m, groups) for name, v in offered]
+        average = np.array([sum(own) / len(own) for own in held])
+        chosen = levels.choose(average, self.room, per_device=each)
         most = levels.costs[-1]
-        # in the states that its blocks prefer; a whole stage may have to split more of them
-        split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * each)
-        states = most.kept_bytes * np.minimum(1.0, split / np.maximum(most.parameters, 1.0))
-        for k in np.flatnonzero(fits(states * each, self.room)):
+        states = most.kept_bytes
+        if choice.mesh.tp > 1:  # in the states that its blocks prefer; a stage may split more
+            split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * each)
+            states = states * np.minimum(1.0, split / np.maximum(most.parameters, 1.0))
+        least = each * stage_bytes(states, most.activation_bytes, np.array(list(map(min, held))))
+        common = setup.chain.typical(groups)  # with the maxima of blocks that every group has
+        passing = stage_costs(common, setup.setting, levels.policies[-1]).passing_bytes
+        for k in np.flatnonzero(fits(least + passing, self.room)):
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
             own = of_one(most, int(k)) if tight else levels.at(k, chosen)

@@ -266,16 +266,21 @@ class Space:
         nor along one that both divide: it would stay whole, and not shrink as priced. None where
         there is none."""
         ranks = mesh.dp * mesh.cp
-        seen: set[tuple[int, ...]] = set()
+        for shape, name in self._matrices.items():
+            free = sum(size % ranks == 0 for size in shape) > (mesh.tp > 1)
+            if not free and all(size % (ranks * mesh.tp) for size in shape):
+                return f"{name}, shape {shape},"
+        return None
+
+    @cached_property
+    def _matrices(self) -> dict[tuple[int, ...], str]:
+        """Shapes of trained parameters of two dims and more, each with the first one's name."""
+        found: dict[tuple[int, ...], str] = {}
         for value, name in self.graph.parameters.items():
             meta = self.graph.values[value]
-            if meta.shape in seen or len(meta.shape) < 2 or not meta.requires_grad:
-                continue
-            seen.add(meta.shape)
-            free = sum(size % ranks == 0 for size in meta.shape) > (mesh.tp > 1)
-            if not free and all(size % (ranks * mesh.tp) for size in meta.shape):
-                return f"{name}, shape {meta.shape},"
-        return None
+            if len(meta.shape) > 1 and meta.requires_grad:
+                found.setdefault(tuple(meta.shape), name)
+        return found
 
     # --- schedules ---
 

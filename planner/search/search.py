@@ -307,9 +307,11 @@ class Search(Drafter):
         return found
 
 
-def _order(found: PlanDraft | Candidate) -> tuple[float, int, str]:
+def _order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
+    """Fastest first; of equal ones the same one first in every run."""
     plan = found.evaluation.plan
-    return found.step_time_s, len(plan.stages), plan.to_json()
+    stages = [(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, len(s.blocks)) for s in plan.stages]
+    return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
 
 
 def _shape(draft: PlanDraft) -> tuple[Any, ...]:

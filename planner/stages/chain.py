@@ -105,7 +105,7 @@ class Chain:
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
     _typical_parts: dict[int, Sums] = field(default_factory=dict, init=False)  # by kind
-    _typical: Sums | None = field(default=None, init=False)
+    _typical: dict[int, Sums] = field(default_factory=dict, init=False)
     _whole: Sums | None = field(default=None, init=False)
     _runs: Runs | None = field(default=None, init=False)
 
@@ -123,18 +123,16 @@ class Chain:
 
     # --- the whole model, roughly ---
 
-    def typical(self) -> Sums:
+    def typical(self, least: int = 1) -> Sums:
         """Sums over all blocks, each between the boundary states that are cheapest where blocks of
-        its kind follow each other."""
-        if self._typical is None:
-            self._typical = self._sum_typical()
-        return self._typical
-
-    def _sum_typical(self) -> Sums:
-        total = Sums.zeros()
-        for kind, count in Counter(self.kinds).items():
-            total = total.then(self._typical_of(kind).times(count))
-        return total - self._counted_again()
+        its kind follow each other; of the maxima those of kinds with so many blocks at `least`."""
+        if least not in self._typical:
+            total = Sums.zeros()
+            for kind, count in Counter(self.kinds).items():
+                part = self._typical_of(kind).times(count)
+                total = total.then(part if count >= least else part.without_maxima())
+            self._typical[least] = total - self._counted_again()
+        return self._typical[least]
 
     def _typical_of(self, kind: int) -> Sums:
         """Sums of a block between the boundary states that are cheapest where blocks of its kind

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES, backward_follows_forward
+from meshwright.costmodel.schedules.schedule import (
+    SCHEDULES,
+    backward_follows_forward,
+    peak_activation,
+)
 from meshwright.costmodel.schedules.simulate import StageTimes
 from meshwright.costmodel.schedules.table import PipelineShape, Schedule
 from tests.costmodel.schedules.pipelines import Shape, run, shapes
@@ -109,3 +113,19 @@ def test_the_backward_of_a_last_stage_follows_its_forward(
         num_devices=shape.p,
     )
     assert found == follows
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.in_flight_together])
+@pytest.mark.parametrize("each", [1, 2, 3, 5])
+def test_what_a_device_holds_together_is_what_its_order_holds(name: str, each: int) -> None:
+    together = SCHEDULES[name].in_flight_together
+    assert together is not None
+    for p in (1, 2, 3, 4, 6):
+        for m in (p, 2 * p, 5 * p):
+            # of stages that don't weigh alike the order is counted
+            weights = [1.0 + 1e-9 * k for k in range(p * each)]
+            counted = peak_activation(
+                name, num_microbatches=m, bytes_per_stage=weights, num_devices=p
+            )
+            shape = PipelineShape(m, p, each)
+            assert [round(held) for held in counted] == [together(d, shape) for d in range(p)]
