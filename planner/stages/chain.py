@@ -79,10 +79,11 @@ def _steps(kinds: tuple[int, ...]) -> _Steps:
 class Chain:
     """The K blocks of a model in one setting and mode, solved.
 
-    `tables` are the solved programs of the blocks (None: no legal assignment), equal where
-    `table_ids` are; `forced` the recompute policies that the user decided. `cuts` are the states
-    that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the activations
-    there. Parameters that several blocks read are `stored` in one state; `shared` has, of each,
+    `tables` are the solved programs of the blocks (None: no legal assignment), `forced` the
+    recompute policies that the user decided; blocks of one of the `kinds`, numbered from 0 in the
+    order of their first, have both and the numbers of states at their ends in common. `cuts` are
+    the states that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the
+    activations there. Parameters that several blocks read are `stored` in one state; `shared` has, of each,
     which blocks read it and the sums and seconds of one copy. `price` gives the sums of a block
     between two boundary states. Stages start and end `at` C of the boundaries; the blocks between
     two of those are a piece.
@@ -94,14 +95,13 @@ class Chain:
     at: Sequence[int]
     forced: Sequence[str | None]
     tables: Sequence[BlockTable | None]
-    table_ids: Sequence[int]
+    kinds: Sequence[int]
     cuts: Sequence[Sequence[Placement]]
     stored: Mapping[str, Placement]
     send_s: Floats
     shared: Sequence[tuple[Sequence[bool], Sums, float]]
     price: Callable[[BlockTable, tuple[int, ...]], Sums]
     costs: list[Floats] = field(init=False)
-    kinds: list[int] = field(init=False)
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
     _typical_parts: dict[int, Sums] = field(default_factory=dict, init=False)  # by kind
@@ -110,15 +110,10 @@ class Chain:
     _runs: Runs | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        numbers: dict[tuple[int, str | None, tuple[int, int]], int] = {}
         matrices: list[Floats] = []
-        self.kinds = []
-        for j, (table, policy) in enumerate(zip(self.tables, self.forced, strict=True)):
-            ends = len(self.cuts[j]), len(self.cuts[j + 1])
-            kind = numbers.setdefault((self.table_ids[j], policy, ends), len(numbers))
+        for j, (table, kind) in enumerate(zip(self.tables, self.kinds, strict=True)):
             if kind == len(matrices):
-                matrices.append(_matrix(table, *ends))
-            self.kinds.append(kind)
+                matrices.append(_matrix(table, len(self.cuts[j]), len(self.cuts[j + 1])))
         self.costs = [matrices[kind] for kind in self.kinds]
 
     # --- the whole model, roughly ---

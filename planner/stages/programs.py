@@ -41,6 +41,8 @@ class _Solved:
     cuts: dict[int, list[list[Placement]]] = field(default_factory=dict)
     # block, tp: what its program depends on
     keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
+    # tp, policies that the user decided: the kinds of the blocks
+    kinds: dict[tuple[int, tuple[str | None, ...]], list[int]] = field(default_factory=dict)
     # setting but ZeRO, micro-batches, mode, policies that the user decided
     chains: dict[tuple[MeshKey, int, str, tuple[str | None, ...]], Chain] = field(
         default_factory=dict
@@ -67,6 +69,7 @@ class BlockPrograms:
     _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
     _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
+    _reading: dict[str, list[bool]] = field(default_factory=dict, init=False)
 
     def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
         """The programs under other sharding decisions of the user, with stages that start and end
@@ -155,20 +158,18 @@ class BlockPrograms:
         stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided
             base = self.chain(alike, mode, forced)
-            tables, ids = list(base.tables), base.table_ids
+            tables = base.tables
             stored |= base.stored
         else:
             solved = self._tables(setting, mode, cuts, stored)
-            keys = [self._key(k, setting.tp) for k in range(len(self.graph.blocks))]
-            numbers = {key: number for number, key in enumerate(solved)}
-            tables, ids = [solved[key] for key in keys], [numbers[key] for key in keys]
+            tables = [solved[key] for key in self._keys(setting.tp)]
         return Chain(
             setting=setting,
             mode=mode,
             blocks=self.graph.blocks,
             forced=forced,
             tables=tables,
-            table_ids=ids,
+            kinds=self._kinds(setting.tp, forced),
             at=self.cut_at or range(len(self.graph.blocks) + 1),
             cuts=cuts,
             stored=stored,
@@ -204,6 +205,19 @@ class BlockPrograms:
                 (len(self.cut_states(k, tp)) > 1, len(self.cut_states(k + 1, tp)) > 1),
             )
         return self._solved.keys[k, tp]
+
+    def _keys(self, tp: int) -> list[BlockKey]:
+        return [self._key(k, tp) for k in range(len(self.graph.blocks))]
+
+    def _kinds(self, tp: int, forced: tuple[str | None, ...]) -> list[int]:
+        """The kinds of a chain's blocks."""
+        if (tp, forced) not in self._solved.kinds:
+            ends = [len(states) for states in self._cuts(tp)]
+            rows = zip(self._keys(tp), forced, ends, ends[1:], strict=False)
+            numbers: dict[tuple[BlockKey, str | None, int, int], int] = {}
+            kinds = [numbers.setdefault(row, len(numbers)) for row in rows]
+            self._solved.kinds[tp, forced] = kinds
+        return self._solved.kinds[tp, forced]
 
     def _solve(
         self, k: int, setting: Setting, mode: str, cuts: Cuts, stored: Mapping[str, Placement]
@@ -309,12 +323,17 @@ class BlockPrograms:
         optimum."""
         return [
             (
-                [value in block.parameters for block in self.graph.blocks],
+                self._readers(value),
                 parameter_sums(pricer, value, state),
                 pricer.parameter_cost(value, state).seconds(microbatches),
             )
             for value, state in sorted(stored.items())
         ]
+
+    def _readers(self, value: str) -> list[bool]:
+        if value not in self._reading:
+            self._reading[value] = [value in block.parameters for block in self.graph.blocks]
+        return self._reading[value]
 
     def least_of_blocks(self, setting: Setting) -> Floats:
         """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
@@ -326,7 +345,7 @@ class BlockPrograms:
         if (where, several) not in self._solved.least:
             pricer, cuts = self.coster.pricer(setting), self._cuts(setting.tp)
             found: dict[BlockKey, float] = {}
-            keys = [self._key(k, setting.tp) for k in range(len(self.graph.blocks))]
+            keys = self._keys(setting.tp)
             for k, key in enumerate(keys):
                 if key not in found:
                     program = self._program(k, setting, pricer, cuts)
