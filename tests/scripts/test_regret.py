@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 
 import pytest
 
 from scripts import regret
 from scripts.experts.rows import published_rows
-from scripts.regret import PLAN, SWEEP, Priced, Row, Sweep
+from scripts.regret import PLAN, PLANS, SWEEP, Priced, Row, Sweep
 
 
 def rows(*times: tuple[str, float, float]) -> list[Row]:
@@ -73,14 +74,19 @@ def test_equal_predictions_are_broken_by_the_plan() -> None:
 
 
 def test_choices_among_published_sweeps_lose_little() -> None:
-    """Every third sweep, to keep it short: a guard against what makes choices worse. All of them
-    are in docs/measurements.md."""
+    """Every second sweep, to keep it short; they lose what all of them do (1.6 % in the mean and
+    12.8 % at worst, of 8 % that are asked for: docs/measurements.md)."""
     published = published_rows()
-    keys = sorted({tuple(row[c] for c in SWEEP) for row in published})
-    chosen = {*keys[::3]}
-    found = regret.sweeps(row for row in published if tuple(row[c] for c in SWEEP) in chosen)
-    lost = [sweep.regret for sweep in found]
-    assert len(lost) >= 15
-    assert statistics.median(lost) <= 0.02
-    assert statistics.mean(lost) <= 0.02
-    assert max(lost) <= 0.15
+    plans = defaultdict(set)
+    for row in published:
+        plans[_key(row)].add(tuple(row[c] for c in PLAN))
+    wanted = {*sorted(key for key, own in plans.items() if len(own) >= PLANS)[::2]}
+    lost = [own.regret for own in regret.sweeps(row for row in published if _key(row) in wanted)]
+    assert len(lost) >= 30
+    assert statistics.median(lost) <= 0.001
+    assert statistics.mean(lost) <= 0.018
+    assert max(lost) <= 0.135
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row[c] for c in SWEEP)
