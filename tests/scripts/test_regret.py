@@ -7,9 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from scripts import regret
+from scripts.experts import sweeps
 from scripts.experts.rows import published_rows
-from scripts.regret import PLAN, PLANS, SWEEP, Priced, Row, Sweep
+from scripts.experts.sweeps import PLAN, PLANS, SWEEP, Priced, Row, Sweep
 
 
 def rows(*times: tuple[str, float, float]) -> list[Row]:
@@ -28,12 +28,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     def price(row: Row) -> tuple[float, tuple[float, ...]]:
         return float(row["predicted"]), (float(row["tp"]),)
 
-    monkeypatch.setattr(regret, "_price", price)
+    monkeypatch.setattr(sweeps, "_price", price)
 
 
 @pytest.mark.usefixtures("told")
 def test_the_choice_is_the_plan_predicted_fastest() -> None:
-    (sweep,) = regret.sweeps(rows(("1", 2.0, 5.0), ("2", 2.2, 4.0), ("4", 3, 6), ("8", 4, 7)))
+    (sweep,) = sweeps.sweeps(rows(("1", 2.0, 5.0), ("2", 2.2, 4.0), ("4", 3, 6), ("8", 4, 7)))
     assert sweep.choice.plan[0] == "2"
     assert sweep.best.plan[0] == "1"
     assert sweep.regret == pytest.approx(0.1)
@@ -43,9 +43,9 @@ def test_the_choice_is_the_plan_predicted_fastest() -> None:
 @pytest.mark.usefixtures("told")
 def test_measurements_of_one_plan_count_once() -> None:
     times = [("1", 1, 1), ("2", 2, 2), ("4", 4, 4), ("8", 5, 5), ("8", 7, 7), ("8", 9, 9)]
-    (sweep,) = regret.sweeps(rows(*times))
+    (sweep,) = sweeps.sweeps(rows(*times))
     assert [p.measured_s for p in sweep.plans] == [1, 2, 4, 7]
-    assert list(regret.sweeps(rows(*times[1:]))) == []
+    assert list(sweeps.sweeps(rows(*times[1:]))) == []
 
 
 def sweep_of(*plans: Priced) -> Sweep:
@@ -81,7 +81,7 @@ def test_choices_among_published_sweeps_lose_little() -> None:
     for row in published:
         plans[_key(row)].add(tuple(row[c] for c in PLAN))
     wanted = {*sorted(key for key, own in plans.items() if len(own) >= PLANS)[::2]}
-    lost = [own.regret for own in regret.sweeps(row for row in published if _key(row) in wanted)]
+    lost = [own.regret for own in sweeps.sweeps(row for row in published if _key(row) in wanted)]
     assert len(lost) >= 30
     assert statistics.median(lost) <= 0.001
     assert statistics.mean(lost) <= 0.018
