@@ -1,27 +1,34 @@
 """Predicted against published step times: raw errors per source, with the split stated.
 
-    python -m scripts.validate_costmodel [--data DIR] [--source TEXT] [--rows]
+    python -m scripts.validate_costmodel [--data DIR] [--source TEXT] [--rows] [--errors]
 
 DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
 ... (`fit`); the others are scored (`score`). Errors are (predicted - measured) / measured, with no
 shift and no constant per row. `regret` is the measured time of the plan predicted to be best, over
 the best measured one, within groups of the same model, GPUs and batch.
+
+`--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
+which communication is less than 5 % of the predicted step, for `costmodel/errors.py`, and of the
+others, where both kinds are mixed; of peak memory by framework.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.planner.published import Unpriced, predict_row
+from meshwright.planner.pricing import Evaluation
+from meshwright.planner.published import Unpriced, evaluate_row
 from scripts.experts.rows import published_rows
 from scripts.ranks.rank_correlation import spearman
 
+MOSTLY_COMPUTE = 0.05  # communication's part of a step below which its error does not count
 # family -> (text in the row's source, test on the row)
 FAMILIES = (
     ("vTrain multi-node", "vTrain", lambda row: int(row["num_gpus"]) > 8),
@@ -42,6 +49,11 @@ class Scored:
     predicted_s: float
     error: float
     memory_error: float | None
+    communication: float  # its part of a step, not hidden
+
+    @property
+    def gpu(self) -> str:
+        return self.row["gpu"].split("-")[0].split(" ")[0]
 
 
 def family_of(row: Mapping[str, str]) -> str:
@@ -62,7 +74,8 @@ def used_to_fit(rows: Sequence[Mapping[str, str]]) -> set[str]:
 
 
 def score(row: Mapping[str, str]) -> Scored:
-    prediction = predict_row(row)
+    evaluation = evaluate_row(row)
+    prediction = evaluation.prediction
     measured = float(row["iteration_time_s"])
     published = row.get("peak_mem_gib") or ""
     memory = max(prediction.peak_memory_bytes) / 2**30
@@ -72,7 +85,30 @@ def score(row: Mapping[str, str]) -> Scored:
         predicted_s=prediction.step_time_s,
         error=prediction.step_time_s / measured - 1,
         memory_error=memory / float(published) - 1 if published else None,
+        communication=communication_part(evaluation),
     )
+
+
+def communication_part(evaluation: Evaluation) -> float:
+    """The part of all stages' seconds that is communication."""
+    m, stages = evaluation.plan.num_microbatches, evaluation.stages
+    comm = sum(m * (s.forward_comm_s + s.backward_comm_s) + s.reduce_s for s in stages)
+    return comm / sum(m * s.amortised_s(m) for s in stages)
+
+
+def error_lines(scored: Sequence[Scored]) -> list[str]:
+    """Errors by GPU, of computing and where it is mixed with communication, and of memory by
+    framework."""
+    errors = collections.defaultdict(list)
+    for s in scored:
+        kind = "computing" if s.communication < MOSTLY_COMPUTE else "with communication"
+        errors[f"{s.gpu}, {kind}"].append(s.error)
+        if s.memory_error is not None:
+            errors[f"{s.row['framework']}, memory"].append(s.memory_error)
+    return [
+        f"{name[:60]:60} {math.sqrt(statistics.mean(e * e for e in of)):6.1%} ({len(of)} rows)"
+        for name, of in sorted(errors.items())
+    ]
 
 
 def regret(scored: Iterable[Scored]) -> float:
@@ -111,6 +147,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with step_times.csv")
     parser.add_argument("--source", default="", help="only sources that contain this text")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--errors", action="store_true", help="print errors by GPU")
     args = parser.parse_args()
     rows = published_rows(args.source, args.data)
     refused: collections.Counter[str] = collections.Counter()
@@ -144,6 +181,8 @@ def main() -> None:
             parts[part] += scores
     for part, scores in parts.items():
         print(line("all", part, scores))
+    if args.errors:
+        print("", *error_lines(parts["score"]), sep="\n")
     print(f"\nnot priced: {sum(refused.values())} rows")
     for reason, count in refused.most_common():
         print(f"  {count:4} {reason}")

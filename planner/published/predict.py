@@ -16,7 +16,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import FactorTable, analyse
 from meshwright.planner.blocks import cut_blocks
-from meshwright.planner.pricing import Evaluator, Prediction
+from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.published.models import TransformerDims, build
 from meshwright.planner.published.repeat import deepen
 from meshwright.planner.published.rows import read_row
@@ -34,8 +34,13 @@ def predict_row(row: Mapping[str, str]) -> Prediction:
     what the row leaves open and how it was taken. Raises `Unpriced` with the reason where a row
     can't be priced.
     """
+    return evaluate_row(row).prediction
+
+
+def evaluate_row(row: Mapping[str, str]) -> Evaluation:
+    """The plan of a published configuration, priced. Raises `Unpriced` with the reason."""
     try:
-        return predict(read_row(row))
+        return evaluate(read_row(row))
     except Unpriced:
         raise
     except ValueError as error:  # sizes that no model or node of the catalog has
@@ -43,18 +48,23 @@ def predict_row(row: Mapping[str, str]) -> Prediction:
 
 
 def predict(setup: Setup) -> Prediction:
-    """The prediction for a configuration; of one without micro-batch size, the fastest power of two
+    """The prediction for a configuration, of `evaluate`."""
+    return evaluate(setup).prediction
+
+
+def evaluate(setup: Setup) -> Evaluation:
+    """The priced plan of a configuration; of one without micro-batch size, the fastest power of two
     that fits. Raises `Unpriced`."""
     if setup.micro_batch:
         return _price(setup)
     share = setup.global_batch // setup.dp
     sizes = [2**k for k in range(share.bit_length()) if share % 2**k == 0]
     tried = [_price(dataclasses.replace(setup, micro_batch=size)) for size in sizes]
-    fitting = [p for p in tried if not any(p.shortfall_bytes(setup.cluster))]
-    return min(fitting, key=lambda p: p.step_time_s, default=tried[0])
+    fitting = [e for e in tried if not any(e.prediction.shortfall_bytes(setup.cluster))]
+    return min(fitting, key=lambda e: e.prediction.step_time_s, default=tried[0])
 
 
-def _price(setup: Setup) -> Prediction:
+def _price(setup: Setup) -> Evaluation:
     graph, table = traced(setup.dims, setup.precision)
     plan = make_plan(setup, graph)
     problem = Problem(
@@ -68,7 +78,8 @@ def _price(setup: Setup) -> Prediction:
         priced = Evaluator(problem).price(plan)
     except ValueError as error:
         raise Unpriced(str(error)) from error
-    return dataclasses.replace(priced.prediction, assumptions=setup.assumptions)
+    prediction = dataclasses.replace(priced.prediction, assumptions=setup.assumptions)
+    return dataclasses.replace(priced, prediction=prediction)
 
 
 @lru_cache(maxsize=64)

@@ -8,9 +8,9 @@ from meshwright.planner.search.least_memory import (
     shortfall_bytes,
 )
 from meshwright.planner.search.search import Search, SearchResult
-from meshwright.planner.search.taste import TIE
+from meshwright.planner.search.taste import TIE, simplicity
 
 __all__ = [
     "TIE", "Effort", "Explorer", "MemoryNeed", "Queue", "Search", "SearchResult", "least_memory",
-    "least_memory_choices", "shortfall_bytes",
+    "least_memory_choices", "shortfall_bytes", "simplicity",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ memory by what the margin leaves free. To first order their quantile of a step o
 
 with each T(1 + e) simulated again, so that what is hidden behind compute costs where it no longer
 fits there. Of the plans whose R exceeds the least by no more than `TIE` the simplest is chosen, by
-the order of `simplicity`. The errors are assumed where the scoreboard gives none.
+the order of `simplicity`. The errors are the scoreboard's (`costmodel/errors.py`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
 from meshwright.planner.pricing import Degrees, StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
 
-COMPUTE_ERROR = 0.05  # assumed: what the price of fitted sources misses on average
-COMMUNICATION_ERROR = 0.20  # assumed
 QUANTILE = 0.84  # standard deviations: a normal variable is below with 80 %
 TIE = 0.03  # part of a step that prices can't tell apart
 MOST_JUDGED = 12  # plans whose quantile is simulated, the fastest
 MEMORY_STEPS = 20  # of a device's memory: what fills less of it is simpler
 
-Simplicity = tuple[int, int, int, bool, int, int, int]
+Simplicity = tuple[int, int, int, bool, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,9 @@ class Judged:
 def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity:
     """Order of simplicity, the simplest least: axes besides the data axis, different meshes, uneven
     cuts (stages that differ by more than a block), schedules beyond 1F1B and interleaving,
-    different recompute policies, ZeRO within parts and strided ranks, memory."""
+    different recompute policies, ZeRO within parts and strided ranks, tensor-parallel ranks,
+    micro-batches, memory. Tensor parallelism and micro-batches stand where they are because
+    measured sweeps lose least so (docs/measurements.md, "Regret")."""
     stages = plan.stages
     blocks = [len(stage.blocks) for stage in stages]
     meshes = {(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard) for s in stages}
@@ -56,6 +57,8 @@ def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity
         len(plan.devices) > 1 and not SCHEDULES[plan.schedule].standard,
         len({policy for stage in stages for policy in stage.policies}),
         sum(_parted(stage) for stage in stages[:1]),
+        max(stage.tp for stage in stages),
+        plan.num_microbatches,
         math.ceil(MEMORY_STEPS * peak_bytes / memory_bytes),
     )
 
@@ -106,7 +109,8 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
         priced = price_stages(plan, coster, costs, send_scale=1 + communication)
         return priced.prediction.step_time_s
 
-    more = (step_s(COMPUTE_ERROR, 0.0, 0.0), step_s(0.0, COMMUNICATION_ERROR, across))
+    computing = compute_error(coster.cluster.device.name)
+    more = (step_s(computing, 0.0, 0.0), step_s(0.0, COMMUNICATION_ERROR, across))
     return own + QUANTILE * math.hypot(*(seconds - own for seconds in more))
 
 

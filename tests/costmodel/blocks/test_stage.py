@@ -245,12 +245,19 @@ def test_communicators_of_a_rank_take_memory(mesh: dict[str, int], count: int) -
 # --- the host ------------------------------------------------------------------------------------
 
 
-def test_a_stage_takes_the_longer_of_device_and_host() -> None:
+def test_a_stage_takes_the_longer_of_device_and_host_and_more_where_they_are_near() -> None:
     sums = {"forward_s": 2.0, "backward_s": 9.0, "forward_host_s": 3.0, "backward_host_s": 4.0}
     found = stage(**sums)
-    assert (found.forward_s, found.backward_s) == (3, 9)
+    assert found.forward_s == pytest.approx((2**4 + 3**4) ** 0.25)
+    assert found.backward_s == pytest.approx((9**4 + 4**4) ** 0.25)
     again = stage(**sums, recompute="full", full=(2, 0, 8, 0))
-    assert (again.forward_s, again.backward_s) == (3, 12)
+    assert again.forward_s == found.forward_s
+    assert again.backward_s == pytest.approx((11**4 + 12**4) ** 0.25)
+
+
+def test_a_host_that_issues_nothing_costs_nothing() -> None:
+    assert stage(forward_s=3).forward_s == pytest.approx(3)
+    assert stage(forward_s=1e-3, forward_host_s=1e-6).forward_s == pytest.approx(1e-3)
 
 
 def test_a_cpu_is_its_own_host() -> None:
@@ -261,7 +268,7 @@ def test_a_cpu_is_its_own_host() -> None:
 def test_reduction_hides_behind_the_host_as_well() -> None:
     """A backward that waits for its host leaves as much room beside it."""
     found = stage(backward_s=1, backward_host_s=10, reduce_s=6, target=HIDING)
-    assert (found.backward_s, found.reduce_s) == (10, 0)
+    assert (found.backward_s, found.reduce_s) == (pytest.approx(10, rel=1e-4), 0)
 
 
 # --- recompute and memory ------------------------------------------------------------------------
