@@ -163,10 +163,10 @@ class EqualStages:
         least = each * stage_bytes(states, most.activation_bytes, np.array(list(map(min, held))))
         common = setup.chain.typical(groups)  # with the maxima of blocks that every group has
         passing = stage_costs(common, setup.setting, levels.policies[-1]).passing_bytes
-        for k in np.flatnonzero(fits(least + passing, self.room)):
+        for k in map(int, np.flatnonzero(fits(least + passing, self.room))):
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
-            own = of_one(most, int(k)) if tight else levels.at(k, chosen)
+            own = of_one(most, k) if tight else levels.at(k, chosen)
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
             turn = each[k] * (own.amortised_s(m) + sent)
             fill = float(_fill_s(schedule, own, shapes[k]))
