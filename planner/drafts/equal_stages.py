@@ -191,6 +191,18 @@ class EqualStages:
             states_bytes=states * min(1.0, split / max(whole, 1.0)),
         )
 
+    def estimated(self, other: Combination) -> Combination:
+        """A combination of stages that may recompute otherwise, under these policies."""
+        choice = MeshChoice(
+            mesh=other.setup.mesh,
+            num_microbatches=other.num_microbatches,
+            groups=other.groups,
+            bound_s=other.bound_s,
+        )
+        policies = self.space.policies(other.schedule)
+        even = self._even(choice, other.setup, other.stages_per_group, policies)
+        return self._combination(choice, other.setup, other.schedule, even)
+
     def _combination(
         self, choice: MeshChoice, setup: StageSetup, name: str, even: _EvenStages
     ) -> Combination:
@@ -215,6 +227,7 @@ class EqualStages:
             stages_per_group=per_group,
             estimate_s=estimate * (TIGHT if tight else 1.0),
             bound_s=schedule.bound_s(even.least_s, even.slowest_s, m, groups),
+            tight=tight,
         )
 
     @property
