@@ -74,7 +74,7 @@ def auto_parallelize(
     """
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
     check_values(global_batch_size, precision, optimizer, time_limit_s, tf32)
-    check_search(objective, memory_margin)
+    check_search(objective, memory_margin, cluster)
     if target is None:
         target = "compiled" if backend_of(compile) else "eager"
     launch.start(cluster.backend)
@@ -100,7 +100,7 @@ def auto_parallelize(
         tf32=tf32,
     )
     if plan is not None:
-        decision = take_plan(plan, problem, request, traced.phases_s)
+        decision = take_plan(plan, problem, request, traced.phases_s, memory_margin or 0.0)
     else:
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.costmodel.memory import optimizer_bytes
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import PRECISIONS, Plan
+from meshwright.planner.plan import GIB, PRECISIONS, Plan
 from meshwright.profiles.cluster import Cluster
 
 OBJECTIVES = ("robust", "fastest")
@@ -52,8 +52,8 @@ def check_values(
         raise ValueError(f"tf32=True is about fp32 products, and precision={precision!r}; drop one")
 
 
-def check_search(objective: Any, memory_margin: Any) -> None:
-    """ValueError for an objective or a margin that can't be."""
+def check_search(objective: Any, memory_margin: Any, cluster: Cluster) -> None:
+    """ValueError for an objective that can't be, or a margin that leaves tensors no memory."""
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r}; legal: {', '.join(OBJECTIVES)}")
     if memory_margin is None:
@@ -63,6 +63,14 @@ def check_search(objective: Any, memory_margin: Any) -> None:
         raise ValueError(
             f"memory_margin={memory_margin!r}; legal: the part of a device's memory to leave free, "
             f"from 0 to less than 1, or None for {MEMORY_MARGIN}"
+        )
+    device = cluster.device
+    if memory_margin >= device.usable_bytes / device.memory_bytes:
+        raise ValueError(
+            f"memory_margin={memory_margin}: of the {device.memory_bytes / GIB:.3g} GiB of "
+            f"{device.name} it keeps {memory_margin * device.memory_bytes / GIB:.3g} GiB free, and "
+            f"driver and communicators take {device.reserved_bytes / GIB:.3g} GiB: tensors are "
+            f"left none; legal: less than {device.usable_bytes / device.memory_bytes:.3g}"
         )
 
 

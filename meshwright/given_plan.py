@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,28 +10,38 @@ from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import check_plan_for
-from meshwright.planner.plan import InfeasibleError, Plan, PlanError
+from meshwright.planner.plan import GIB, InfeasibleError, Plan, PlanError
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
 
 
 def take_plan(
-    given: Plan | str | Path, problem: Problem, request: Request, phases_s: Mapping[str, float]
+    given: Plan | str | Path,
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    memory_margin: float,
 ) -> Decision:
     """The given plan, checked and priced by one rank for all. Raises `PlanError` for a plan of
-    another problem, `InfeasibleError` for one that does not fit."""
-    return launch.agree_on(lambda: _priced(given, problem, request, phases_s))
+    another problem, `InfeasibleError` for one that does not fit, or leaves less than a
+    `memory_margin` that was asked for."""
+    return launch.agree_on(lambda: _priced(given, problem, request, phases_s, memory_margin))
 
 
 def _priced(
-    given: Plan | str | Path, problem: Problem, request: Request, phases_s: Mapping[str, float]
+    given: Plan | str | Path,
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    memory_margin: float,
 ) -> Decision:
     plan = given if isinstance(given, Plan) else Plan.load(given)
     _check_made_for(plan, problem, request.global_batch_size)
     check_plan_for(plan, problem.target)
     priced = Evaluator(problem).price(plan)
     _check_memory(priced.prediction, problem.cluster)
+    _check_margin(priced.prediction, problem.cluster, memory_margin)
     report = explain_plan(priced, problem, phases_s)
     return Decision(plan=plan, report=report, prediction=priced.prediction)
 
@@ -66,4 +77,18 @@ def _check_memory(prediction: Prediction, cluster: Cluster) -> None:
             f'GiB by stage: {gib}. Way out: recompute "full", zero 1, more micro-batches or '
             "stages in the plan, or plan again",
             short,
+        )
+
+
+def _check_margin(prediction: Prediction, cluster: Cluster, memory_margin: float) -> None:
+    """A given plan must leave the margin that was asked for beside it."""
+    memory, peaks = cluster.device.memory_bytes, prediction.peak_memory_bytes
+    room = memory * (1 - memory_margin)
+    if max(peaks) > room:
+        raise InfeasibleError(
+            f"plan: takes {max(peaks) / GIB:.4g} of the {memory / GIB:.4g} GiB of "
+            f"{cluster.device.name}; memory_margin={memory_margin:g} leaves it {room / GIB:.4g}. "
+            f"Way out: memory_margin={math.floor(1000 * (1 - max(peaks) / memory)) / 1000:g} or "
+            "none, or plan again (without plan=)",
+            [max(0.0, peak - room) for peak in peaks],
         )

@@ -109,6 +109,13 @@ class _Atoms:
     def unify(self, left: list[int], right: list[int]) -> bool:
         """Make two lists of factors one; False (and a partial merge of what nests) where they don't
         nest."""
+        if len(left) == len(right) == 1:  # nearly always
+            x, y = self.root(left[0]), self.root(right[0])
+            if x == y:
+                return True
+            if self.size[x] == self.size[y] and x not in self.parts and y not in self.parts:
+                self.parent[x] = y
+                return True
         a, b = self._expand(left), self._expand(right)
         while a and b:
             x, y = a.pop(0), b.pop(0)

@@ -30,10 +30,14 @@ KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores loa
 PAD_TO = 64  # which also fills their tiles
 
 
-def advice(search: Search, result: SearchResult) -> list[dict[str, Any]]:
-    """What is worth changing, as rows with a sentence each (`advice`) and its numbers."""
-    found = [each(search, result) for each in (_batches, _heads, _words, _logits)]
-    return [row for rows in found for row in rows]
+def advice(
+    search: Search, result: SearchResult, time_limit_s: float | None = None
+) -> list[dict[str, Any]]:
+    """What is worth changing, as rows with a sentence each (`advice`) and its numbers; after the
+    time limit no further batch is searched."""
+    left_s = math.inf if time_limit_s is None else time_limit_s
+    found = [each(search, result) for each in (_heads, _words, _logits)]
+    return [row for rows in (_batches(search, result, left_s), *found) for row in rows]
 
 
 # --- batch ---------------------------------------------------------------------------------------
@@ -52,15 +56,16 @@ def next_batches(batch: int, devices: int) -> list[int]:
     return sorted(better, key=lambda n: (-math.gcd(n, devices), abs(n - batch), n))[:MAX_BATCHES]
 
 
-def _batches(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
+def _batches(search: Search, result: SearchResult, left_s: float) -> Iterator[dict[str, Any]]:
     """Batches that train more rows per second, most first."""
     batch, best = search.global_batch_size, result.best
     ours, found = batch / best.step_time_s, []
     started = time.process_time()
     for other in next_batches(batch, search.problem.cluster.num_devices):
-        if time.process_time() - started > 2 * SEARCH_S:
+        spent_s = time.process_time() - started
+        if spent_s > 2 * SEARCH_S or spent_s >= left_s:
             break
-        step = _searched(search, other)
+        step = _searched(search, other, min(SEARCH_S, left_s - spent_s))
         if step is not None and other / step[0] > ours * (1 + BETTER):
             found.append((other / step[0], other, *step))
     for rows_per_s, other, step_s, plan in sorted(found, reverse=True):
@@ -75,7 +80,7 @@ def _batches(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
         }
 
 
-def _searched(search: Search, batch: int) -> tuple[float, str] | None:
+def _searched(search: Search, batch: int, seconds_left: float) -> tuple[float, str] | None:
     """Step time and plan of another batch, in a short search over equal meshes; None where none is
     found."""
     given = search.overrides
@@ -84,7 +89,7 @@ def _searched(search: Search, batch: int) -> tuple[float, str] | None:
             global_batch_size=batch,
             overrides=replace(given, forbid=sorted({*given.forbid, "unequal_meshes"})),
             objective="fastest",
-            time_limit_s=SEARCH_S,
+            time_limit_s=seconds_left,
         )
         best = other.run()
     except (InfeasibleError, OverrideError):

@@ -15,6 +15,7 @@ from meshwright.planner.alternatives.families import Family, families
 from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import (
+    OVERSHOOT,
     Effort,
     Explorer,
     MemoryNeed,
@@ -27,6 +28,11 @@ from meshwright.planner.search import (
 )
 
 MAX_MESHES = 16  # meshes priced anew for a family, the most promising
+MAX_AGAIN = 800  # combinations estimated anew under a family's recompute
+MAX_CUTS = 240  # combinations of a family that are cut, the most promising
+FITS_NOT = 0.5  # of a cut is the effort to find that there is none
+FIRST_CUTS = 6  # at most that wait for their simulation
+TIGHT = 1.25  # assumed of stages that fit only in unequal shares: what they take above the estimate
 MAX_LEAST = 8  # meshes looked at for the least memory, those that divide weights most
 
 
@@ -34,20 +40,26 @@ MAX_LEAST = 8  # meshes looked at for the least memory, those that divide weight
 class Alternative:
     """The best plan found of a family; without one, the bytes that its leanest plan lacks on the
     fullest stage. Where the time ran out, the seconds that any plan of it takes at least.
-    `excluded` is what can't be split as the family asks."""
+    `excluded` is what can't be split as the family asks, `instead` a faster plan outside of the
+    family that an override of its decision would end with."""
 
     family: str
     draft: PlanDraft | None = None
     shortfall_bytes: float | None = None
     bound_s: float | None = None
     excluded: tuple[Excluded, ...] = ()
+    instead: PlanDraft | None = None
 
 
-def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...]:
-    """The best of every family that the search could have chosen from and did not."""
+def alternatives(
+    search: Search, result: SearchResult, time_limit_s: float | None = None
+) -> tuple[Alternative, ...]:
+    """The best of every family that the search could have chosen from and did not; after the time
+    limit nothing new is explored."""
     chosen = result.best.plan
     wanted = [family for family in families(search, result) if not family.has(chosen)]
     explorer = _Families(search=search, result=result)
+    explorer.effort.limit(time_limit_s)
     found = [explorer.best(family) for family in wanted]
     search.forget()
     graph, factors = search.problem.graph, search.problem.factors
@@ -61,22 +73,24 @@ def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...
 @dataclass(slots=True, kw_only=True)
 class _Families:
     """The best plan of each family, of what was `drafted` for any. Nothing new is looked at where
-    the search ran out of time."""
+    the search ran out of time, or this does."""
 
     search: Search
     result: SearchResult
     drafted: list[PlanDraft] = field(default_factory=list)
+    effort: Effort = field(default_factory=Effort)
 
     def best(self, family: Family) -> Alternative | None:
         """The best plan found, or why there is none; None where the space holds none anyway."""
         drafts = [d for d in self.result.drafts if d.fits and family.has(d.plan)]
         choices = [choice for choice in self.result.meshes if family.choice(choice)]
-        if not self.result.complete:
+        if not self.result.complete or self.effort.late():
             bound_s = min((choice.bound_s for choice in choices), default=None)
             draft = min(drafts, key=_step, default=None)
             if draft is None and bound_s is None:
                 return None
             return Alternative(family=family.name, draft=draft, bound_s=bound_s)
+        drafts += [d for d in self.drafted if d.fits and family.has(d.plan)]
         equal, known_s = self._equal(family), min(map(_step, drafts), default=math.inf)
         drafts += self._explored(family, equal, self._queue(family, equal, choices), known_s)
         need = None if drafts else self._least_memory(family, equal)
@@ -91,9 +105,14 @@ class _Families:
 
     def improved(self, found: Alternative, family: Family) -> Alternative:
         """With what was drafted for other families, too."""
-        drafts = [d for d in self.drafted if d.fits and family.has(d.plan)]
-        best = min([*drafts, *([found.draft] if found.draft else [])], key=_step, default=None)
-        return found if best is None else replace(found, draft=best, shortfall_bytes=None)
+        known = [d for d in (*self.result.drafts, *self.drafted) if d.fits]
+        drafts = [found.draft] if found.draft else []
+        best = min([*drafts, *(d for d in known if family.has(d.plan))], key=_step, default=None)
+        if best is None:
+            return found
+        other = min((d for d in known if family.instead(d.plan)), key=_step, default=None)
+        faster = other is not None and other.step_time_s < best.step_time_s
+        return replace(found, draft=best, shortfall_bytes=None, instead=other if faster else None)
 
     def _least_memory(self, family: Family, equal: EqualStages) -> MemoryNeed | None:
         narrow = [
@@ -110,12 +129,9 @@ class _Families:
         """What the search priced by its estimates; of other meshes some, by their bounds."""
         queue, known = Queue(), self.search.equal.known
         for choice in filter(known, choices):
-            own = [n for n in self.search.equal.combinations(choice) if _accepts(family, n)]
-            if equal is self.search.equal:
-                for one in own:
-                    queue.add(max(one.estimate_s, one.bound_s), one)
-            elif own:  # under other policies
-                queue.add(min(one.estimate_s for one in own), choice)
+            for one in self.search.equal.combinations(choice):
+                if _accepts(family, one):
+                    queue.add(_promised_s(one), one)
         others = sorted((c for c in choices if not known(c)), key=lambda choice: choice.bound_s)
         for choice in others[:MAX_MESHES]:
             queue.add(choice.bound_s, choice)
@@ -124,22 +140,64 @@ class _Families:
     def _explored(
         self, family: Family, equal: EqualStages, queue: Queue, known_s: float
     ) -> list[PlanDraft]:
-        """Plans of a family that may take less than `known_s`."""
+        """Plans of a family that may take less than `known_s`: the most promising combinations are
+        cut, and the best cuts simulated."""
         explorer = Explorer(
             drafter=self.search,
             equal=equal,
-            effort=Effort(),
+            effort=self.effort,
             accept=lambda one: _accepts(family, one),
             trust=1.0,
             known_s=known_s,
         )
-        explorer.explore(queue)
+        alone = [one for one in queue.combinations() if one.groups == 1]
+        own = equal is self.search.equal
+        for one in sorted(alone, key=_promised_s)[: int(own)]:  # whose estimate is exact
+            found = explorer.cut(one, known_s)
+            if found is not None:
+                explorer.simulate(one, found[1])
+        again: dict[int, Combination] = {}  # estimated under the family's policies
+        cuts, tried, meshes = Queue(), 0.0, 0
+        while (queue or cuts) and not self.effort.late():
+            limit = explorer.limit_s()
+            left_s = queue.promised_s if queue and tried < MAX_CUTS else math.inf
+            if cuts and (len(cuts) >= FIRST_CUTS or cuts.promised_s <= left_s):
+                promised_s, _, what, cut = cuts.pop()
+                if promised_s < limit and isinstance(what, Combination) and cut is not None:
+                    explorer.simulate(what, cut)
+                continue
+            if left_s >= limit:
+                break
+            _, _, what, _ = queue.pop()
+            if isinstance(what, Combination):
+                if own or id(what) in again:
+                    found = explorer.cut(what, limit * OVERSHOOT)
+                    tried += FITS_NOT if found is None else 1
+                    if found is not None:
+                        cuts.add(found[0] / OVERSHOOT, what, found[1])
+                elif len(again) < MAX_AGAIN:
+                    anew = equal.estimated(what)
+                    again[id(anew)] = anew or what
+                    if anew is not None and _accepts(family, anew):
+                        queue.add(_promised_s(anew), anew)
+            elif meshes < MAX_MESHES:
+                meshes += 1
+                for one in equal.combinations(what):
+                    again[id(one)] = one
+                    if _accepts(family, one):
+                        queue.add(_promised_s(one), one)
         self.drafted += explorer.drafts
         return [d for d in explorer.drafts if d.fits and family.has(d.plan)]
 
 
 def _accepts(family: Family, one: Combination) -> bool:
-    return family.setup(one.setup) and family.schedule(one.schedule)
+    fits = one.groups > 1 or not one.tight
+    return fits and family.setup(one.setup) and family.schedule(one.schedule)
+
+
+def _promised_s(one: Combination) -> float:
+    """The estimate of a combination; where equal stages don't fit it is too low."""
+    return max(one.estimate_s * (TIGHT if one.tight else 1.0), one.bound_s)
 
 
 def _step(draft: PlanDraft) -> float:

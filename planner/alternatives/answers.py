@@ -2,13 +2,16 @@
 which change of the cluster would flip the decision, what the user may change.
 
 All rest on what the search has priced. An override costs the seconds by which the plan is slower
-than the best plan without it, all others kept; all together, against the free optimum.
+than the best plan without it, all others kept; all together, against the free optimum. Under a time
+limit the answers together take no more than the search was given.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.planner.alternatives.advice import advice
 from meshwright.planner.alternatives.alternatives import Alternative, alternatives
@@ -19,6 +22,8 @@ from meshwright.planner.overrides import OverrideError, Overrides, each_dropped
 from meshwright.planner.plan import InfeasibleError, describe, seconds
 from meshwright.planner.pricing import Evaluator
 from meshwright.planner.search import Search, SearchResult
+
+T = TypeVar("T")
 
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters
@@ -35,11 +40,26 @@ class Answers:
     _overrides: list[dict[str, Any]] | None = None
     _sensitivity: list[dict[str, Any]] | None = None
     _advice: list[dict[str, Any]] | None = None
+    _spent_s: float = 0.0
+
+    def _left_s(self) -> float | None:
+        """What is left of the time limit; None without one."""
+        given_s = self.search.time_limit_s
+        return None if given_s is None else max(0.0, given_s - self._spent_s)
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        started = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._spent_s += time.monotonic() - started
 
     @property
     def others(self) -> tuple[Alternative, ...]:
         if self._others is None:
-            self._others = alternatives(self.search, self.result)
+            self._others = self._timed(
+                lambda: alternatives(self.search, self.result, self._left_s())
+            )
         return self._others
 
     def alternatives(self) -> list[dict[str, Any]]:
@@ -55,13 +75,15 @@ class Answers:
     def sensitivity(self) -> list[dict[str, Any]]:
         """Flips of the decision, by property of the cluster."""
         if self._sensitivity is None:
-            self._sensitivity = [_flip_row(flip) for flip in self._compared().flips()]
+            compared = self._compared()
+            flips = self._timed(lambda: compared.flips(self._left_s()))
+            self._sensitivity = [_flip_row(flip) for flip in flips]
         return self._sensitivity
 
     def advice(self) -> list[dict[str, Any]]:
         """What the user may change for more rows per second, or less memory."""
         if self._advice is None:
-            self._advice = advice(self.search, self.result)
+            self._advice = self._timed(lambda: advice(self.search, self.result, self._left_s()))
         return self._advice
 
     # --- overrides ---
@@ -70,9 +92,10 @@ class Answers:
         given = self.search.overrides.given()
         if not given:
             return []
+        if self._left_s() == 0:
+            return [{"override": _said(given), "effect": "not priced in the time given"}]
         free = self._best(Overrides())
-        text = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        rows = [self._row(text, free, "the free optimum")]
+        rows = [self._row(_said(given), free, "the free optimum")]
         if free is not None:
             rows[0]["free_step_time_s"] = free.step_time_s
         each = list(each_dropped(self.search.overrides))
@@ -80,6 +103,9 @@ class Answers:
             rows[0]["effect"] += f" (with more than {MAX_EACH} overrides not priced one by one)"
         elif len(each) > 1:
             for one in each:
+                if self._left_s() == 0:
+                    rows[0]["effect"] += " (not all of them priced in the time given)"
+                    break
                 best = self._best(one.left)
                 rows.append(self._row(one.said, best, "the best with the rest kept"))
         return rows
@@ -103,9 +129,10 @@ class Answers:
         return {"override": text, "effect": effect, "cost_s": cost_s, "cost": cost_s / best}
 
     def _best(self, overrides: Overrides) -> Candidate | None:
-        """The same search under other overrides."""
+        """The same search under other overrides, in the time that is left."""
+        search = self.search.like(overrides=overrides, time_limit_s=self._left_s())
         try:
-            return self.search.again(overrides).best
+            return self._timed(search.run).best
         except (InfeasibleError, OverrideError):
             return None
 
@@ -128,6 +155,10 @@ class Answers:
                 bigger.append(_rival(draft))
         evaluator = Evaluator(replace(search.problem, profile=None))
         return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
+
+
+def _said(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def _rival(found: PlanDraft | Candidate) -> Rival:

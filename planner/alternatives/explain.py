@@ -91,11 +91,16 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
         return {**row, "shortfall_bytes": short, "why": why}
     parts = breakdown(draft.evaluation)
     ours, theirs = chosen.as_dict(), parts.as_dict()
+    why, other = why_slower(chosen, parts), alternative.instead
+    if other is not None:
+        slower = other.step_time_s / best.prediction.step_time_s - 1
+        row["instead"] = {"plan": describe(other.plan), "step_time_s": other.step_time_s}
+        why += f"; its override alone gives no pipeline, {slower:+.1%}"
     return {
         **row,
         "plan": describe(draft.plan),
         "step_time_s": draft.step_time_s,
         "slower": draft.step_time_s / best.prediction.step_time_s - 1,
         "components_s": {name: theirs[name] - ours[name] for name in ours},
-        "why": why_slower(chosen, parts),
+        "why": why,
     }

@@ -3,15 +3,16 @@ a search could have taken otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES, in_flight
 from meshwright.planner.drafts import MeshChoice, StageSetup
 from meshwright.planner.plan import RUNS, Plan, PlanError, check_runs, runs_experts
 from meshwright.planner.search import Search, SearchResult
 
 RUNS_HERE = "runs here"
+NEAR = 2  # numbers of device groups below the chosen one, and above, that are families
 WITHOUT: Mapping[str, str] = {
     "tp": "no tensor parallelism", "cp": "no context parallelism", "ep": "no expert parallelism",
 }  # fmt: skip
@@ -21,12 +22,16 @@ def _any(_: object) -> bool:
     return True
 
 
+def _none(_: object) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Plans with one decision in common: `has` recognises them; `choice`, `setup` and `schedule`
     are the meshes, stage setups and schedules that they can be made of; `policies` the recompute
     policies looked at, None for all; `tp` their tensor-parallel degree, where that is the
-    decision."""
+    decision. `instead` recognises plans outside of it that an override of the decision allows."""
 
     name: str
     has: Callable[[Plan], bool]
@@ -35,6 +40,7 @@ class Family:
     schedule: Callable[[str], bool] = _any
     policies: tuple[str, ...] | None = None
     tp: int = 1
+    instead: Callable[[Plan], bool] = _none
 
 
 def families(search: Search, result: SearchResult) -> Iterator[Family]:
@@ -44,8 +50,7 @@ def families(search: Search, result: SearchResult) -> Iterator[Family]:
         degrees = sorted({getattr(choice.mesh, axis) for choice in meshes})
         yield from (_degree(axis, n) for n in degrees if len(degrees) > 1)
     yield Family(name="equal meshes", has=_equal)
-    counts = sorted({choice.groups for choice in meshes})
-    yield from (_device_groups(n) for n in counts if len(counts) > 1)
+    yield from map(_device_groups, _near({c.groups for c in meshes}, result.best.plan))
     if any(choice.mesh.spread > 1 for choice in meshes):
         yield Family(
             name="pipeline inside the node",
@@ -61,6 +66,14 @@ def families(search: Search, result: SearchResult) -> Iterator[Family]:
         yield from (_recompute(p) for p in ("none", "full") if p in over.policies)
     if not search.executable and set(over.policies) & set(RUNS["recompute"]):
         yield _runs_here(over.policies)
+
+
+def _near(counts: Collection[int], plan: Plan) -> list[int]:
+    """Of several numbers of device groups one, and those next to the plan's."""
+    own, ordered = len(plan.devices), sorted(counts)
+    fewer, more = [n for n in ordered if n < own], [n for n in ordered if n > own]
+    near = {own, *ordered[:1], *fewer[-NEAR:], *more[:NEAR]}
+    return sorted(near) if len(near) > 1 else []
 
 
 def _degree(axis: str, n: int) -> Family:
@@ -105,7 +118,20 @@ def _schedule(name: str) -> Family:
         has=lambda plan: plan.schedule == name and len(plan.devices) > 1,
         choice=lambda choice: choice.groups > 1,
         schedule=lambda own: own == name,
+        instead=lambda plan: _alone(name, plan),
     )
+
+
+def _alone(schedule: str, plan: Plan) -> bool:
+    """Whether a plan has no pipeline, and needs no more under this schedule."""
+    m = plan.num_microbatches
+    if len(plan.devices) > 1 or SCHEDULES[schedule].stages_per_device != 1:
+        return False
+    own, theirs = (
+        in_flight(name, stage=0, num_stages=1, num_microbatches=m)
+        for name in (schedule, plan.schedule)
+    )
+    return own <= theirs
 
 
 def _zero(zero: int) -> Family:

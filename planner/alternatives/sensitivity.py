@@ -14,6 +14,7 @@ a comparison of bytes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -97,8 +98,10 @@ class Sensitivity:
     bigger: Sequence[Rival] = ()
     _base_s: dict[int, float] = field(default_factory=dict)
 
-    def flips(self) -> tuple[Flip, ...]:
-        """Below 1 and above, for every property that the cluster has."""
+    def flips(self, time_limit_s: float | None = None) -> tuple[Flip, ...]:
+        """Below 1 and above, for every property that the cluster has; of its rates those looked at
+        within the time limit."""
+        ends_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         cluster = self.evaluator.problem.cluster
         absent = {
             "inter-node bandwidth": cluster.num_nodes == 1,
@@ -106,7 +109,7 @@ class Sensitivity:
         }
         found: list[Flip] = []
         for knob, scale in KNOBS.items():
-            if not absent.get(knob, False):
+            if not absent.get(knob, False) and time.monotonic() < ends_s:
                 own = [self._flip(knob, scale, end) for end in ENDS]
                 found += [flip for flip in own if flip] or [_none(knob)]
         memory = [flip for flip in (self._less_memory(), self._more_memory()) if flip]

@@ -40,7 +40,8 @@ class MeshChoice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
     """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
-    `bound_s` is a lower bound on the step of any plan with it."""
+    `bound_s` is a lower bound on the step of any plan with it. Where stages are `tight`, equal ones
+    don't fit."""
 
     setup: StageSetup
     num_microbatches: int
@@ -49,6 +50,7 @@ class Combination:
     stages_per_group: int
     estimate_s: float
     bound_s: float
+    tight: bool
 
     @property
     def num_stages(self) -> int:

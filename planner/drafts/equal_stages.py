@@ -125,8 +125,7 @@ class EqualStages:
         """All combinations on a mesh whose model states fit, estimated."""
         if choice not in self._combinations:
             m, groups = choice.num_microbatches, choice.groups
-            least = self.least(choice.mesh, m)
-            work = float(least.sum()), slowest_s(least, self.classes, groups)
+            work = self._work(choice)
             found: list[Combination] = []
             for setup in self.setups(choice.mesh, m):
                 offered = self.space.schedules(groups, m, setup.zero)
@@ -146,8 +145,7 @@ class EqualStages:
     ) -> Iterator[Combination]:
         """Combinations of a setup with each (schedule, stages per device group) `offered`, all
         under these recompute policies, of which some device may fit an even share: estimated from
-        the sums of the whole model. `work` are the least seconds per micro-batch of all stages and
-        of the slowest group."""
+        the sums of the whole model and `_work`."""
         m, groups = choice.num_microbatches, choice.groups
         shapes = [PipelineShape(m, groups, each) for _, each in offered]
         each = np.array([shape.v for shape in shapes])
@@ -179,7 +177,27 @@ class EqualStages:
                 stages_per_group=int(each[k]),
                 estimate_s=float(estimate) * (TIGHT if tight else 1.0),
                 bound_s=schedule.bound_s(*work, m, groups),
+                tight=bool(tight),
             )
+
+    def estimated(self, other: Combination) -> Combination | None:
+        """A combination of stages that may recompute otherwise, under these policies; None where it
+        can't fit."""
+        choice = MeshChoice(
+            mesh=other.setup.mesh,
+            num_microbatches=other.num_microbatches,
+            groups=other.groups,
+            bound_s=other.bound_s,
+        )
+        policies = self.space.policies(other.schedule)
+        offered = other.schedule, other.stages_per_group
+        found = self._estimated(choice, other.setup, policies, [offered], self._work(choice))
+        return next(found, None)
+
+    def _work(self, choice: MeshChoice) -> tuple[float, float]:
+        """Least seconds per micro-batch of all stages and of the slowest device group."""
+        least = self.least(choice.mesh, choice.num_microbatches)
+        return float(least.sum()), slowest_s(least, self.classes, choice.groups)
 
     def _even_levels(
         self, setup: StageSetup, policies: Sequence[str], stages: NDArray[np.int64]

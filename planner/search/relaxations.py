@@ -19,12 +19,13 @@ from functools import partial
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError, each_dropped, without
-from meshwright.planner.plan import Relaxation, describe
+from meshwright.planner.plan import GIB, Relaxation, describe
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 MOST = 64  # times as many nodes, at most
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
 MAX_CUTS = 6  # combinations cut after the first that fits, for a faster one
+MARGIN_STEPS = 1000  # a memory margin is said to so many parts
 TOGETHER = ("num_microbatches", "microbatch_size")  # both fix what a device holds of the batch
 
 
@@ -55,13 +56,27 @@ def _freed(drafter: Drafter) -> Iterator[Relaxation]:
     if drafter.memory_margin:
         found = _possible(partial(drafter.like, memory_margin=0.0))
         if found is not None:
-            yield _relaxation("leave no memory free (memory_margin=0)", 0, found)
+            yield _relaxation(_smaller_margin(drafter, found), 0, found)
     if executable:
         relaxed.append(("plan what can't be run yet (executable=False)", overrides, False))
     for what, left, runs in relaxed:
         found = _possible(partial(drafter.like, overrides=left, executable=runs))
         if found is not None:
             yield _relaxation(what, 0, found)
+
+
+def _smaller_margin(drafter: Drafter, draft: PlanDraft) -> str:
+    """The memory margin that leaves room for a draft, with the numbers."""
+    memory, peak = (
+        drafter.problem.cluster.device.memory_bytes,
+        max(draft.evaluation.prediction.peak_memory_bytes),
+    )
+    margin = math.floor(MARGIN_STEPS * (1 - peak / memory)) / MARGIN_STEPS
+    return (
+        f"memory_margin={margin:g} instead of {drafter.memory_margin:g} (a plan takes "
+        f"{peak / GIB:.3g} of a device's {memory / GIB:.3g} GiB, the margin leaves "
+        f"{drafter.space.memory_bytes / GIB:.3g})"
+    )
 
 
 def _wider(drafter: Drafter) -> Iterator[Relaxation]:

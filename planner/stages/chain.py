@@ -84,9 +84,9 @@ class Chain:
     order of their first, have both and the numbers of states at their ends in common. `cuts` are
     the states that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the
     activations there. Parameters that several blocks read are `stored` in one state; `shared` has,
-    of each, which blocks read it and the sums and seconds of one copy. `price` gives the sums of a block
-    between two boundary states. Stages start and end `at` C of the boundaries; the blocks between
-    two of those are a piece.
+    of each, which blocks read it and the sums and seconds of one copy. `price` gives the sums of a
+    block between two boundary states. Stages start and end `at` C of the boundaries; the blocks
+    between two of those are a piece.
     """
 
     setting: Setting
