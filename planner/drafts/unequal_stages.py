@@ -62,14 +62,12 @@ class UnequalStages:
     _coarse: dict[Chain, Runs] = field(default_factory=dict)
 
     def meshes(self, m: int) -> list[Mesh]:
-        """Meshes on which m micro-batches of at least one block may fit."""
+        return [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
+
+    def fitting(self, m: int) -> list[Mesh]:
+        """Meshes on which m micro-batches of one block may fit."""
         blocks = len(self.space.graph.blocks)
-        return [
-            mesh
-            for n in self.space.sizes()
-            for mesh in self.space.meshes(n, m)
-            if self.equal.floor.allows(mesh, m, blocks)
-        ]
+        return [mesh for mesh in self.meshes(m) if self.equal.floor.allows(mesh, m, blocks)]
 
     def bounds(self, m: int, meshes: Sequence[Mesh]) -> np.ndarray:
         """Per mesh, no more than the step of any plan with m micro-batches that uses it."""

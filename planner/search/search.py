@@ -197,7 +197,7 @@ class Search(Drafter):
         """Run the inter-op DP where it may still win; a bound on what was left out."""
         left, waiting = math.inf, []
         for m in counts:
-            meshes = self.unequal.meshes(m)
+            meshes = self.unequal.fitting(m)
             if meshes:
                 waiting.append((float(self.unequal.bounds(m, meshes).min()), m, meshes))
         for bound, m, meshes in sorted(waiting):
