@@ -46,6 +46,17 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """The blocks of one kind (`Chain.kinds`): `count` of them, the typical sums of one, and the
+    seconds per micro-batch (once-per-step work spread) that these are above the least there is."""
+
+    number: int
+    count: int
+    sums: Sums
+    more_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
     """How longer runs of pieces are made from shorter ones.
 
@@ -129,8 +140,10 @@ class Chain:
             self._typical = self._sum_typical()
         return self._typical
 
-    def _sum_typical(self) -> Sums:
-        total = Sums.zeros()
+    def kinds_typical(self) -> list[Kind]:
+        """The kinds of blocks, each between the boundary states that are cheapest where blocks of
+        its kind follow each other; none where nothing is legal."""
+        found = []
         for kind, count in Counter(self.kinds).items():
             j = self.kinds.index(kind)
             cost = self.costs[j]
@@ -144,7 +157,14 @@ class Chain:
             part = self.parts(j, s, t)
             if turn is not cost and s != t:
                 part = Sums((part.array + self.parts(j, t, s).array) / 2)
-            total = total.then(part.times(count))
+            more = float(turn[s, t] - cost.min())
+            found.append(Kind(number=kind, count=count, sums=part, more_s=more))
+        return found
+
+    def _sum_typical(self) -> Sums:
+        total = Sums.zeros()
+        for kind in self.kinds_typical():
+            total = total.then(kind.sums.times(kind.count))
         return total - self._counted_again()
 
     def whole(self) -> Sums:
