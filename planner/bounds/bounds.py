@@ -238,6 +238,8 @@ class Bounds:
             return of_all
 
         nothing = np.zeros((len(classes), 1))
+        if not self.space.zeros(mesh):
+            return
         if (mesh, m) not in priced:
             cost = least(self.equal.least(mesh, m)[:, None])
             static = least(self._states(mesh)[:, None])
@@ -280,7 +282,6 @@ class Bounds:
                 for zero, shard in self.space.zeros(mesh)
             ],
             axis=0,
-            initial=np.inf,
         )
         return found
 

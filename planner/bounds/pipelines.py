@@ -21,8 +21,8 @@ and where devices wait for the fraction φ of a pass of each device before them 
     Σ_d t_d  <=  θ T,     θ = (1 - (1 - φ/m)^p) / φ
 
 of which a part c is taken off:  Σ_k π_k  <=  c θ T + Σ_d max {cap_d(t) - c t : 0 <= t <= T/m}
-for every c >= 0. Both sides are concave in T, so that Newton's steps from the left find the least
-T exactly, and no step passes it.
+for every c >= 0. The right side rises nowhere faster than at the left, so that no step of Newton's
+method passes the least T, wherever it stops.
 """
 
 from __future__ import annotations
@@ -167,13 +167,10 @@ def _newton(
         got = c * (theta * step - less_s) + float((many * had).sum())
         if got >= devices.wanted * (1 - 1e-9):
             return step
-        more = rising & (step >= before_s)
-        slope = c * theta + float((many * slopes[rows, pick])[more].sum()) / m
+        # no less than the slope anywhere further right: those that can't start yet are taken in
+        slope = c * theta + float((many * slopes[rows, pick])[rising].sum()) / m
         if slope <= 0:
-            if (step >= before_s).all():
-                return np.inf
-            step = float(before_s[before_s > step].min())
-            continue
+            return np.inf
         step += (devices.wanted - got) / slope
     return step
 
@@ -190,14 +187,3 @@ def _highest(slopes: Floats, starts: Floats) -> Floats:
     found: Floats = np.where(crossing, value, np.inf).min(axis=(1, 2))
     # all fall: highest at 0
     return np.where((slopes < 0).all(axis=1), starts.min(axis=1), found)
-
-
-def reach(m: int, devices: int, largest: int) -> float:
-    """The most of Σ n_k (1 - 1/m)^(k-1) of stages with n_k devices in all `devices`, none with more
-    than the `largest`: T >= m Σ n t / this, where stage k waits for those before it."""
-    total, left, weight = 0.0, devices, 1.0
-    while left > 0 and weight > 1e-12:
-        total += min(left, largest) * weight
-        left -= largest
-        weight *= 1 - 1 / m
-    return total
