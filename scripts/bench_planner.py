@@ -54,6 +54,10 @@ def bench(name: str, *, replan: bool, report: bool, time_limit_s: float | None) 
     result = search.run()
     before = {"trace": traced - started, "factors, blocks": cut - traced}
     show_phases(before, result, time.process_time() - started)
+    started = time.process_time()
+    equal_s = search.equal_bound_s(result)
+    gap, spent_s = result.best.step_time_s / equal_s - 1, time.process_time() - started
+    print(f"  none with equal stages than {seconds(equal_s)}: gap {gap:.1%} ({spent_s:.1f} CPU-s)")
     if report:
         started = time.process_time()
         text = str(with_answers(search, result))
@@ -79,7 +83,7 @@ def show_phases(before: Mapping[str, float], result: SearchResult, total_s: floa
     best = result.best
     mfu = best.evaluation.prediction.mfu
     print(f"  {describe(best.plan)}: {seconds(best.step_time_s)} a step, MFU {mfu:.1%}")
-    print(f"  no plan of the space is faster than {seconds(result.bound_s)}: gap {result.gap:.2%}")
+    print(f"  no plan of the space is faster than {seconds(result.bound_s)}: gap {result.gap:.1%}")
 
 
 def bench_experts(text: str, *, pin: bool, like_theirs: bool, time_limit_s: float | None) -> bool:

@@ -56,6 +56,7 @@ planner.stages
 planner.overrides
 planner.report
 planner.drafts
+planner.bounds
 planner.search
 planner.alternatives
 planner.published

@@ -6,6 +6,7 @@ from meshwright.costmodel.schedules.schedule import (
     backward_follows_forward,
     build_schedule,
     in_flight,
+    least_in_flight,
     peak_activation,
 )
 from meshwright.costmodel.schedules.simulate import (
@@ -27,5 +28,5 @@ __all__ = [
     "SCHEDULES", "Action", "Event", "Instruction", "PipelineShape", "Schedule", "StageTimes",
     "Timeline",
     "backward_follows_forward", "build_schedule", "chrome_trace", "event_of", "in_flight",
-    "peak_activation", "simulate", "stages_of_devices",
+    "least_in_flight", "peak_activation", "simulate", "stages_of_devices",
 ]  # fmt: skip

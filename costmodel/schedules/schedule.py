@@ -283,6 +283,19 @@ def peak_activation(
     )
 
 
+def least_in_flight(
+    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
+) -> tuple[int, ...]:
+    """Per device, micro-batches in flight at its peak of whichever of its stages has fewest: what
+    each of its stages holds has so many copies at least. Raises ValueError as `build_schedule`."""
+    if num_devices == num_stages:
+        counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+        return tuple(in_flight(name, stage=k, **counts) for k in range(num_stages))
+    enough = _enough(num_stages, num_microbatches, num_devices)
+    held = _held_at_peaks(name, num_stages, enough, num_devices)
+    return tuple(max(map(min, peaks)) for peaks in held)
+
+
 def _enough(num_stages: int, num_microbatches: int, num_devices: int) -> int:
     """As many micro-batches as it takes to see all that a long step ever holds: the schedules
     repeat themselves, in rounds of as many as there are devices."""

@@ -40,6 +40,7 @@ class Answers:
     _overrides: list[dict[str, Any]] | None = None
     _sensitivity: list[dict[str, Any]] | None = None
     _advice: list[dict[str, Any]] | None = None
+    _proof: dict[str, Any] | None = None
     _spent_s: float = 0.0
 
     def _left_s(self) -> float | None:
@@ -85,6 +86,14 @@ class Answers:
         if self._advice is None:
             self._advice = self._timed(lambda: advice(self.search, self.result, self._left_s()))
         return self._advice
+
+    def proof(self) -> dict[str, Any]:
+        """Lower bound on the step of plans with equal stages, and the chosen one's gap to it."""
+        if self._proof is None:
+            bound_s = self._timed(lambda: self.search.equal_bound_s(self.result, self._left_s()))
+            gap = max(0.0, self.result.best.step_time_s / bound_s - 1.0)
+            self._proof = {"equal_bound_s": bound_s, "equal_gap": gap}
+        return self._proof
 
     # --- overrides ---
 

@@ -27,6 +27,8 @@ class DeferredAnswers(Protocol):
 
     def advice(self) -> Sequence[Row]: ...
 
+    def proof(self) -> Row: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -77,6 +79,7 @@ class Report:
         """Plain data: seconds, bytes, names."""
         return {
             "summary": dict(self.summary),
+            "proof": dict(self.deferred.proof()) if self.deferred else {},
             "stages": [dict(s) for s in self.stages],
             "components_s": self.components.as_dict(),
             "runners_up": [dict(r) for r in self.runners_up],
@@ -128,10 +131,12 @@ class Report:
         if "bound_s" not in s:
             return []
         early = "" if s["complete"] else "; the time limit ended the search before that was closed"
-        return [
-            f"  no plan of the space is faster than {seconds(s['bound_s'])} at these prices: gap "
-            f"{s['gap']:.1%}{early}"
-        ]
+        bounds = f"{seconds(s['bound_s'])} at these prices: gap {s['gap']:.1%}"
+        proof = self.deferred.proof() if self.deferred else {}
+        if proof and proof["equal_gap"] < s["gap"]:
+            equal = seconds(proof["equal_bound_s"])
+            bounds += f"; none with equal stages faster than {equal}: gap {proof['equal_gap']:.1%}"
+        return [f"  no plan of the space is faster than {bounds}{early}"]
 
     def _stage_table(self) -> list[str]:
         head = "stage blocks ranks mesh zero recompute forward backward comm memory"

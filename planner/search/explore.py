@@ -83,11 +83,6 @@ class Queue:
         """Seconds of the most promising one."""
         return self._heap[0][0]
 
-    @property
-    def bound_s(self) -> float:
-        """Lower bound on the step of any plan that is left."""
-        return min((entry[2].bound_s for entry in self._heap), default=math.inf)
-
 
 @dataclass(slots=True, kw_only=True)
 class Explorer:
@@ -107,10 +102,8 @@ class Explorer:
         """Step time to beat: that of the fastest draft that fits."""
         return min((d.step_time_s for d in self.drafts if d.fits), default=self.known_s)
 
-    def explore(self, queue: Queue) -> float:
-        """Draft what promises most until nothing left in the queue can be faster: a bound on what
-        was passed by, that in the queue apart."""
-        passed = math.inf
+    def explore(self, queue: Queue) -> None:
+        """Draft what promises most until nothing left in the queue can be faster."""
         while queue:
             limit = self.limit_s()
             if queue.promised_s >= limit or (limit < math.inf and self.effort.late()):
@@ -124,12 +117,8 @@ class Explorer:
                 found = self.cut(what, limit * OVERSHOOT)
                 if found is not None:
                     queue.add(found[0] / OVERSHOOT, what, found[1])
-                else:  # below the cutoff nothing fits; the objective is no proof for the rest
-                    passed = min(passed, what.bound_s)
             else:
-                passed = min(passed, what.bound_s)
                 self.simulate(what, cut)
-        return passed
 
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""

@@ -1,9 +1,8 @@
 """The plan that needs the least memory: what comes closest to fitting where nothing fits.
 
 Of every mesh only the largest number of micro-batches is looked at, since smaller ones hold less.
-A stage is taken for an equal share of the model, recomputes all it may, and needs
-
-    static + h·activation + reserved  bytes, h the micro-batches in flight on the first stage.
+A stage is taken for an equal share of the model and recomputes all it may; a device needs what
+such stages hold at its peak, one of them in a backward (`costmodel.blocks.peak`).
 
 The setup that needs least is then cut into stages exactly
 (`planner.inter_op.partition.minimal_shortfall`).
@@ -16,16 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import of_one, stage_bytes
-from meshwright.costmodel.schedules import in_flight
+from meshwright.costmodel.blocks import of_one, peak_bytes
 from meshwright.planner.drafts import EqualStages, MeshChoice, Space, StageSetup, UnequalStages
 from meshwright.planner.stages import recompute_levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """The bytes by which the first stage of a setup on a mesh exceeds a device; negative where it
-    fits."""
+    """The bytes by which a setup on a mesh exceeds its fullest device; negative where it fits."""
 
     choice: MeshChoice
     setup: StageSetup
@@ -76,13 +73,18 @@ def memory_needs(
                 part = setup.chain.typical().times(1 / stages)
                 levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
                 costs = of_one(levels.costs[-1])
-                held = in_flight(
-                    name, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups
+                used = peak_bytes(
+                    [costs] * stages,
+                    equal.space.cluster,
+                    schedule=name,
+                    num_microbatches=m,
+                    num_devices=groups,
                 )
-                used = stage_bytes(costs.static_bytes, costs.activation_bytes, held)
-                needs.append(per_group * used)
+                needs.append(float(max(used)))
         if needs:
-            yield MemoryNeed(choice=choice, setup=setup, excess_bytes=min(needs) - equal.room)
+            yield MemoryNeed(
+                choice=choice, setup=setup, excess_bytes=min(needs) - equal.space.memory_bytes
+            )
 
 
 def shortfall_bytes(unequal: UnequalStages, need: MemoryNeed) -> float:

@@ -6,8 +6,9 @@ there) then looks, for the numbers of micro-batches whose bound leaves room, for
 different meshes that beats the incumbent. The chosen plans are written out and priced again from
 what is written.
 
-What was not explored has a lower bound on its step time; the least of these bounds and the chosen
-step time is the bound of the whole search, and their ratio its gap.
+No plan of the space takes less than a bound (`planner/bounds`); by how much the chosen step may
+exceed the fastest there is, the gap, is their ratio. It is of the price itself, also where the
+objective prefers a simpler plan within a tie.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.bounds import Bounds
 from meshwright.planner.drafts import Candidate, Combination, Drafter, Mesh, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import Certificate
 from meshwright.planner.overrides import Overrides
@@ -117,10 +119,14 @@ class Search(Drafter):
         timed = self._effort.timed
         counts = self.space.microbatch_counts()
         meshes = timed("bounds", lambda: [c for m in counts for c in self.equal.mesh_choices(m)])
-        bound = self._explore(meshes)
-        bound = min(bound, self._explore(timed("bounds", self._between)))
+        equal_s = min((choice.bound_s for choice in meshes), default=math.inf)
+        self._explore(meshes)
+        between = timed("bounds", self._between)
+        equal_s = min([equal_s, *(choice.bound_s for choice in between)])
+        self._explore(between)
+        different_s = math.inf
         if self.space.may_differ:
-            bound = min(bound, self._unequal(self.space.tried_counts()))
+            different_s = self._unequal(self.space.tried_counts())
         chosen = timed("write out", self._written)
         if not chosen:
             raise failure(self, self._drafts)
@@ -130,11 +136,20 @@ class Search(Drafter):
             certificates=timed("certify", self._certify, best),
             phases_s=dict(self._effort.phases_s),
             notes=tuple(self.space.notes()),
-            meshes=tuple(meshes),
+            meshes=(*meshes, *between),
             drafts=tuple(self._drafts),
-            bound_s=min(bound, self._limit(), best.step_time_s),
+            bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete,
         )
+
+    def equal_bound_s(self, result: SearchResult, time_limit_s: float | None = None) -> float:
+        """No plan with equal stages takes less, but for the chosen one: a closer bound than that of
+        the result, which takes seconds to find."""
+        effort = Effort()
+        effort.limit(time_limit_s)
+        found_s = min([result.best.step_time_s, *(d.step_time_s for d in result.drafts if d.fits)])
+        bounds = Bounds(space=self.space, equal=self.equal)
+        return bounds.of_equal(result.meshes, found_s, effort.late)
 
     def _limit(self) -> float:
         """Step time to beat: that of the fastest draft that fits."""
@@ -145,14 +160,12 @@ class Search(Drafter):
 
     # --- equal stages ---
 
-    def _explore(self, choices: Iterable[MeshChoice]) -> float:
-        """Draft the best plans on these meshes, and simpler ones that may tie with them: a bound on
-        what was left."""
+    def _explore(self, choices: Iterable[MeshChoice]) -> None:
+        """Draft the best plans on these meshes, and simpler ones that may tie with them."""
         queue = Queue(choices)
-        left = min(self._explorer.explore(queue), queue.bound_s)
+        self._explorer.explore(queue)
         self._explore_simpler(queue)
         self.equal.forget()
-        return left
 
     def _explore_simpler(self, queue: Queue) -> None:
         """Draft what is left and may tie with the best, of each kind that is simpler the most
@@ -194,25 +207,21 @@ class Search(Drafter):
     # --- different meshes ---
 
     def _unequal(self, counts: Sequence[int]) -> float:
-        """Run the inter-op DP where it may still win; a bound on what was left out."""
-        left, waiting = math.inf, []
+        """Run the inter-op DP where it may still win; no plan with different meshes takes less than
+        what is returned."""
+        waiting = []
         for m in counts:
             meshes = self.unequal.fitting(m)
             if meshes:
                 waiting.append((float(self.unequal.bounds(m, meshes).min()), m, meshes))
         for bound, m, meshes in sorted(waiting):
-            if bound >= self._limit():
-                continue
-            if m not in self._near_best(counts):
-                left = min(left, bound)
+            if bound >= self._limit() or m not in self._near_best(counts):
                 continue
             if self._limit() < math.inf and self._effort.late():
-                left = min(left, bound)
-                continue
+                break
             self._effort.timed("inter-op DP", self._dp, m, meshes)
-            left = min(left, bound)
         self._effort.late()
-        return left
+        return min((bound for bound, _, _ in waiting), default=math.inf)
 
     def _near_best(self, counts: Sequence[int]) -> Sequence[int]:
         """Of many numbers of micro-batches those next to the best draft's: there the stage DP may

@@ -1,6 +1,6 @@
 """Stages a search may choose: block programs solved and composed, recomputed as needed."""
 
-from meshwright.planner.stages.chain import Chain, Runs, boundary_index
+from meshwright.planner.stages.chain import Chain, Kind, Runs, boundary_index
 from meshwright.planner.stages.programs import MODES, BlockPrograms
 from meshwright.planner.stages.recompute import choose_policies
 from meshwright.planner.stages.recompute_levels import (
@@ -10,6 +10,6 @@ from meshwright.planner.stages.recompute_levels import (
 )
 
 __all__ = [
-    "MODES", "BlockPrograms", "Chain", "ChosenLevel", "RecomputeLevels", "Runs", "boundary_index",
-    "choose_policies", "recompute_levels",
+    "MODES", "BlockPrograms", "Chain", "ChosenLevel", "Kind", "RecomputeLevels", "Runs",
+    "boundary_index", "choose_policies", "recompute_levels",
 ]  # fmt: skip

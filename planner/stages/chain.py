@@ -46,6 +46,17 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """The blocks of one kind (`Chain.kinds`): `count` of them, the typical sums of one, and the
+    seconds per micro-batch (once-per-step work spread) that these are above the least there is."""
+
+    number: int
+    count: int
+    sums: Sums
+    more_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
     """How longer runs of pieces are made from shorter ones.
 
@@ -104,7 +115,7 @@ class Chain:
     costs: list[Floats] = field(init=False)
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
-    _typical_parts: dict[int, Sums] = field(default_factory=dict, init=False)  # by kind
+    _kinds: dict[int, Kind] = field(default_factory=dict, init=False)
     _typical: dict[int, Sums] = field(default_factory=dict, init=False)
     _whole: Sums | None = field(default=None, init=False)
     _runs: Runs | None = field(default=None, init=False)
@@ -124,26 +135,34 @@ class Chain:
         if least not in self._typical:
             total = Sums.zeros()
             for kind, count in Counter(self.kinds).items():
-                part = self._typical_of(kind).times(count)
+                part = self._typical_of(kind).sums.times(count)
                 total = total.then(part if count >= least else part.without_maxima())
             self._typical[least] = total - self._counted_again()
         return self._typical[least]
 
-    def _typical_of(self, kind: int) -> Sums:
-        """Sums of a block between the boundary states that are cheapest where blocks of its kind
-        follow each other; 0 where nothing is legal."""
-        if kind not in self._typical_parts:
-            j, several = self.kinds.index(kind), self.kinds.count(kind) > 1
+    def _typical_of(self, number: int) -> Kind:
+        if number not in self._kinds:
+            j, count = self.kinds.index(number), self.kinds.count(number)
             turn = cost = self.costs[j]
-            if cost.shape[0] == cost.shape[1] and several:  # there and back again
+            if cost.shape[0] == cost.shape[1] and count > 1:  # there and back again
                 back = (cost + cost.T) / 2
                 turn = back if np.isfinite(back).any() else cost
             s, t = map(int, np.unravel_index(int(turn.argmin()), cost.shape))
-            part = self.parts(j, s, t) if np.isfinite(cost).any() else Sums.zeros()
+            legal = bool(np.isfinite(cost).any())
+            part = self.parts(j, s, t) if legal else Sums.zeros()
             if turn is not cost and s != t:
                 part = Sums((part.array + self.parts(j, t, s).array) / 2)
-            self._typical_parts[kind] = part
-        return self._typical_parts[kind]
+            more_s = float(turn[s, t] - cost.min()) if legal else 0.0
+            self._kinds[number] = Kind(number=number, count=count, sums=part, more_s=more_s)
+        return self._kinds[number]
+
+    def kinds_typical(self) -> list[Kind]:
+        """The kinds of blocks, each between the boundary states that are cheapest where blocks of
+        its kind follow each other; none where nothing is legal."""
+        legal = (
+            k for k in Counter(self.kinds) if np.isfinite(self.costs[self.kinds.index(k)]).any()
+        )
+        return [self._typical_of(number) for number in legal]
 
     def typical_runs(self, ends: Sequence[int]) -> Runs:
         """Roughly all stages that start and end at these boundaries, each a run of its own, from
@@ -155,7 +174,7 @@ class Chain:
         first, last = (
             np.concatenate([[at], np.array(ends)[own]]) for at, own in ((0, starts), (1, stops))
         )
-        blocks = Sums(np.stack([self._typical_of(kind).array for kind in self.kinds]))
+        blocks = Sums(np.stack([self._typical_of(kind).sums.array for kind in self.kinds]))
         copies, _ = self._copies(first, last)
         illegal = np.concatenate([[0], np.cumsum([not np.isfinite(c).any() for c in self.costs])])
         legal = (illegal[last] == illegal[first]) & (np.arange(len(first)) > 0)

@@ -1,0 +1,168 @@
+"""Bounds on the step of every plan of a space with equal stages, combination by combination.
+
+A combination has the bound that it was found with, which knows the least seconds of its blocks and
+nothing else. The least bounds are raised by relaxations of what is left (`loads.py`,
+`pipelines.py`) until the least of all is one that was raised: no more work than the answer asks
+for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.costmodel.blocks import Floats
+from meshwright.costmodel.schedules import SCHEDULES, in_flight, least_in_flight
+from meshwright.planner.bounds.loads import Loads, loads_of
+from meshwright.planner.bounds.pipelines import (
+    Work,
+    balanced_s,
+    devices_of,
+    filled_s,
+    shared_s,
+    theta,
+)
+from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, Space, StageSetup
+
+MOST_RAISED = 2000  # bounds, milliseconds each
+
+
+@dataclass(slots=True, kw_only=True)
+class Bounds:
+    """Lower bounds on the steps of plans that fit, whatever their cuts and recompute."""
+
+    space: Space
+    equal: EqualStages
+    _loads: dict[Any, Loads] = field(default_factory=dict)
+
+    def of_equal(
+        self, choices: Sequence[MeshChoice], below_s: float, late: Callable[[], bool]
+    ) -> float:
+        """No plan with equal stages on these meshes takes less; those that take `below_s` are of no
+        interest. The least bounds are raised, `MOST_RAISED` of them, or until it is `late`."""
+        order = itertools.count()
+        waiting: list[tuple[float, int, Combination | None]] = []
+        for choice in choices:
+            if self.equal.known(choice):
+                own = self.equal.combinations(choice)
+                waiting += [(one.bound_s, next(order), one) for one in own]
+            else:
+                waiting.append((choice.bound_s, next(order), None))
+        heapq.heapify(waiting)
+        raised = 0
+        while waiting and waiting[0][0] < below_s:
+            bound, number, what = heapq.heappop(waiting)
+            if what is None or raised == MOST_RAISED or late():
+                return bound
+            raised += 1
+            heapq.heappush(waiting, (max(bound, self.of_combination(what)), number, None))
+        return below_s
+
+    # --- equal meshes ---
+
+    def of_combination(self, one: Combination) -> float:
+        """No plan with this combination takes less."""
+        m, p = one.num_microbatches, one.groups
+        policies = self.space.policies(one.schedule)
+        own = self._loads_of(one.setup, policies, single=one.num_stages == 1)
+        room = self.equal.room - own.fixed_bytes
+        if room <= 0:
+            return math.inf
+        step = _work(own, own.pass_s + own.once_s / m, own.again_step_s / m, room)
+        held = np.array(_held(one), dtype=float)
+        least, price = shared_s(step, float(held.min()), p)
+        if p == 1 or math.isinf(least):
+            return m * least
+        before = np.concatenate([[0.0], np.cumsum(_first(own.forward_each_s, p - 1))])
+        found = m * least
+        for nu in {0.0, price}:
+            found = balanced_s(devices_of(step, held, nu), m, before, found)
+        early = own.pass_s
+        if SCHEDULES[one.schedule].splits_backward:
+            early = own.pass_s - own.late_s
+        found = max(found, self._once_through(one, own, early))
+        return self._filled(one, own, early, (held, price), found)
+
+    def _once_through(self, one: Combination, own: Loads, early: Floats) -> float:
+        """One micro-batch through all stages there and back, behind the other ones' forwards in
+        the stage where these take longest."""
+        longest = max(float(own.forward_s.sum()) / one.num_stages, float(own.forward_each_s[-1]))
+        return float(early.sum()) + (one.num_microbatches - 1) * longest
+
+    def _filled(
+        self,
+        one: Combination,
+        own: Loads,
+        early: Floats,
+        held: tuple[Floats, float],
+        start_s: float,
+    ) -> float:
+        """Where each device has one stage, it waits for those of the devices before it. And of the
+        m micro-batches, each of which takes a way through all stages, there and back, no more than
+        h are under way at once: m (Σ t + sends) <= h T."""
+        m, p, found = one.num_microbatches, one.groups, start_s
+        first = in_flight(
+            one.schedule, stage=0, num_stages=one.num_stages, num_microbatches=m, num_devices=p
+        )
+        kinds: list[tuple[Floats, float, float]] = [(early, first / m, 2 * self._sent_s(one))]
+        if one.stages_per_group == 1:
+            kinds.append((early, theta(m, p, 1.0), 0.0))
+            if SCHEDULES[one.schedule].splits_backward:
+                part = float((own.forward_s / np.maximum(own.pass_s, 1e-30)).min())
+                if part > 0:
+                    kinds.append((own.pass_s, theta(m, p, part), 0.0))
+        for seconds, share, less_s in kinds:
+            work = _work(own, seconds, own.again_s, self.equal.room - own.fixed_bytes)
+            for nu in {0.0, held[1]}:
+                found = filled_s(devices_of(work, held[0], nu), m, share, less_s, found)
+        return found
+
+    def _sent_s(self, one: Combination) -> float:
+        """Seconds of one micro-batch's messages in one direction, at least: at the cuts where they
+        are shortest, and where only every so many-th crosses a node, no more of them."""
+        cuts = self.equal.cuts[1:-1]
+        mesh, stages, cluster = one.setup.mesh, one.num_stages, self.space.cluster
+        shortest = float(_first(np.sort(one.setup.chain.send_s[cuts]), stages - 1).sum())
+        beside = mesh.spread if mesh.spread > 1 else cluster.devices_per_node // mesh.devices
+        if cluster.num_nodes == 1 or beside <= 1:
+            return shortest
+        crossing = max(0, math.ceil(one.groups / beside) - 1)
+        return shortest * min(1.0, crossing * one.stages_per_group * beside / (stages - 1))
+
+    def _loads_of(self, setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
+        key = setup.chain, setup.zero, policies, single
+        if key not in self._loads:
+            self._loads[key] = loads_of(setup, policies, single=single)
+        return self._loads[key]
+
+
+def _work(own: Loads, seconds: Floats, again_s: Floats, room: float) -> Work:
+    active = own.active_bytes[:, None] - own.freed_bytes
+    return Work(
+        cost_s=seconds[:, None] + again_s,
+        static_bytes=np.broadcast_to(own.static_bytes[:, None], active.shape),
+        active_bytes=active,
+        each=np.broadcast_to(1 / own.count[:, None], active.shape),
+        room=room,
+    )
+
+
+def _held(one: Combination) -> tuple[int, ...]:
+    """Per device, micro-batches in flight."""
+    return least_in_flight(
+        one.schedule,
+        num_stages=one.num_stages,
+        num_microbatches=one.num_microbatches,
+        num_devices=one.groups,
+    )
+
+
+def _first(each: Floats, count: int) -> Floats:
+    """The `count` least of the seconds of blocks; all, and zeros, where there are fewer."""
+    return np.pad(each[:count], (0, max(0, count - len(each))))
