@@ -15,7 +15,6 @@ from meshwright.planner.alternatives.families import Family, families
 from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import (
-    OVERSHOOT,
     Effort,
     Explorer,
     MemoryNeed,
@@ -171,10 +170,10 @@ class _Families:
             _, _, what, _ = queue.pop()
             if isinstance(what, Combination):
                 if own or id(what) in again:
-                    found = explorer.cut(what, limit * OVERSHOOT)
+                    found = explorer.cut(what, limit)
                     tried += FITS_NOT if found is None else 1
                     if found is not None:
-                        cuts.add(found[0] / OVERSHOOT, what, found[1])
+                        cuts.add(found[0], what, found[1])
                 elif len(again) < MAX_AGAIN:
                     anew = equal.estimated(what)
                     again[id(anew)] = anew or what

@@ -287,6 +287,13 @@ class EqualStages:
             for k in range(stages)
         ]
 
+    def sends_s(self, combination: Combination) -> float:
+        """Seconds of sends that the objective of a cut counts at most."""
+        sent = float(self.sent(combination.setup).max())
+        turns = 0 if SCHEDULES[combination.schedule].hides_sends else combination.num_microbatches
+        each, groups = combination.stages_per_group, combination.groups
+        return 0.0 if groups == 1 else (turns * each + groups - 1) * sent
+
     def _mates_bytes(self, combination: Combination, in_flight: float) -> float:
         """Bytes that the other stages of a device hold where all of them are typical; 0 for stages
         that are alone, or don't fit so."""

@@ -1,7 +1,7 @@
 """What a plan on a mesh needs at least of a device, known before its blocks are priced.
 
-An even share of the model, all of it recomputed by the policy that keeps least, with one
-micro-batch in flight. Saved bytes grow linearly with the rows of a micro-batch, and what a backward
+An even share of the model, all of it split by the tensor axis and recomputed by the policy that
+keeps least, with one micro-batch in flight. Saved bytes grow linearly with the rows of a micro-batch, and what a backward
 holds besides is the maximum of linear functions, hence convex: extrapolated from 1 and 2 rows, both
 are no more than they will be. Where even this doesn't fit, it need not be found out what
 micro-batches of many rows would cost.
@@ -31,7 +31,7 @@ class MemoryFloor:
     space: Space
     programs: BlockPrograms
     _trained: int = field(init=False)
-    # (tp, cp, ep) and device groups: sums of the whole model for each of SMALL_ROWS
+    # (cp, ep) and device groups: sums of the whole model for each of SMALL_ROWS
     _small: dict[tuple[int, ...], tuple[Sums, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,8 +66,9 @@ class MemoryFloor:
     def _blocks_fit(self, mesh: Mesh, m: int, groups: int, rows: float) -> bool:
         """Whether an even share of the blocks may fit, recomputed."""
         share = self._extrapolated(mesh, groups, rows).times(1 / groups)
+        share.array /= mesh.tp
         setting = self.programs.coster.setting(mesh, rows=rows, microbatches=m)
-        among = share.shard_parameters * _reference(mesh).devices / mesh.tp  # on one rank
+        among = share.shard_parameters * _reference(mesh).devices  # on one rank
         for zero, shard in self.space.zeros(mesh):
             share.shard_parameters = among / (shard or mesh.dp * mesh.cp)
             own = replace(setting, zero=zero, dp_shard=shard)
@@ -80,7 +81,7 @@ class MemoryFloor:
     def _extrapolated(self, mesh: Mesh, groups: int, rows: float) -> Sums:
         """Sums of the whole model with so many rows per rank, of the maxima those of blocks that
         every device group has."""
-        key = mesh.tp, mesh.cp, mesh.ep, groups
+        key = mesh.cp, mesh.ep, groups
         if key not in self._small:
             chains = (
                 self.programs.chain(
@@ -97,5 +98,5 @@ class MemoryFloor:
 
 
 def _reference(mesh: Mesh) -> Mesh:
-    """The smallest mesh with the same model-parallel axes."""
-    return replace(mesh, dp=mesh.ep // math.gcd(mesh.ep, mesh.cp), spread=1)
+    """The smallest mesh without a tensor axis that splits sequences and experts alike."""
+    return replace(mesh, dp=mesh.ep // math.gcd(mesh.ep, mesh.cp), tp=1, spread=1)

@@ -1,6 +1,6 @@
 """The outer search over meshes, schedules, micro-batches and ZeRO."""
 
-from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
+from meshwright.planner.search.explore import Effort, Explorer, Queue
 from meshwright.planner.search.least_memory import (
     MemoryNeed,
     least_memory,
@@ -11,6 +11,6 @@ from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.search.taste import TIE, simplicity
 
 __all__ = [
-    "OVERSHOOT", "TIE", "Effort", "Explorer", "MemoryNeed", "Queue", "Search", "SearchResult",
+    "TIE", "Effort", "Explorer", "MemoryNeed", "Queue", "Search", "SearchResult",
     "least_memory", "least_memory_choices", "shortfall_bytes", "simplicity",
 ]  # fmt: skip

@@ -114,9 +114,9 @@ class Explorer:
             if isinstance(what, MeshChoice):
                 self.expand(what, queue)
             elif cut is None:
-                found = self.cut(what, limit * OVERSHOOT)
+                found = self.cut(what, limit)
                 if found is not None:
-                    queue.add(found[0] / OVERSHOOT, what, found[1])
+                    queue.add(max(found[0], what.bound_s), what, found[1])
             else:
                 self.simulate(what, cut)
 
@@ -127,19 +127,23 @@ class Explorer:
                 queue.add(max(one.estimate_s * self.trust, one.bound_s), one)
 
     def cut(
-        self, combination: Combination, cutoff_s: float, *, alike: bool = False
+        self, combination: Combination, limit_s: float, *, alike: bool = False
     ) -> tuple[float, list[StageDraft]] | None:
-        """The objective and the stages of the best cut below a cutoff."""
-        return self.effort.timed(
+        """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
+        the simulation may hide all of what it sends."""
+        sent_s = self.equal.sends_s(combination)
+        cutoff_s = limit_s * OVERSHOOT + sent_s
+        found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, alike=alike)
         )
+        return None if found is None else ((found[0] - sent_s) / OVERSHOOT, found[1])
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
         """Draft a cut; where several stages of a device don't fit together, one of equal shares."""
         draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
         self.drafts.append(draft)
         if not draft.fits and combination.stages_per_group > 1:
-            found = self.cut(combination, self.limit_s() * OVERSHOOT, alike=True)
+            found = self.cut(combination, self.limit_s(), alike=True)
             if found is not None:
                 more = self.effort.timed("simulate", self.drafter.draft, combination, found[1])
                 self.drafts.append(more)

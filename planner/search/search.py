@@ -185,7 +185,7 @@ class Search(Drafter):
             kind = _kind(what)
             if axes_of([what.setup.mesh], what.groups) > axes or seen[kind] >= MAX_SIMPLER:
                 continue
-            found = self._explorer.cut(what, limit * OVERSHOOT)
+            found = self._explorer.cut(what, limit)
             if found is not None:
                 seen[kind] += 1
                 self._explorer.simulate(what, found[1])

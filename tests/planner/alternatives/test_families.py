@@ -27,6 +27,9 @@ CASES: dict[str, tuple[Any, Cluster, int, str]] = {
     "two nodes": (
         lambda: linears(512, 6, 16, 64), cluster(4, nodes=2, node_bandwidth=1e9), 16, "eager"
     ),
+    "two nodes, megatron": (
+        lambda: linears(512, 6, 16, 64), cluster(4, nodes=2, node_bandwidth=1e9), 16, "megatron"
+    ),
     "gpt2": (large_gpt2, Cluster.from_catalog("dgx-h100", num_nodes=2), 64, "eager"),
     "gpt2, v100": (
         large_gpt2, Cluster.from_catalog("p3.16xlarge", num_nodes=1), 64, "eager"

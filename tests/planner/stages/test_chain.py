@@ -64,3 +64,22 @@ def test_a_stage_is_the_sum_of_its_blocks_on_its_path(name: str) -> None:
             np.testing.assert_allclose(sums.array[:-MAXIMA], added, rtol=1e-9)
         else:
             assert sums.parameters <= parts.parameters.sum() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_typical_runs_add_up_typical_blocks(name: str) -> None:
+    """What the whole model's typical sums are made of, stage by stage."""
+    chain = chain_of(MODELS[name]())
+    count = len(chain.blocks)
+    ends = sorted({0, 1, count // 2, count - 1, count})
+    runs = chain.typical_runs(ends)
+    assert runs.index[0, -1] > 0 and np.isinf(runs.seconds[0])
+    assert (runs.index[np.tril_indices(len(ends))] == 0).all()
+    whole = runs.sums[runs.index[0, -1]].array
+    np.testing.assert_allclose(whole, chain.typical().array, rtol=1e-9, atol=1e-12)
+    for i, j in itertools.combinations(range(len(ends)), 2):
+        assert runs.blocks[runs.index[i, j]] == ends[j] - ends[i]
+        parts = [runs.sums[runs.index[k, k + 1]].array for k in range(i, j)]
+        together = runs.sums[runs.index[i, j]].array
+        assert (together[:-MAXIMA] <= sum(parts)[:-MAXIMA] * (1 + 1e-9) + 1e-12).all()
+        assert (together[-MAXIMA:] == np.max(parts, axis=0)[-MAXIMA:]).all()

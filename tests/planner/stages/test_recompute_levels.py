@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.costmodel.blocks.stage import StageCosts, stage_costs
+from meshwright.costmodel.blocks.stage import StageCosts, of_one, of_policy, stage_costs
 from meshwright.costmodel.blocks.sums import Floats
 from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.stages.chain import Chain
@@ -173,3 +173,17 @@ def test_blocks_with_a_policy_add_up_with_free_ones() -> None:
         wanted = sum(float(getattr(own, name)) for own in alone)
         assert float(getattr(found, name)) == pytest.approx(wanted, rel=1e-12)
     assert found.passing_bytes == max(float(own.passing_bytes) for own in alone)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_all_policies_at_once_cost_what_each_costs(zero: int) -> None:
+    """And an equal part of a run what a stage of that part costs."""
+    programs = programs_of(case("llama"), odd_cluster(5))
+    setting = programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2, zero=zero)
+    whole = programs.chain(setting).typical()
+    parts = whole.shared_out(np.array([1, 2, 4]))
+    together = stage_costs(parts, setting, parts.recompute_by(RECOMPUTE))
+    for k, policy in enumerate(RECOMPUTE):
+        for j, number in enumerate((1, 2, 4)):
+            alone = stage_costs(whole.times(1 / number), setting, policy)
+            assert of_one(of_policy(together, k), j) == of_one(alone), (policy, number)
