@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import Floats, StageCosts, fits, of_one, stage_bytes, stage_costs
+from meshwright.costmodel.blocks import (
+    Floats,
+    StageCosts,
+    Sums,
+    fits,
+    of_one,
+    stage_bytes,
+    stage_costs,
+)
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
@@ -27,6 +35,8 @@ from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
 
 SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
+ROUNDING = 1e-9  # of sums that may fill a device to the last byte
+SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
@@ -149,19 +159,22 @@ class EqualStages:
         m, groups = choice.num_microbatches, choice.groups
         shapes = [PipelineShape(m, groups, each) for _, each in offered]
         each = np.array([shape.v for shape in shapes])
-        levels = self._even_levels(setup, policies, groups * each)
+        whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
+        levels = self._even_levels(whole, setup.setting, policies, groups * each)
         held = [_held(name, groups * v, m, groups) for name, v in offered]
         average = np.array([sum(own) / len(own) for own in held])
         chosen = levels.choose(average, self.room, per_device=each)
         most = levels.costs[-1]
-        states = most.kept_bytes
-        if choice.mesh.tp > 1:  # in the states that its blocks prefer; a stage may split more
+        common = whole if groups == 1 else setup.chain.typical(groups)  # all groups have these
+        passing = stage_costs(common, setup.setting, levels.policies[-1]).passing_bytes
+        in_flight = np.array(list(map(min, held)))
+        states, sure = most.kept_bytes, 1 - ROUNDING
+        if choice.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
             split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * each)
             states = states * np.minimum(1.0, split / np.maximum(most.parameters, 1.0))
-        least = each * stage_bytes(states, most.activation_bytes, np.array(list(map(min, held))))
-        common = setup.chain.typical(groups)  # with the maxima of blocks that every group has
-        passing = stage_costs(common, setup.setting, levels.policies[-1]).passing_bytes
-        for k in map(int, np.flatnonzero(fits(least + passing, self.room))):
+            sure = SPLIT_MORE
+        needed = each * stage_bytes(states, most.activation_bytes, in_flight) + passing
+        for k in map(int, np.flatnonzero(fits(sure * needed, self.room))):
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
             own = of_one(most, k) if tight else levels.at(k, chosen)
@@ -200,14 +213,12 @@ class EqualStages:
         return float(least.sum()), slowest_s(least, self.classes, choice.groups)
 
     def _even_levels(
-        self, setup: StageSetup, policies: Sequence[str], stages: NDArray[np.int64]
+        self, whole: Sums, setting: Setting, policies: Sequence[str], stages: NDArray[np.int64]
     ) -> RecomputeLevels:
-        """A stage of the whole model shared out evenly among so many, an entry for each number of
+        """A stage of the `whole` model shared out evenly among so many, an entry for each number of
         `stages`."""
-        alone = len(stages) == 1 and stages[0] == 1
-        whole = setup.chain.whole() if alone else setup.chain.typical()
-        parts = whole.shared_out(stages)
-        return recompute_levels(parts, setup.setting, policies, len(self.classes) / stages)
+        blocks = len(self.classes) / stages
+        return recompute_levels(whole.shared_out(stages), setting, policies, blocks)
 
     @property
     def room(self) -> float:
@@ -301,7 +312,8 @@ class EqualStages:
         if each == 1:
             return 0.0
         policies = self.space.policies(combination.schedule)
-        levels = self._even_levels(setup, policies, np.array([combination.num_stages]))
+        whole, stages = setup.chain.typical(), np.array([combination.num_stages])
+        levels = self._even_levels(whole, setup.setting, policies, stages)
         chosen = levels.choose(in_flight, self.room, per_device=each)
         costs = levels.at(0, chosen)
         kept = stage_bytes(costs.kept_bytes, costs.activation_bytes, in_flight)

@@ -1,10 +1,10 @@
 """What a plan on a mesh needs at least of a device, known before its blocks are priced.
 
 An even share of the model, all of it split by the tensor axis and recomputed by the policy that
-keeps least, with one micro-batch in flight. Saved bytes grow linearly with the rows of a micro-batch, and what a backward
-holds besides is the maximum of linear functions, hence convex: extrapolated from 1 and 2 rows, both
-are no more than they will be. Where even this doesn't fit, it need not be found out what
-micro-batches of many rows would cost.
+keeps least, with one micro-batch in flight. Saved bytes grow linearly with the rows of a micro-
+batch, and what a backward holds besides is the maximum of linear functions, hence convex:
+extrapolated from 1 and 2 rows, both are no more than they will be. Where even this doesn't fit, it
+need not be found out what micro-batches of many rows would cost.
 """
 
 from __future__ import annotations
