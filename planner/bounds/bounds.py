@@ -30,7 +30,7 @@ from meshwright.planner.bounds.pipelines import (
 )
 from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, Space, StageSetup
 
-MOST_RAISED = 2000  # bounds, milliseconds each
+MOST_RAISED = 1000  # bounds, milliseconds each
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,13 +61,12 @@ class Bounds:
             if what is None or raised == MOST_RAISED or late():
                 return bound
             raised += 1
-            heapq.heappush(waiting, (max(bound, self.of_combination(what)), number, None))
+            heapq.heappush(waiting, (max(bound, self.of_combination(what, below_s)), number, None))
         return below_s
 
-    # --- equal meshes ---
-
-    def of_combination(self, one: Combination) -> float:
-        """No plan with this combination takes less."""
+    def of_combination(self, one: Combination, below_s: float = math.inf) -> float:
+        """No plan with this combination takes less; no better bound than `below_s` is looked
+        for."""
         m, p = one.num_microbatches, one.groups
         policies = self.space.policies(one.schedule)
         own = self._loads_of(one.setup, policies, single=one.num_stages == 1)
@@ -77,7 +76,7 @@ class Bounds:
         step = _work(own, own.pass_s + own.once_s / m, own.again_step_s / m, room)
         held = np.array(_held(one), dtype=float)
         least, price = shared_s(step, float(held.min()), p)
-        if p == 1 or math.isinf(least):
+        if p == 1 or m * least >= below_s:
             return m * least
         before = np.concatenate([[0.0], np.cumsum(_first(own.forward_each_s, p - 1))])
         found = m * least
@@ -87,7 +86,7 @@ class Bounds:
         if SCHEDULES[one.schedule].splits_backward:
             early = own.pass_s - own.late_s
         found = max(found, self._once_through(one, own, early))
-        return self._filled(one, own, early, (held, price), found)
+        return found if found >= below_s else self._filled(one, own, early, (held, price), found)
 
     def _once_through(self, one: Combination, own: Loads, early: Floats) -> float:
         """One micro-batch through all stages there and back, behind the other ones' forwards in

@@ -119,7 +119,8 @@ def devices_of(work: Work, held: Floats, price: float, many: Floats | None = Non
     most = max(map(len, alpha.values()))
 
     def rows(of: dict[float, Floats]) -> Floats:
-        return np.stack([np.pad(of[h], (0, most - len(of[h])), mode="edge") for h in held.tolist()])
+        at = np.arange(most)  # the last line fills up
+        return np.stack([of[h][np.minimum(at, len(of[h]) - 1)] for h in held.tolist()])
 
     usual = float(pi.sum() / work.least_s.sum())
     return Devices(
