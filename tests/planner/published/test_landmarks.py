@@ -43,6 +43,24 @@ def gpt(*, layers: int, hidden: int, vocab: int = 51200, length: int = 2048) -> 
     )
 
 
+def llama(*, layers: int, hidden: int, heads: int, ffn: int) -> TransformerDims:
+    """Llama 3's style, 8,192 tokens."""
+    return TransformerDims(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        vocab=128256,
+        seq_len=8192,
+        activation="swiglu",
+        norm="rms",
+        positions="rotary",
+        bias=False,
+        tied=False,
+    )
+
+
 GPT2 = dataclasses.replace(gpt(layers=12, hidden=768, vocab=50304, length=1024), tied=True)
 GPT_1_3B = gpt(layers=24, hidden=2048)
 GPT_3 = gpt(layers=96, hidden=12288)
@@ -169,6 +187,24 @@ def test_gpt3_on_a_thousand_gpus_is_megatrons_recipe() -> None:
     assert {stage.tp for stage in plan.stages} == {8}
     assert {stage.zero for stage in plan.stages} <= {0, 1}
     assert {policy for stage in plan.stages for policy in stage.policies} == {"none"}
+
+
+def test_llama_405b_on_16384_gpus_is_metas_recipe() -> None:
+    """Grattafiori et al. 2024, table 4: tensor parallelism in the node, an interleaved pipeline of
+    16, nothing recomputed in full, 38 to 43 % MFU."""
+    dims = llama(layers=126, hidden=16384, heads=128, ffn=53248)
+    plan = signed(dims, "dgx-h100", nodes=2048, batch=2048, target=MEGATRON)
+    assert {stage.tp for stage in plan.stages} == {8}
+    assert len(plan.devices) in (8, 16)
+    assert plan.schedule == "interleaved_1f1b"
+    assert "full" not in {policy for stage in plan.stages for policy in stage.policies}
+
+
+def test_plain_zero_3_for_70b_on_64_h100() -> None:
+    """Gathers hide behind a long enough pass: no axis but the data axis is needed."""
+    dims = llama(layers=80, hidden=8192, heads=64, ffn=28672)
+    (stage,) = signed(dims, "dgx-h100", nodes=8, batch=256, target=EAGER).stages
+    assert (stage.dp, stage.tp, stage.zero) == (64, 1, 3)
 
 
 # --- memory --------------------------------------------------------------------------------------
