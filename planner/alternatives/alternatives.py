@@ -176,7 +176,7 @@ class _Families:
                         cuts.add(found[0], what, found[1])
                 elif len(again) < MAX_AGAIN:
                     anew = equal.estimated(what)
-                    again[id(anew)] = anew or what
+                    again[id(anew or what)] = anew or what
                     if anew is not None and _accepts(family, anew):
                         queue.add(_promised_s(anew), anew)
             elif meshes < MAX_MESHES:

@@ -28,7 +28,14 @@ from meshwright.planner.bounds.pipelines import (
     shared_s,
     theta,
 )
-from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, Space, StageSetup
+from meshwright.planner.drafts import (
+    Combination,
+    EqualStages,
+    MeshChoice,
+    Space,
+    StageSetup,
+    groups_of,
+)
 
 MOST_RAISED = 1000  # bounds, milliseconds each
 
@@ -67,6 +74,8 @@ class Bounds:
     def of_combination(self, one: Combination, below_s: float = math.inf) -> float:
         """No plan with this combination takes less; no better bound than `below_s` is looked
         for."""
+        if one.setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
+            return one.bound_s
         m, p = one.num_microbatches, one.groups
         policies = self.space.policies(one.schedule)
         own = self._loads_of(one.setup, policies, single=one.num_stages == 1)
@@ -125,14 +134,15 @@ class Bounds:
     def _sent_s(self, one: Combination) -> float:
         """Seconds of one micro-batch's messages in one direction, at least: at the cuts where they
         are shortest, and where only every so many-th crosses a node, no more of them."""
-        cuts = self.equal.cuts[1:-1]
-        mesh, stages, cluster = one.setup.mesh, one.num_stages, self.space.cluster
-        shortest = float(_first(np.sort(one.setup.chain.send_s[cuts]), stages - 1).sum())
+        mesh, cluster = one.setup.mesh, self.space.cluster
+        places = groups_of(one.schedule, one.groups, one.stages_per_group)
+        sends = sum(a != b for a, b in itertools.pairwise(places))
+        each = np.sort(one.setup.chain.send_s[self.equal.cuts[1:-1]])
         beside = mesh.spread if mesh.spread > 1 else cluster.devices_per_node // mesh.devices
         if cluster.num_nodes == 1 or beside <= 1:
-            return shortest
-        crossing = max(0, math.ceil(one.groups / beside) - 1)
-        return shortest * min(1.0, crossing * one.stages_per_group * beside / (stages - 1))
+            return float(_first(each, sends).sum())
+        crossing = max(0, math.ceil(one.groups / beside) - 1) * one.stages_per_group * beside
+        return float(_first(each, 1).sum()) * min(sends, crossing)
 
     def _loads_of(self, setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
         key = setup.chain, setup.zero, policies, single

@@ -204,7 +204,8 @@ def _shardings(
     for block in blocks:
         inputs = {n: states[n] for n in block.inputs if n in states}
         names = [*(op.name for op in block.ops), *block.parameters]
-        key = tp, block.class_id, found[block.name].choices, tuple(inputs.values())
+        seen = tuple(states.get(name) for name in block.inputs)
+        key = tp, block.class_id, found[block.name].choices, seen
         if key not in known:
             own = coster.layouts(block, tp).compress(found[block.name], inputs)
             known[key] = [(k, own[name]) for k, name in enumerate(names) if name in own]

@@ -17,19 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import (
-    Floats,
-    StageCosts,
-    Sums,
-    fits,
-    of_one,
-    stage_bytes,
-    stage_costs,
-)
+from meshwright.costmodel.blocks import Floats, StageCosts, Sums, of_one, stage_bytes, stage_costs
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
-from meshwright.planner.drafts.memory_floor import MemoryFloor
+from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
 from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
@@ -165,16 +157,20 @@ class EqualStages:
         average = np.array([sum(own) / len(own) for own in held])
         chosen = levels.choose(average, self.room, per_device=each)
         most = levels.costs[-1]
-        common = whole if groups == 1 else setup.chain.typical(groups)  # all groups have these
-        passing = stage_costs(common, setup.setting, levels.policies[-1]).passing_bytes
         in_flight = np.array(list(map(min, held)))
-        states, sure = most.kept_bytes, 1 - ROUNDING
+        parts = whole.without_maxima().shared_out(groups * each)  # of buffers not all have the most
+        least = stage_costs(parts, setup.setting, levels.policies[-1])
+        states, sure = least.kept_bytes, 1 - ROUNDING
         if choice.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
             split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * each)
-            states = states * np.minimum(1.0, split / np.maximum(most.parameters, 1.0))
+            states = states * np.minimum(1.0, split / np.maximum(least.parameters, 1.0))
             sure = SPLIT_MORE
-        needed = each * stage_bytes(states, most.activation_bytes, in_flight) + passing
-        for k in map(int, np.flatnonzero(fits(sure * needed, self.room))):
+        load = groups * each * stage_bytes(states, least.activation_bytes, in_flight)
+        kinds = stage_costs(self._kinds(setup, groups), setup.setting, levels.policies[-1])
+        for k in range(len(offered)):
+            loads = stage_bytes(kinds.kept_bytes, kinds.activation_bytes, float(in_flight[k]))
+            if overfull(float(load[k]), loads, kinds.passing_bytes, self.room / sure, groups):
+                continue
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
             own = of_one(most, k) if tight else levels.at(k, chosen)
@@ -211,6 +207,13 @@ class EqualStages:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
         least = self.least(choice.mesh, choice.num_microbatches)
         return float(least.sum()), slowest_s(least, self.classes, choice.groups)
+
+    def _kinds(self, setup: StageSetup, groups: int) -> Sums:
+        """Sums of all blocks of each kind; on one device group of the whole model."""
+        if groups == 1:
+            return Sums(setup.chain.whole().array[None])
+        kinds = setup.chain.kinds_typical()
+        return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
 
     def _even_levels(
         self, whole: Sums, setting: Setting, policies: Sequence[str], stages: NDArray[np.int64]

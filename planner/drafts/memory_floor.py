@@ -1,21 +1,20 @@
 """What a plan on a mesh needs at least of a device, known before its blocks are priced.
 
-An even share of the model, all of it split by the tensor axis and recomputed by the policy that
-keeps least, with one micro-batch in flight. Saved bytes grow linearly with the rows of a micro-
-batch, and what a backward holds besides is the maximum of linear functions, hence convex:
-extrapolated from 1 and 2 rows, both are no more than they will be. Where even this doesn't fit, it
-need not be found out what micro-batches of many rows would cost.
+All blocks recomputed by the policy that keeps least, with one micro-batch in flight, all of it
+split by the tensor axis. Saved bytes grow linearly with the rows of a micro-batch, and what a
+backward holds besides is the maximum of linear functions, hence convex: extrapolated from 1 and 2
+rows, both are no more than they will be. Where even this doesn't fit, it need not be found out what
+micro-batches of many rows would cost.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Sums, fits, stage_bytes, stage_costs
+from meshwright.costmodel.blocks import Floats, Sums, fits, stage_bytes, stage_costs
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.planner.drafts.space import Mesh, Space
 from meshwright.planner.stages import BlockPrograms
@@ -31,8 +30,8 @@ class MemoryFloor:
     space: Space
     programs: BlockPrograms
     _trained: int = field(init=False)
-    # (cp, ep) and device groups: sums of the whole model for each of SMALL_ROWS
-    _small: dict[tuple[int, ...], tuple[Sums, ...]] = field(default_factory=dict)
+    # (cp, ep): blocks of each kind, and the sums of one for each of SMALL_ROWS
+    _small: dict[tuple[int, int], tuple[Floats, tuple[Sums, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.space.graph
@@ -40,11 +39,34 @@ class MemoryFloor:
         self._trained = sum(math.prod(v.shape) for v in values if v.requires_grad)
 
     def allows(self, mesh: Mesh, m: int, groups: int) -> bool:
-        """Whether m micro-batches may fit on such a mesh for each of so many device groups."""
+        """Whether m micro-batches of the model may fit on such a mesh for each of so many device
+        groups."""
         rows = self.space.global_batch_size / m / mesh.dp
         if not self._states_fit(mesh, groups):
             return False
-        return rows <= SMALL_ROWS[-1] or self._blocks_fit(mesh, m, groups, rows)
+        if rows <= SMALL_ROWS[-1]:
+            return True
+        counts, kinds = self._extrapolated(mesh, rows)
+        return any(
+            not overfull(float(held @ counts), held * counts, passing, self._room, groups)
+            for held, passing in self._needs(mesh, m, kinds, self.space.restrictions.policies[-1])
+        )
+
+    def allows_some(self, mesh: Mesh, m: int) -> bool:
+        """Whether m micro-batches of some block may fit on a mesh."""
+        rows = self.space.global_batch_size / m / mesh.dp
+        if rows <= SMALL_ROWS[-1]:
+            return True
+        _, kinds = self._extrapolated(mesh, rows)
+        return any(
+            bool(fits(held + passing, self._room).any())
+            for policy in self.space.restrictions.policies
+            for held, passing in self._needs(mesh, m, kinds, policy)
+        )
+
+    @property
+    def _room(self) -> float:
+        return self.space.room_bytes / SLACK
 
     def _states_fit(self, mesh: Mesh, groups: int) -> bool:
         """Whether the model's states may fit, divided among all axes."""
@@ -63,38 +85,60 @@ class MemoryFloor:
         )
         return any(fits(float(needed), self.space.room_bytes) for needed in states)
 
-    def _blocks_fit(self, mesh: Mesh, m: int, groups: int, rows: float) -> bool:
-        """Whether an even share of the blocks may fit, recomputed."""
-        share = self._extrapolated(mesh, groups, rows).times(1 / groups)
-        share.array /= mesh.tp
+    def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:
+        """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
+        rows = self.space.global_batch_size / m / mesh.dp
         setting = self.programs.coster.setting(mesh, rows=rows, microbatches=m)
-        among = share.shard_parameters * _reference(mesh).devices  # on one rank
+        among = kinds.shard_parameters * _reference(mesh).devices  # on one rank
+        found = []
         for zero, shard in self.space.zeros(mesh):
-            share.shard_parameters = among / (shard or mesh.dp * mesh.cp)
+            kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
             own = replace(setting, zero=zero, dp_shard=shard)
-            costs = stage_costs(share, own, self.space.restrictions.policies[-1])
+            costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
-            if fits(SLACK * float(held + costs.passing_bytes), self.space.room_bytes):
-                return True
-        return False
+            found.append((held, stage_costs(kinds, own, policy).passing_bytes))
+        return found
 
-    def _extrapolated(self, mesh: Mesh, groups: int, rows: float) -> Sums:
-        """Sums of the whole model with so many rows per rank, of the maxima those of blocks that
-        every device group has."""
-        key = mesh.cp, mesh.ep, groups
+    def _extrapolated(self, mesh: Mesh, rows: float) -> tuple[Floats, Sums]:
+        """Blocks of each kind, and the sums of one with so many rows per rank."""
+        key = mesh.cp, mesh.ep
         if key not in self._small:
-            chains = (
+            coster, forced = self.programs.coster, self.space.restrictions.recompute
+            kinds = [
                 self.programs.chain(
-                    self.programs.coster.setting(_reference(mesh), rows=small, microbatches=2),
-                    forced=self.space.restrictions.recompute,
-                )
+                    coster.setting(_reference(mesh), rows=small, microbatches=2), forced=forced
+                ).kinds_typical()
                 for small in SMALL_ROWS
-            )
-            commonest = max(Counter(b.class_id for b in self.space.graph.blocks).values())
-            self._small[key] = tuple(chain.typical(min(groups, commonest)) for chain in chains)
-        low, high = self._small[key]
+            ]
+            counts = np.array([float(kind.count) for kind in kinds[0]])
+            sums = (Sums(np.stack([kind.sums.array for kind in own])) for own in kinds)
+            self._small[key] = counts, tuple(sums)
+        counts, (low, high) = self._small[key]
         steps = (rows - SMALL_ROWS[0]) / (SMALL_ROWS[1] - SMALL_ROWS[0])
-        return Sums(np.maximum(low.array + steps * (high.array - low.array), 0.0))
+        array = np.maximum(low.array + steps * (high.array - low.array), 0.0)
+        return counts, Sums(array / mesh.tp)
+
+
+def overfull(load: float, loads: Floats, passing: Floats, room: float, groups: int) -> bool:
+    """Whether so many device groups can't hold `load` bytes, wherever the blocks lie. Blocks of
+    each kind weigh `loads` together, and need `passing` while they are computed.
+
+    A group with a block that passes x or more, of which there is one, holds no more than `room` - x
+    besides; those without hold no more than all lighter kinds weigh, W. Of G groups, n < G of them
+    without, for every x
+
+        load  <=  max over n of (G - n) (room - x) + min(W, n room),    at most next to n = W / room
+    """
+    for least in passing:
+        light = float(loads[passing < least].sum())
+        below = min(groups - 1, int(light / room))
+        most = max(
+            (groups - n) * max(room - least, 0.0) + min(light, n * room)
+            for n in (below, min(groups - 1, below + 1))
+        )
+        if load > most:
+            return True
+    return False
 
 
 def _reference(mesh: Mesh) -> Mesh:

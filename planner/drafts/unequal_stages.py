@@ -65,9 +65,8 @@ class UnequalStages:
         return [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
 
     def fitting(self, m: int) -> list[Mesh]:
-        """Meshes on which m micro-batches of one block may fit."""
-        blocks = len(self.space.graph.blocks)
-        return [mesh for mesh in self.meshes(m) if self.equal.floor.allows(mesh, m, blocks)]
+        """Meshes on which m micro-batches of some block may fit."""
+        return [mesh for mesh in self.meshes(m) if self.equal.floor.allows_some(mesh, m)]
 
     def bounds(self, m: int, meshes: Sequence[Mesh]) -> np.ndarray:
         """Per mesh, no more than the step of any plan with m micro-batches that uses it."""

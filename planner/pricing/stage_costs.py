@@ -76,8 +76,8 @@ class _Known:
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
     layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
     steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
-    # rows, cp: bytes of the activations at each boundary
-    sent_bytes: dict[tuple[float, int], list[float]] = field(default_factory=dict)
+    # rows, cp, ep: bytes of the activations at each boundary
+    sent_bytes: dict[tuple[float, int, int], list[float]] = field(default_factory=dict)
     # class of a block: positions of the operators that each recompute policy repeats
     repeated: dict[str, Repeated] = field(default_factory=dict)
 
@@ -259,7 +259,8 @@ class StageCoster:
 
     def _sent_bytes(self, pricer: Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""
-        key, known = (pricer.setting.rows, pricer.setting.cp), self._known.sent_bytes
+        setting, known = pricer.setting, self._known.sent_bytes
+        key = setting.rows, setting.cp, setting.ep
         if key not in known:
             known[key] = [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
         return known[key]

@@ -26,6 +26,7 @@ from meshwright.planner.bounds.pipelines import (
     shared_s,
     theta,
 )
+from meshwright.planner.drafts.space import groups_of
 
 AMPLE = 1e12
 
@@ -74,7 +75,8 @@ def test_no_simulated_step_is_below_the_bounds(name: str) -> None:
             part = min(x / y[0] for x, y in zip(f, passes, strict=True))
             assert filled_s(whole, m, theta(m, p, part), 0.0, 0.0) <= step
         held = in_flight(name, stage=0, num_stages=p * each, num_microbatches=m, num_devices=p)
-        crossing = sum(edges.values()) if each == 1 else 0.0
+        places = groups_of(name, p, each)
+        crossing = sum(s for (i, j), s in edges.items() if places[i] != places[j])
         assert filled_s(first, m, held / m, 2 * crossing, 0.0) <= step
         assert sum(x[0] for x in early) + (m - 1) * max(f) <= step
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshwright.planner.drafts.combinations import MeshChoice
+from meshwright.planner.drafts import equal_stages
+from meshwright.planner.drafts.combinations import Combination, MeshChoice
+from meshwright.planner.drafts.memory_floor import overfull
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
@@ -27,22 +35,63 @@ def traced(name: str) -> Traced:
     return CASES[name][0]()
 
 
+def search_with(name: str, gib: float) -> Search:
+    node = Cluster.from_catalog("dgx-h100", num_nodes=1)
+    device = replace(node.device, memory_bytes=int(gib * GIB), reserved_bytes=0)
+    return Search(problem_of(traced(name), replace(node, device=device)), 256, Overrides())
+
+
+def keys(combinations: Iterable[Combination]) -> set[tuple[Any, ...]]:
+    return {
+        (c.setup.zero, c.setup.chain.mode, c.schedule, c.stages_per_group) for c in combinations
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "gib"), [(name, gib) for name, (_, sizes) in CASES.items() for gib in sizes]
 )
-def test_on_a_refused_mesh_no_plan_fits(name: str, gib: float) -> None:
-    node = Cluster.from_catalog("dgx-h100", num_nodes=1)
-    device = replace(node.device, memory_bytes=int(gib * GIB), reserved_bytes=0)
-    cluster = replace(node, device=device)
-    search = Search(problem_of(traced(name), cluster), 256, Overrides())
-    space, equal, refused = search.space, search.equal, 0
+def test_what_is_refused_has_no_plan_that_fits(
+    name: str, gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole meshes, and combinations of others."""
+    search = search_with(name, gib)
+    space, offered = search.space, {}
     for m in (1, 4, 32, 256):
         for groups in space.stage_counts():
-            for mesh in space.meshes(cluster.num_devices // groups, m):
-                if equal.floor.allows(mesh, m, groups):
-                    continue
-                refused += 1
+            for mesh in space.meshes(8 // groups, m):
                 choice = MeshChoice(mesh=mesh, num_microbatches=m, groups=groups, bound_s=0.0)
-                for one in equal.combinations(choice):
-                    assert equal.solve(one, math.inf) is None, (choice, one.schedule)
+                allowed = search.equal.floor.allows(mesh, m, groups)
+                offered[choice] = keys(search.equal.combinations(choice)) if allowed else set()
+    monkeypatch.setattr(equal_stages, "overfull", lambda *given: False)
+    free, refused = search.like(), 0
+    for choice, kept in offered.items():
+        for one in free.equal.combinations(choice):
+            if not keys([one]) <= kept:
+                refused += 1
+                assert free.equal.solve(one, math.inf) is None, (choice, one.schedule)
     assert refused or gib == max(CASES[name][1]), "nothing was refused"
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 30),
+)
+def test_devices_are_overfull_only_where_no_placement_fits(
+    blocks: list[tuple[int, int]], groups: int, room: int
+) -> None:
+    """Against every placement of blocks that each hold and pass some bytes."""
+    loads, passing = (np.array(own, dtype=float) for own in zip(*blocks, strict=True))
+    fits = any(
+        all(
+            sum(b[0] for b, at in zip(blocks, places, strict=True) if at == g)
+            + max((b[1] for b, at in zip(blocks, places, strict=True) if at == g), default=0)
+            <= room
+            for g in range(groups)
+        )
+        for places in itertools.product(range(groups), repeat=len(blocks))
+    )
+    if overfull(float(loads.sum()), loads, passing, float(room), groups):
+        assert not fits
+    if groups == 1:
+        assert fits != overfull(float(loads.sum()), loads, passing, float(room), groups)
