@@ -17,7 +17,14 @@ from meshwright.costmodel.blocks.price import (
     repeated_by_policy,
 )
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
-from meshwright.costmodel.blocks.stage import StageCosts, combined, of_one, of_policy, stage_costs
+from meshwright.costmodel.blocks.stage import (
+    RESERVED_COMMUNICATORS,
+    StageCosts,
+    combined,
+    of_one,
+    of_policy,
+    stage_costs,
+)
 from meshwright.costmodel.blocks.sums import (
     NO_RECOMPUTE,
     Floats,
@@ -28,7 +35,8 @@ from meshwright.costmodel.blocks.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "RECOMPUTE", "Floats", "KnownSteps", "PassNeeds", "PassPrice", "Recompute",
+    "NO_RECOMPUTE", "RECOMPUTE", "RESERVED_COMMUNICATORS", "Floats", "KnownSteps", "PassNeeds",
+    "PassPrice", "Recompute",
     "Repeated", "StageCosts", "Sums", "block_sums", "combined", "fits", "of_one", "of_policy",
     "parameter_sums", "peak_bytes", "price_block", "price_pass", "recomputable",
     "repeated_by_policy", "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes",

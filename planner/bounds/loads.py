@@ -1,7 +1,7 @@
 """What a setup's blocks ask of their devices at least: seconds and bytes, linear in the blocks.
 
-`costmodel.blocks.stage_costs` prices a stage from sums over its blocks. Of a pass it takes the
-longer of device and host, and of communication x beside compute c, with the slowdown s,
+`costmodel.blocks.stage_costs` prices a stage from sums over its blocks. A pass takes no less than
+the longer of device and host, and communication x beside compute c, with the slowdown s, at least
 
     max(c + s min(c, x), x)  >=  max(c + s/(1+s) x, x)
 
@@ -18,13 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Floats, Sums
+from meshwright.costmodel.blocks import RESERVED_COMMUNICATORS, Floats, Sums
 from meshwright.costmodel.memory import model_state_bytes, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.planner.drafts import StageSetup
 from meshwright.planner.stages import Chain
-
-RESERVED_COMMUNICATORS = 2  # as in costmodel.blocks.stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,6 @@ class Loads:
     device that has a stage.
     """
 
-    kinds: tuple[int, ...]
     count: Floats
     forward_s: Floats
     pass_s: Floats
@@ -127,7 +124,6 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     passing = backward.again_s * (1 + backward.factor)
     m = setting.num_microbatches
     return Loads(
-        kinds=tuple(kind.number for kind in chain.kinds_typical()),
         count=count,
         forward_s=np.maximum(forward.taken_s - more, 0.0),
         pass_s=np.maximum(forward.taken_s + backward.taken_s - more, 0.0),

@@ -2,7 +2,7 @@
 
 Blocks are taken for divisible, among devices and among recompute policies. Device d of p holds h_d
 micro-batches of whatever it has. Let it have the part y_dkq of the blocks of kind k under option q
-(a recompute policy; where meshes differ, a mesh with a ZeRO stage and a policy):
+(a recompute policy):
 
     Σ_kq y_dkq cost_kq <= t_d,    Σ_kq y_dkq bytes_kq(h_d) <= room,    Σ_dq y_dkq = 1 for every k
 
@@ -95,19 +95,18 @@ def _least(work: Work, used: Floats, prices: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The lines α t + β of the caps of `many` devices each (d,): (d, n), and what all devices must
+    """The lines α t + β of the caps of devices, (d, n), and what all devices must
     have, Σ π; `usual` is α without need of memory."""
 
     alpha: Floats
     beta: Floats
-    many: Floats
     wanted: float
     usual: float
 
 
-def devices_of(work: Work, held: Floats, price: float, many: Floats | None = None) -> Devices:
+def devices_of(work: Work, held: Floats, price: float) -> Devices:
     """The caps of devices that hold so many micro-batches (d,), with the π that a price of bytes
-    gives on a middling one; `many` devices each, or one."""
+    gives on a middling one."""
     middle = _least(work, work.bytes_of(float(held.mean())), np.array([price]))[0]
     pi = np.where(np.isfinite(middle), middle, work.least_s)
     alpha, beta = {}, {}
@@ -123,13 +122,7 @@ def devices_of(work: Work, held: Floats, price: float, many: Floats | None = Non
         return np.stack([of[h][np.minimum(at, len(of[h]) - 1)] for h in held.tolist()])
 
     usual = float(pi.sum() / work.least_s.sum())
-    return Devices(
-        alpha=rows(alpha),
-        beta=rows(beta),
-        many=np.ones(len(held)) if many is None else many,
-        wanted=float(pi.sum()),
-        usual=usual,
-    )
+    return Devices(alpha=rows(alpha), beta=rows(beta), wanted=float(pi.sum()), usual=usual)
 
 
 def balanced_s(devices: Devices, m: int, before_s: Floats, start_s: float) -> float:
@@ -158,18 +151,18 @@ def _newton(
     c, theta, less_s = together
     slopes, starts = devices.alpha - c, devices.beta
     step, highest = start_s, _highest(slopes, starts)
-    rows, many = np.arange(len(slopes)), devices.many
+    rows = np.arange(len(slopes))
     for _ in range(STEPS):
         most = np.maximum(step - before_s, 0.0) / m
         lines = slopes * most[:, None] + starts
         pick = lines.argmin(axis=1)
         rising = slopes[rows, pick] > 0
         had = np.where(rising, np.minimum(lines[rows, pick], highest), highest)
-        got = c * (theta * step - less_s) + float((many * had).sum())
+        got = c * (theta * step - less_s) + float(had.sum())
         if got >= devices.wanted * (1 - 1e-9):
             return step
         # no less than the slope anywhere further right: those that can't start yet are taken in
-        slope = c * theta + float((many * slopes[rows, pick])[rising].sum()) / m
+        slope = c * theta + float(slopes[rows, pick][rising].sum()) / m
         if slope <= 0:
             return np.inf
         step += (devices.wanted - got) / slope
