@@ -47,6 +47,8 @@ class MemoryFloor:
         if rows <= SMALL_ROWS[-1]:
             return True
         counts, kinds = self._extrapolated(mesh, rows)
+        if not len(counts):
+            return True
         return any(
             not overfull(float(held @ counts), held * counts, passing, self._room, groups)
             for held, passing in self._needs(mesh, m, kinds, self.space.restrictions.policies[-1])
@@ -57,8 +59,8 @@ class MemoryFloor:
         rows = self.space.global_batch_size / m / mesh.dp
         if rows <= SMALL_ROWS[-1]:
             return True
-        _, kinds = self._extrapolated(mesh, rows)
-        return any(
+        counts, kinds = self._extrapolated(mesh, rows)
+        return not len(counts) or any(
             bool(fits(held + passing, self._room).any())
             for policy in self.space.restrictions.policies
             for held, passing in self._needs(mesh, m, kinds, policy)
@@ -100,7 +102,10 @@ class MemoryFloor:
         return found
 
     def _extrapolated(self, mesh: Mesh, rows: float) -> tuple[Floats, Sums]:
-        """Blocks of each kind, and the sums of one with so many rows per rank."""
+        """Blocks of each kind, and the sums of one with so many rows per rank; none where nothing
+        is known: shardings that the user decided may need a tensor axis."""
+        if self.programs.entries:
+            return np.zeros(0), Sums.zeros(0)
         key = mesh.cp, mesh.ep
         if key not in self._small:
             coster, forced = self.programs.coster, self.space.restrictions.recompute
@@ -111,7 +116,11 @@ class MemoryFloor:
                 for small in SMALL_ROWS
             ]
             counts = np.array([float(kind.count) for kind in kinds[0]])
-            sums = (Sums(np.stack([kind.sums.array for kind in own])) for own in kinds)
+            none = [Sums.zeros(0).array]
+            sums = (
+                Sums(np.concatenate([*none, *(kind.sums.array[None] for kind in own)]))
+                for own in kinds
+            )
             self._small[key] = counts, tuple(sums)
         counts, (low, high) = self._small[key]
         steps = (rows - SMALL_ROWS[0]) / (SMALL_ROWS[1] - SMALL_ROWS[0])
