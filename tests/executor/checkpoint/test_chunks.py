@@ -18,20 +18,23 @@ from meshwright.executor.checkpoint.optimizer_state import collect
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Placement], tuple[int, ...]]:
-    """A shape, and placements on a mesh of up to three axes. Strided shards are even ones."""
+    """A shape, and placements on a mesh of up to three axes. Strided shards are even ones, on every
+    rank."""
     shape = draw(st.lists(st.integers(1, 24), min_size=0, max_size=3))
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     left = list(shape)  # of each dim, on the first rank
+    even = [True] * len(shape)  # as on all others
     placements: list[Placement] = []
     for ranks in mesh:
         kinds: list[Placement] = [Replicate()]
         for dim, size in enumerate(left):
             kinds.append(Shard(dim))
-            splits = [f for f in (2, 3, 4) if size % (f * ranks) == 0]
+            splits = [f for f in (2, 3, 4) if even[dim] and size % (f * ranks) == 0]
             kinds += [_StridedShard(dim, split_factor=f) for f in splits]
         chosen = draw(st.sampled_from(kinds))
         placements.append(chosen)
         if not isinstance(chosen, Replicate):
+            even[chosen.dim] &= left[chosen.dim] % ranks == 0
             left[chosen.dim] = -(-left[chosen.dim] // ranks)
     return tuple(shape), placements, tuple(mesh)
 
