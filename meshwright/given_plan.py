@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import check_plan_for
-from meshwright.planner.plan import GIB, InfeasibleError, Plan, PlanError
+from meshwright.planner.plan import GIB, InfeasibleError, Plan, PlanError, margin_beside
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
@@ -88,7 +87,7 @@ def _check_margin(prediction: Prediction, cluster: Cluster, memory_margin: float
         raise InfeasibleError(
             f"plan: takes {max(peaks) / GIB:.4g} of the {memory / GIB:.4g} GiB of "
             f"{cluster.device.name}; memory_margin={memory_margin:g} leaves it {room / GIB:.4g}. "
-            f"Way out: memory_margin={math.floor(1000 * (1 - max(peaks) / memory)) / 1000:g} or "
+            f"Way out: memory_margin={margin_beside(max(peaks), memory):g} or "
             "none, or plan again (without plan=)",
             [max(0.0, peak - room) for peak in peaks],
         )

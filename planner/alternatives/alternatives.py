@@ -156,7 +156,7 @@ class _Families:
             if found is not None:
                 explorer.simulate(one, found[1])
         again: dict[int, Combination] = {}  # estimated under the family's policies
-        cuts, tried, meshes = Queue(), 0.0, 0
+        cuts, tried = Queue(), 0.0
         while (queue or cuts) and not self.effort.late():
             limit = explorer.limit_s()
             left_s = queue.promised_s if queue and tried < MAX_CUTS else math.inf
@@ -179,8 +179,7 @@ class _Families:
                     again[id(anew or what)] = anew or what
                     if anew is not None and _accepts(family, anew):
                         queue.add(_promised_s(anew), anew)
-            elif meshes < MAX_MESHES:
-                meshes += 1
+            else:
                 for one in equal.combinations(what):
                     again[id(one)] = one
                     if _accepts(family, one):

@@ -131,7 +131,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
         once_s=once,
         again_s=passing,
         again_step_s=m * passing + backward_once * backward.again_s,
-        freed_bytes=_freed(sums, policies),
+        freed_bytes=sums.recompute_by(policies).freed_bytes.T,
         static_bytes=_states(sums, setting) + sums.frozen_bytes,
         active_bytes=sums.saved_bytes + sums.input_bytes,
         fixed_bytes=_fixed(chain, setting, total if single else None),
@@ -155,10 +155,8 @@ def _by_kind(chain: Chain) -> tuple[Sums, Floats, Floats]:
 def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_Pass, _Pass]:
     """Both passes without the data axis' communication."""
     overlap = setting.target.overlap_experts
-    shape = (len(sums), len(policies))
-    repeated = [sums.recompute(policy) for policy in policies]
-    again = np.stack([np.broadcast_to(r.seconds, shape[:1]) for r in repeated], axis=1)
-    again_host = np.stack([np.broadcast_to(r.host_s, shape[:1]) for r in repeated], axis=1)
+    repeated = sums.recompute_by(policies)
+    again, again_host = repeated.seconds.T, repeated.host_s.T
 
     def device(whole: Floats, exchange: Floats) -> Floats:
         left = whole - overlap * exchange
@@ -172,7 +170,7 @@ def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_P
             seconds, more = host, host_more
         return _Pass(seconds, more, np.zeros(len(sums)))
 
-    nothing = np.zeros(shape)
+    nothing = np.zeros_like(again)
     return (
         of(sums.forward_s, sums.forward_exchange_s, sums.forward_host_s, nothing, nothing),
         of(sums.backward_s, sums.backward_exchange_s, sums.backward_host_s, again, again_host),
@@ -188,11 +186,6 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
     efficiency = device.memory_efficiency(max(float(moved.sum()), 1.0))
     seconds: Floats = moved / (device.memory_bandwidth * efficiency)
     return seconds
-
-
-def _freed(sums: Sums, policies: tuple[str, ...]) -> Floats:
-    freed = [sums.recompute(policy).freed_bytes for policy in policies]
-    return np.stack([np.broadcast_to(own, (len(sums),)) for own in freed], axis=1)
 
 
 def _states(sums: Sums, setting: Setting) -> Floats:

@@ -111,8 +111,7 @@ class EqualStages:
         """A mesh in all its placements, where m micro-batches can run on it and may fit."""
         if not self.floor.allows(mesh, m, groups):
             return
-        least = self.least(mesh, m)
-        work = float(least.sum()), slowest_s(least, self.classes, groups)
+        work = self._work(mesh, m, groups)
         offered = self.space.schedules(groups, m, 0)
         bounds = [SCHEDULES[name].bound_s(*work, m, groups) for name, _ in offered]
         if bounds and np.isfinite(min(bounds)):
@@ -124,10 +123,10 @@ class EqualStages:
         return choice in self._combinations
 
     def combinations(self, choice: MeshChoice) -> tuple[Combination, ...]:
-        """All combinations on a mesh whose model states fit, estimated."""
+        """All combinations on a mesh that may fit, estimated."""
         if choice not in self._combinations:
             m, groups = choice.num_microbatches, choice.groups
-            work = self._work(choice)
+            work = self._work(choice.mesh, m, groups)
             found: list[Combination] = []
             for setup in self.setups(choice.mesh, m):
                 offered = self.space.schedules(groups, m, setup.zero)
@@ -200,13 +199,14 @@ class EqualStages:
         )
         policies = self.space.policies(other.schedule)
         offered = other.schedule, other.stages_per_group
-        found = self._estimated(choice, other.setup, policies, [offered], self._work(choice))
+        work = self._work(choice.mesh, choice.num_microbatches, choice.groups)
+        found = self._estimated(choice, other.setup, policies, [offered], work)
         return next(found, None)
 
-    def _work(self, choice: MeshChoice) -> tuple[float, float]:
+    def _work(self, mesh: Mesh, m: int, groups: int) -> tuple[float, float]:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
-        least = self.least(choice.mesh, choice.num_microbatches)
-        return float(least.sum()), slowest_s(least, self.classes, choice.groups)
+        least = self.least(mesh, m)
+        return float(least.sum()), slowest_s(least, self.classes, groups)
 
     def _kinds(self, setup: StageSetup, groups: int) -> Sums:
         """Sums of all blocks of each kind; on one device group of the whole model."""

@@ -27,7 +27,15 @@ from meshwright.planner.plan.plan import (
 )
 from meshwright.planner.plan.ranks import divisors, placement_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
-from meshwright.planner.plan.words import GIB, counted, describe, mesh_words, policy_counts, seconds
+from meshwright.planner.plan.words import (
+    GIB,
+    counted,
+    describe,
+    margin_beside,
+    mesh_words,
+    policy_counts,
+    seconds,
+)
 from meshwright.planner.plan.written_buffers import inseparable, updates_of
 
 __all__ = [
@@ -35,7 +43,7 @@ __all__ = [
     "PlanError", "Relaxation", "StagePlan", "check_experts_run", "check_plan", "check_runs",
     "compress_names", "compress_ranks", "counted", "crossings", "describe", "divisors",
     "expand_names", "expert_weights", "express_shardings", "fewest_experts", "fingerprint",
-    "folds", "glob", "has_experts", "inseparable", "mesh_words", "placement_of",
+    "folds", "glob", "has_experts", "inseparable", "margin_beside", "mesh_words", "placement_of",
     "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
     "spread_of", "stage_of", "stages_of_parameters", "updates_of",
 ]  # fmt: skip

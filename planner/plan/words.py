@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,7 +10,13 @@ from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30
+MARGIN_STEPS = 1000  # a memory margin is said to so many parts
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
+
+
+def margin_beside(peak_bytes: float, memory_bytes: float) -> float:
+    """The largest memory margin that leaves room for a plan, as a message says it."""
+    return math.floor(MARGIN_STEPS * (1 - peak_bytes / memory_bytes)) / MARGIN_STEPS
 
 
 def counted(value: float) -> str:

@@ -19,13 +19,12 @@ from functools import partial
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError, each_dropped, without
-from meshwright.planner.plan import GIB, Relaxation, describe
+from meshwright.planner.plan import GIB, Relaxation, describe, margin_beside
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 MOST = 64  # times as many nodes, at most
 MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
 MAX_CUTS = 6  # combinations cut after the first that fits, for a faster one
-MARGIN_STEPS = 1000  # a memory margin is said to so many parts
 TOGETHER = ("num_microbatches", "microbatch_size")  # both fix what a device holds of the batch
 
 
@@ -71,7 +70,7 @@ def _smaller_margin(drafter: Drafter, draft: PlanDraft) -> str:
         drafter.problem.cluster.device.memory_bytes,
         max(draft.evaluation.prediction.peak_memory_bytes),
     )
-    margin = math.floor(MARGIN_STEPS * (1 - peak / memory)) / MARGIN_STEPS
+    margin = margin_beside(peak, memory)
     return (
         f"memory_margin={margin:g} instead of {drafter.memory_margin:g} (a plan takes "
         f"{peak / GIB:.3g} of a device's {memory / GIB:.3g} GiB, the margin leaves "

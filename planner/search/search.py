@@ -6,9 +6,10 @@ there) then looks, for the numbers of micro-batches whose bound leaves room, for
 different meshes that beats the incumbent. The chosen plans are written out and priced again from
 what is written.
 
-No plan of the space takes less than a bound (`planner/bounds`); by how much the chosen step may
-exceed the fastest there is, the gap, is their ratio. It is of the price itself, also where the
-objective prefers a simpler plan within a tie.
+No plan of the space takes less than a bound, from the least seconds of blocks; by how much the
+chosen step may exceed the fastest there is, the gap, is their ratio. A closer one, of plans with
+equal stages, is found when it is asked for (`planner/bounds`). The gap is of the price itself, also
+where the objective prefers a simpler plan within a tie.
 """
 
 from __future__ import annotations
