@@ -104,6 +104,9 @@ class Graph:
     inputs, buffers and constants only: they belong to no block, every stage recomputes what it
     needs. `aliases` maps every FQN of a tied parameter to the one kept. `loss` is the scalar
     output; `updates` maps a buffer's value name to the value that replaces it after the forward.
+    `fixed` are the entries of the user's batch that are no inputs, by path, and `reads` the
+    attributes of modules that the forward read, as (FQN, attribute): their values are part of the
+    graph.
     """
 
     values: Mapping[str, TensorMeta]
@@ -120,6 +123,8 @@ class Graph:
     aliases: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[Block, ...] = ()
     notes: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[tuple[str, str], ...] = ()
 
     def num_parameters(self) -> int:
         """Elements of all parameters; tied ones count once."""

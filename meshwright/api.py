@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.arguments import MEMORY_MARGIN, check_search, check_types, check_values
+from meshwright.arguments import (
+    MEMORY_MARGIN,
+    check_search,
+    check_types,
+    check_values,
+    default_precision,
+    unwrapped,
+)
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
 from meshwright.decision import Request
@@ -33,7 +40,7 @@ def auto_parallelize(
     global_batch_size: int,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: str = "adamw",
-    precision: str = "bf16",
+    precision: str | None = None,
     overrides: Overrides | None = None,
     plan: Plan | str | Path | None = None,
     target: str | None = None,
@@ -45,41 +52,57 @@ def auto_parallelize(
     time_limit_s: float | None = None,
     executable: bool | None = None,
     expert_imbalance: float = 1.0,
+    rows_meet: str = "exact",
+    check_replicas: bool = False,
 ) -> ParallelModel:
     """Decide how to train `model` on `cluster`, say why, and (under torchrun) get ready to do it.
 
     `example_inputs` is a dict (keyword) or tuple (positional) of tensors for one sample batch,
     batch dim first, any batch size, real or meta. The model returns a loss (`.loss`, or a scalar),
     or `loss_fn(output, targets)` does, the targets being the dict's `targets` or the tuple's last
-    element. The model may be on meta. `plan` (a Plan or a path) skips the search: it is checked
-    and run. `compile` runs the model's blocks through torch.compile, by its default backend or the
-    one named. `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in
-    all of this process; prices know nothing of it. `target`, a name of `costmodel/targets.py`
-    ("megatron", "fsdp", "torchtitan", ...), says what software is planned for: its prices, and only
-    what it can run; None means what `train_step` runs: "compiled" with `compile`, else "eager".
-    `profile` uses what `meshwright profile` measured on this kind of device, where it did.
-    `objective="robust"` chooses, of the plans that prices can't tell from the best, the simplest;
-    "fastest" the one of the least predicted step. `memory_margin` is the part of a device's memory
-    that the plan leaves free, for what prices of memory miss: by default 5 %.
-    After `time_limit_s` the best plan found so far is returned, and the report says by how
-    much it may miss the best.
-    `executable` leaves the search only what `train_step` runs so far; None means: where ranks are
-    running, for one device, and for CPU processes (gloo), and everything that can be planned
-    elsewhere. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the busiest
-    of the ranks that share experts out, over the mean. It multiplies what such ranks compute,
-    exchange and keep; 1.0 is balanced.
+    element; a loss_fn may also return (sum, count), whose quotient over the whole batch is the
+    loss. Numbers in the batch may differ from step to step. Where rows of a batch meet (a
+    contrastive loss, statistics by hand) only plans of one micro-batch are exact;
+    `rows_meet="per_microbatch"` consents to others, in which rows meet within each.
+
+    The model may be on meta; it is taken out of DistributedDataParallel and torch.compile. It stays
+    yours: where every rank holds it whole, its parameters (fp32 from here on) are what trains;
+    elsewhere they are replaced by the DTensors that do. Where ranks are running, rank 0's weights
+    and buffers are broadcast when the plan is lowered; `check_replicas` compares them instead, and
+    raises.
+
+    `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
+    torch.autocast does); None means fp32 on CPUs, else bf16. `tf32` lets fp32 products and
+    convolutions on GPUs round their operands to TF32, in all of this process; prices know nothing
+    of it. `compile` runs the model's blocks through torch.compile, by its default backend or the
+    one named.
+
+    `plan` (a Plan or a path) skips the search: it is checked and run. `target`, a name of
+    `costmodel/targets.py` ("megatron", "fsdp", "torchtitan", ...), says what software is planned
+    for: its prices, and only what it can run; None means what `train_step` runs: "compiled" with
+    `compile`, else "eager". `profile` uses what `meshwright profile` measured on this kind of
+    device, where it did. `objective="robust"` chooses, of the plans that prices can't tell from the
+    best, the simplest; "fastest" the one of the least predicted step. `memory_margin` is the part
+    of a device's memory that the plan leaves free, for what prices of memory miss: by default 5 %.
+    After `time_limit_s` the best plan found so far is returned, and the report says by how much it
+    may miss the best. `executable` leaves the search only what `train_step` runs so far; None
+    means: where ranks are running, for one device, and for CPU processes (gloo), and everything
+    that can be planned elsewhere. `expert_imbalance` says how uneven a mixture of experts routes:
+    tokens of the busiest of the ranks that share experts out, over the mean. It multiplies what
+    such ranks compute, exchange and keep; 1.0 is balanced.
 
     Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
     the legal values, the way out.
     """
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
+    precision = precision or default_precision(cluster)
     check_values(global_batch_size, precision, optimizer, time_limit_s, tf32)
-    check_search(objective, memory_margin, cluster)
+    check_search(objective, memory_margin, rows_meet, cluster)
     if target is None:
         target = "compiled" if backend_of(compile) else "eager"
     launch.start(cluster.backend)
     check_world(cluster, launch.world_size() if launch.running() else None)
-    traced = TracedModel(model, example_inputs, loss_fn, precision)
+    traced = TracedModel(unwrapped(model), example_inputs, loss_fn, precision)
     problem = Problem(
         graph=traced.graph,
         factors=traced.factors,
@@ -88,6 +111,7 @@ def auto_parallelize(
         optimizer=optimizer,
         target=replace(target_named(target), expert_imbalance=expert_imbalance),
         profile=load_profile(cluster) if profile else None,
+        meetings=traced.use.meetings if rows_meet == "exact" else (),
     )
     request = Request(
         global_batch_size=global_batch_size,
@@ -98,6 +122,7 @@ def auto_parallelize(
         executable=executable,
         compile=compile,
         tf32=tf32,
+        check_replicas=check_replicas,
     )
     if plan is not None:
         decision = take_plan(plan, problem, request, traced.phases_s, memory_margin or 0.0)

@@ -14,7 +14,20 @@ from meshwright.planner.plan import GIB, PRECISIONS, Plan
 from meshwright.profiles.cluster import Cluster
 
 OBJECTIVES = ("robust", "fastest")
+ROWS_MEET = ("exact", "per_microbatch")
 MEMORY_MARGIN = 0.05  # peaks are predicted within so much; the allocator's fragments come on top
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel, DataParallel or torch.compile: a plan says how it is
+    replicated, and `compile=` whether it is compiled."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or (
+        type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module)
+    ):
+        wrapped = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        assert isinstance(wrapped, nn.Module)
+        model = wrapped
+    return model
 
 
 def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
@@ -32,6 +45,11 @@ def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
             f"plan= and overrides={overrides.given()} were both given: a given plan leaves nothing "
             "to search; drop one, or edit the plan"
         )
+
+
+def default_precision(cluster: Cluster) -> str:
+    """What a cluster's devices compute in where nobody says."""
+    return "fp32" if cluster.backend == "gloo" else "bf16"
 
 
 def check_values(
@@ -52,8 +70,11 @@ def check_values(
         raise ValueError(f"tf32=True is about fp32 products, and precision={precision!r}; drop one")
 
 
-def check_search(objective: Any, memory_margin: Any, cluster: Cluster) -> None:
-    """ValueError for an objective that can't be, or a margin that leaves tensors no memory."""
+def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cluster) -> None:
+    """ValueError for an objective or consent that can't be, or a margin that leaves tensors no
+    memory."""
+    if rows_meet not in ROWS_MEET:
+        raise ValueError(f"rows_meet={rows_meet!r}; legal: {', '.join(ROWS_MEET)}")
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r}; legal: {', '.join(OBJECTIVES)}")
     if memory_margin is None:

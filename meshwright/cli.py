@@ -20,7 +20,7 @@ import torch
 
 from meshwright import override_flags, profile_command
 from meshwright.api import auto_parallelize
-from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES
+from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET, default_precision
 from meshwright.costmodel.targets import TARGETS
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel, repeated
@@ -165,7 +165,7 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
         required=not optional,
         help="global batch size, rows per optimizer step",
     )
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16")
+    parser.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32 on CPUs)")
     if optional:
         return
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
@@ -184,6 +184,9 @@ def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False)
         default=1.0,
         metavar="RATIO",
         help="tokens of the busiest rank of experts over the mean (default 1.0, balanced)",
+    )
+    parser.add_argument(
+        "--rows-meet", choices=ROWS_MEET, default="exact", help="where rows of a batch may meet"
     )
 
 
@@ -277,6 +280,7 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
         time_limit_s=args.time_limit,
         executable=args.executable,
         expert_imbalance=args.expert_imbalance,
+        rows_meet=args.rows_meet,
         **more,
     )
     return result, example
@@ -367,7 +371,7 @@ def _profile(args: argparse.Namespace) -> int:
         rest[0] if rest else None,
         cluster,
         batch=args.batch,
-        precision=args.precision,
+        precision=args.precision or default_precision(cluster),
         effort=profile_command.Effort(
             budget_s=args.budget, collectives=args.collectives, again=args.again
         ),

@@ -23,6 +23,7 @@ class Request:
     executable: bool | None
     compile: bool | str
     tf32: bool
+    check_replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,14 @@ from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import check_plan_for
-from meshwright.planner.plan import GIB, InfeasibleError, Plan, PlanError, margin_beside
+from meshwright.planner.plan import (
+    GIB,
+    InfeasibleError,
+    Plan,
+    PlanError,
+    kept_together,
+    margin_beside,
+)
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.report import explain_plan
 from meshwright.profiles.cluster import Cluster
@@ -55,6 +62,11 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 f"plan: made for {name}={theirs!r}, called with {ours!r}; pass "
                 f"{name}={theirs!r}, or plan again"
             )
+    if plan.num_microbatches > 1 and problem.meetings:
+        raise PlanError(
+            f"plan: num_microbatches={plan.num_microbatches}: {kept_together(problem.meetings)}; "
+            "or plan again (without plan=)"
+        )
     cluster = problem.cluster
     if plan.num_ranks != cluster.num_devices:
         raise PlanError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
-from meshwright.executor.checkpoint import Saving, checkpoint, weights
-from meshwright.executor.parameters import clip_
+from meshwright.executor.checkpoint import Saving, checkpoint, hand_over, take_over, weights
+from meshwright.executor.parameters import WholeTensors, clip_
 from meshwright.executor.ranks import launch, progress
-from meshwright.executor.runtime import MeasuredStep, Runtime, timed_step
+from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed_step
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan, check_runs
@@ -49,6 +49,7 @@ class ParallelModel:
         self,
         overrides: Overrides | None = None,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         time_limit_s: float | None = None,
         executable: bool | None = None,
     ) -> ParallelModel:
@@ -56,6 +57,8 @@ class ParallelModel:
         `auto_parallelize`, `executable` as it was. The traced model and what was priced for it are
         used again.
 
+        What was trained goes on: weights, buffers, the count of steps, and the states of the
+        `optimizer` that is given, which then trains under the new plan; this one runs no more.
         Where ranks are running, all of them call this together. Raises as `auto_parallelize` does.
         """
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
@@ -67,7 +70,11 @@ class ParallelModel:
             executable=self._request.executable if executable is None else executable,
         )
         decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
-        return ParallelModel(decision, self._problem, request, self._traced).started()
+        new = ParallelModel(decision, self._problem, request, self._traced)
+        if self._runtime is not None and not new._why_not:
+            left = hand_over(self._runtime, new.plan, optimizer)
+            take_over(new.runtime, left, optimizer)
+        return new.started()
 
     def started(self) -> ParallelModel:
         """This model, lowered where ranks are running: process groups are made by all of them
@@ -80,23 +87,24 @@ class ParallelModel:
         """The plan's part of this rank, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
         check_runs(plan)
-        model = traced.model
-        graph, factors = traced.at(plan.microbatch_rows)
+        graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         assignments = check_plan(plan, graph, factors)
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
-        runtime = Runtime(
+        return Runtime(
             plan,
             graph,
             factors,
             assignments,
-            model,
-            compile=self._request.compile,
-            device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
+            traced.model,
+            use=traced.use,
+            options=RunOptions(
+                compile=self._request.compile,
+                device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
+                check_replicas=self._request.check_replicas,
+            ),
         )
-        traced.handed_over()
-        return runtime
 
     @property
     def runtime(self) -> Runtime:
@@ -114,10 +122,14 @@ class ParallelModel:
         """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
 
         `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may
-        be given apart. Every rank gives the same whole batch, and reads its rows of it. Gradients
-        are added to `.grad`: zero them before, step your optimizer after. Where any of them on any
-        rank is not finite, all are dropped (`skipped_steps`).
+        be given apart. Every rank gives the same whole batch, and reads its rows of it. The last
+        batch may have fewer rows where labels or masks can keep others from counting. Numbers in it
+        may differ from step to step, unless the forward's course depends on them (ValueError, as
+        for attributes of the model that were changed since it was planned). Gradients are added to
+        `.grad`: zero them before, step your optimizer after. Where any of them on any rank is not
+        finite, all are dropped (`skipped_steps`).
         """
+        self._traced.attributes.check(training=True)
         return self.runtime.train_step(self._given(batch, targets))
 
     def timeline(self, path: str | Path, batch: Any = None, targets: Any = None) -> MeasuredStep:
@@ -131,6 +143,7 @@ class ParallelModel:
         """
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
+        self._traced.attributes.check(training=True)
         return timed_step(self.runtime, self._given(batch, targets), path, self.report.timeline)
 
     def _given(self, batch: Any, targets: Any) -> Any:
@@ -150,20 +163,47 @@ class ParallelModel:
             )
         return batch
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output in its current mode (call `model.eval()` before), without
+        gradients. Collective, with the same arguments on every rank: where ranks hold parts, the
+        whole weights are gathered on each of them for it."""
+        return self.runtime.forward(*args, **kwargs)
+
     def eval_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
         """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
         dropout. Weights, buffers and gradients stay as they are. ValueError for models with batch
         norm, which is planned with the batch's own statistics. Collective."""
+        self._traced.attributes.check(training=False)
         return self.runtime.eval_step(self._given(batch, targets))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the user's FQNs: DTensors on the stage's (dp, tp) mesh."""
+        """This rank's parameters by the user's FQNs: the model's own objects where every rank holds
+        the whole model, else DTensors on the stage's (dp, tp) mesh."""
         return self.runtime.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For any torch optimizer. One that reads norms or means of a whole parameter by `.item()`
-        (Adafactor) steps inside `with meshwright.Reduced():`."""
+        """For any torch optimizer. Norms and means of a parameter are those of the whole; one that
+        needs whole matrices has `whole_tensor_optimizer`."""
         return (p for _, p in self.named_parameters())
+
+    def whole_tensor_optimizer(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """`optimizer_class(params, **options)` on whole tensors, for optimizers that can't work on
+        parts of a matrix (Shampoo, K-FAC, Muon).
+
+        `params` are of `named_parameters()`, or torch's groups of them; None means all that train.
+        Each tensor is gathered to one owner among its ranks, stepped there, and sent back: every
+        rank keeps the states of its share, and each element crosses the links three times a step.
+        Its `state_dict` is collective; a checkpoint takes it as `extra=`.
+        """
+        runtime = self.runtime
+        chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
+        held, place = runtime.stage_parameters, runtime.place
+        return WholeTensors(optimizer_class, chosen, held=held, place=place, options=options)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This stage's parameters (DTensors) and buffers by FQN, tied names included."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from meshwright.attributes import Attributes
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding import FactorTable, analyse
+from meshwright.costmodel.sharding import FactorTable, analyse, row_use, with_numbers_of
 from meshwright.costmodel.user_rules import verified
+from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing import trace
@@ -20,31 +21,26 @@ from meshwright.planner.tracing import trace
 class TracedModel:
     """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered.
 
-    It keeps the model alive until its weights are `handed_over` to a runtime; after that the model
-    is the user's to keep or to let go.
+    Every rank traces in rank 0's random state. Raises ValueError for a model whose parameters are
+    DTensors already.
     """
 
     def __init__(
         self, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, precision: str
     ) -> None:
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
-        self._known = weakref.ref(model)
-        self._kept: nn.Module | None = model
+        self.model = model
+        if split := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
+            raise ValueError(
+                f"model: {split[0]!r} is a DTensor: the model was parallelized before; go on with "
+                f"the result's replan(), or give a model of plain parameters"
+            )
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self.graph, self.factors = self._traced(model, max(2, batch_rows(example)), like=None)
         self.phases_s = {"trace": time.process_time() - started}
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model; ValueError where it was freed."""
-        model = self._known()
-        if model is None:
-            raise ValueError(
-                "replan: the model's weights were handed to the last plan, and the model was freed "
-                "since; keep a reference to it, or save a checkpoint and plan anew"
-            )
-        return model
+        self.use = row_use(self.graph, self.factors)
+        self.attributes = Attributes(model, loss_fn, self.graph)
 
     def at(self, rows: int) -> tuple[Graph, FactorTable]:
         """The graph and the factors of its tensors' dims at so many rows, cut into blocks alike."""
@@ -52,21 +48,25 @@ class TracedModel:
             return self.graph, self.factors
         return self._traced(self.model, rows, like=self.graph)
 
-    def handed_over(self) -> None:
-        """Let the model go: its weights are a runtime's now."""
-        self._kept = None
+    def in_microbatches(self, rows: int, batch: int) -> tuple[Graph, FactorTable]:
+        """As `at` so many rows, each the share that its loss has in that of a batch. Raises
+        ValueError where that can't be told."""
+        graph, factors = self.at(rows)
+        if rows < batch and self.use.numbers:
+            graph = with_numbers_of(graph, self.at(batch)[0])
+        return graph, factors
 
     def _traced(
         self, model: nn.Module, rows: int, *, like: Graph | None
     ) -> tuple[Graph, FactorTable]:
-        graph = verified(
-            trace(
+        with same_random_state():
+            traced = trace(
                 model,
                 self.example,
                 loss_fn=self._loss_fn,
                 batch_size=rows,
                 precision=self._precision,
             )
-        )
+        graph = verified(traced)
         factors = analyse(graph)
         return cut_blocks(graph, factors, like), factors

@@ -32,6 +32,23 @@ def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(".".join(_key(k) for k in path) or "0", leaf) for path, leaf in leaves], spec
 
 
+def is_number(entry: Any) -> bool:
+    """Whether an entry of a batch is a Python int or float (a bool is a flag)."""
+    return isinstance(entry, (int, float)) and not isinstance(entry, bool)
+
+
+def same_entry(planned: Any, given: Any) -> bool:
+    """Whether an entry that is no tensor is as planned."""
+    if planned is given:
+        return True
+    if type(planned) is not type(given) and not (is_number(planned) and is_number(given)):
+        return False
+    try:
+        return bool(planned == given)
+    except (TypeError, ValueError, RuntimeError):  # they can't be compared
+        return False
+
+
 def _plain_batch(batch: Any) -> Any:
     """Mappings that torch takes for leaves (a tokenizer's output) as dicts."""
     return dict(batch) if isinstance(batch, Mapping) else batch

@@ -17,6 +17,15 @@ class Untraceable(TraceError):
         self.reason = reason
 
 
+class KeptTensors(Exception):
+    """A forward leaves tensors in `attributes`, as (path, name), that the next one reads: they are
+    to be carried like buffers, and the model traced again."""
+
+    def __init__(self, attributes: frozenset[tuple[str, str]]) -> None:
+        super().__init__(str(sorted(attributes)))
+        self.attributes = attributes
+
+
 def enclosing_modules(fqn: str) -> tuple[str, ...]:
     """A module's FQN and those of the modules around it, innermost first, without the model's own
     ("")."""

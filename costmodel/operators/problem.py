@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import OpProfile
-from meshwright.costmodel.sharding import FactorTable
+from meshwright.costmodel.sharding import FactorTable, Meeting
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -19,6 +19,7 @@ class Problem:
     `graph` is the traced model cut into blocks, `factors` the factors of its tensors' dims;
     `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/states.py`; `target`
     the software that is priced, `profile` what was measured on this kind of device, if anything.
+    `meetings` are operators in which rows of a batch meet, where that keeps it in one micro-batch.
     """
 
     graph: Graph
@@ -28,3 +29,4 @@ class Problem:
     optimizer: str = "adamw"
     target: Target = EAGER
     profile: OpProfile | None = None
+    meetings: tuple[Meeting, ...] = ()

@@ -24,6 +24,8 @@ from meshwright.costmodel.sharding.moves import (
     replicated_steps,
     routes,
 )
+from meshwright.costmodel.sharding.numbers_of_rows import with_numbers_of
+from meshwright.costmodel.sharding.rows import Meeting, RowUse, TotalKind, row_use
 from meshwright.costmodel.sharding.strategies import (
     COPY_DIMS,
     REPLICATE,
@@ -44,9 +46,10 @@ from meshwright.costmodel.sharding.strategies import (
 
 __all__ = [
     "COPY_DIMS", "FOLLOW", "REPLICATE", "RP", "Assignment", "BlockLayouts", "DataLayout",
-    "Enter", "Entry", "FactorTable", "Leave", "Move", "P", "Placement", "R", "Role", "Route",
-    "Run", "Step", "Strategy", "analyse", "buffer_state", "can_hold", "data_layout",
-    "default_state", "divides", "indivisible", "largest_part", "loss_is_summed", "moves",
-    "replicated_steps", "routes", "signature", "splitting_degrees", "stays_with_experts",
-    "strategies", "transition", "translate",
+    "Enter", "Entry", "FactorTable", "Leave", "Meeting", "Move", "P", "Placement", "R", "Role",
+    "Route", "RowUse", "Run", "Step", "Strategy", "TotalKind", "analyse", "buffer_state",
+    "can_hold", "data_layout", "default_state", "divides", "indivisible", "largest_part",
+    "loss_is_summed", "moves", "replicated_steps", "routes", "row_use", "signature",
+    "splitting_degrees", "stays_with_experts", "strategies", "transition", "translate",
+    "with_numbers_of",
 ]  # fmt: skip

@@ -51,6 +51,7 @@ from meshwright.executor.ranks import (
     run_on_first,
 )
 from meshwright.executor.runtime import Runtime
+from meshwright.executor.stages import follow
 from meshwright.planner.plan import stages_of_parameters
 
 FORMAT = 1
@@ -96,18 +97,23 @@ def save(
 ) -> Saving:
     """Write a checkpoint, or replace the one at `path`. Collective.
 
-    `extra` are objects with `state_dict()`, the same on all ranks; rank 0's is saved.
+    `extra` are objects with `state_dict()`, the same on all ranks, which may be collective; rank
+    0's is saved.
     `asynchronous` returns when this rank's chunks are copied to the host, and writes them in the
     background. Each phase of a save must end within the launch's timeout, as a step's must. Raises
     ValueError for a state that can't be saved, RuntimeError where writing fails.
     """
     background.finish_all()
     folder, group = Path(path).absolute(), _group(runtime)
+    if optimizer is not None:
+        follow(optimizer)
     with progress.during("saving a checkpoint"):
         saving = run_on_first(group, lambda: atomic_folder.prepare(folder, NOTES))
         tensors, notes = run_on_all(group, lambda: _collect(runtime, optimizer, saving))
         all_notes = gather_object(group, notes)
-        run_on_first(group, lambda: _write_notes(saving, runtime, all_notes, extra or {}))
+        # on every rank, since a state may be gathered from all
+        given = run_on_all(group, lambda: {n: x.state_dict() for n, x in (extra or {}).items()})
+        run_on_first(group, lambda: _write_notes(saving, runtime, all_notes, given))
         if not asynchronous:
             _write(tensors, saving, folder, group)
             return Saving(thread=None)
@@ -181,13 +187,12 @@ def _write_notes(
     saving: Path,
     runtime: Runtime,
     notes: list[optimizer_state.Notes | None],
-    extra: Mapping[str, Any],
+    states: Mapping[str, Any],
 ) -> None:
-    """Write the notes and the plan. Raises ValueError for a state that does not load without
-    running code."""
+    """Write the notes and the plan, with the `states` of what is saved beside the model. Raises
+    ValueError for a state that does not load without running code."""
     given = [note for note in notes if note is not None]
     merged = optimizer_state.merge(given) if given else None
-    states = {name: x.state_dict() for name, x in extra.items()}
     described = {
         "format": FORMAT,
         "model": runtime.plan.model,
@@ -195,7 +200,7 @@ def _write_notes(
         "seed": runtime.seed,
         "loss_scale": runtime.loss_scale.state_dict() if runtime.loss_scale else None,
         "optimizer": merged,
-        "extra": states,
+        "extra": dict(states),
     }
     for name, value in {"optimizer": merged, **states}.items():
         try:
@@ -245,6 +250,8 @@ def load(
     """
     background.finish_all()
     group = _group(runtime)
+    if optimizer is not None:
+        follow(optimizer)
     place = f"checkpoint {str(path)!r}"
     with progress.during("loading a checkpoint"):
         folder, notes = run_on_first(
@@ -320,7 +327,7 @@ def _prepared(
     """
     stored = stored_tensors(folder)
     model = {
-        fqn: torch.empty_like(x, device="cpu") if fqn in runtime.unused else x  # the user's own
+        fqn: torch.empty_like(x, device="cpu") if x.is_meta else x
         for fqn, x in _model_tensors(runtime).items()
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}

@@ -42,12 +42,12 @@ def collect(
                 f"{tuple(parameter.shape)} that is none of the model's; give it an optimizer of "
                 f"its own, and save that by extra={{'name': it}}"
             )
-    shaped = _shaped(optimizer)
+    laid_out = shaped(optimizer)
     tensors: States = {}
     notes: Notes = {"class": type(optimizer).__name__, "groups": [], "values": {}, "tensors": {}}
     for fqn, parameter in parameters.items():
         state = optimizer.state.get(parameter, {})
-        stored = {name: _whole(x) for name, x in state.items() if _stored(x, name in shaped)}
+        stored = {name: _whole(x) for name, x in state.items() if _stored(x, name in laid_out)}
         tensors[fqn] = stored
         if fqn in led:
             rest = {name: _host(x) for name, x in state.items() if name not in stored}
@@ -166,7 +166,7 @@ def install(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _shaped(optimizer: torch.optim.Optimizer) -> set[str]:
+def shaped(optimizer: torch.optim.Optimizer) -> set[str]:
     """Names of states that have their parameter's shape, judged on parameters with dims. Of a
     scalar parameter's states, these are tensors like it, and the others counters."""
     return {

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from meshwright.executor.checkpoint.chunks import LocalChunks, local_chunks
+from meshwright.executor.checkpoint.chunks import LocalChunks
 from meshwright.executor.checkpoint.initialise import initialise
 from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_names
 from meshwright.executor.checkpoint.weight_files import open_source
-from meshwright.executor.parameters import as_torch, refresh_frozen
+from meshwright.executor.parameters import refresh_frozen
 from meshwright.executor.runtime import RankState
 
 log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ def init_weights(state: RankState, seed: int = 0) -> None:
     values. Raises ValueError, on all ranks alike, where nothing is on meta, or a tensor has no
     initialiser.
     """
-    graph, model = state.graph, state.model
-    if not any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+    graph = state.graph
+    if not state.user.on_meta:
         raise ValueError(
             "init_weights: nothing of the model is on the meta device, its values are those that "
             "it was planned with; build it under `with torch.device('meta'):` to have it "
             "initialised here"
         )
-    used = {*graph.parameters.values(), *graph.buffers.values(), *state.unused}
+    used = {*graph.parameters.values(), *graph.buffers.values(), *state.unread}
     _initialise(state, seed, used, whole_stream=True)
     _finish(state)
 
@@ -58,17 +58,21 @@ def load_weights(state: RankState, path: str | Path) -> None:
     matched = match_names(_wanted(state), source.shapes, str(path))
     initialise_buffers(state, given=matched.stored)
     chunks = _local_chunks(state)
-    for fqn in matched.stored.keys() & _unused(state):
-        state.unused[fqn] = torch.empty_like(state.unused[fqn], device="cpu")
-        chunks[fqn] = [LocalChunks.of(state.unused[fqn])]
+    unread = {
+        fqn: torch.empty_like(state.unused[fqn], device="cpu")
+        for fqn in matched.stored.keys() & set(state.unread)
+    }
+    chunks |= {fqn: LocalChunks.of(x) for fqn, x in unread.items()}
     source.fill(
         [
             read
             for fqn, name in matched.stored.items()
-            for local in chunks.get(fqn, ())
-            for read in local.reads(name)
+            if fqn in chunks
+            for read in chunks[fqn].reads(name)
         ]
     )
+    for fqn, x in unread.items():
+        state.user.write(fqn, x)
     if matched.unexpected and state.place.rank == 0:
         names = ", ".join(matched.unexpected[:SHOWN])
         log.warning("weights: %s: %d unexpected, e.g. %s", path, len(matched.unexpected), names)
@@ -87,36 +91,29 @@ def initialise_buffers(state: RankState, *, given: Collection[str]) -> None:
 # --- this rank's chunks ---------------------------------------------------------------------------
 
 
-def _local_chunks(state: RankState) -> dict[str, list[LocalChunks]]:
-    """This rank's chunks by FQN; several of a buffer that several stages of the rank hold."""
-    by_fqn = {p.fqn: [LocalChunks.of(p.api)] for p in state.stage_parameters}
-    axis = state.place.tensor
-    for stage in state.stages.values():
-        for value, (fqn, placement) in stage.buffers.items():
-            shape = torch.Size(state.graph.values[value].shape)
-            chunks = local_chunks(shape, (as_torch(placement),), (axis.size,), (axis.rank,))
-            local = stage.program.tensors[value]
-            by_fqn.setdefault(fqn, []).append(LocalChunks(shape=shape, local=local, chunks=chunks))
-    return by_fqn
-
-
-def _unused(state: RankState) -> set[str]:
-    """FQNs of tensors that the graph doesn't read, on the ranks whose state dict has them. The
-    tensors are the user's until they are replaced."""
-    return set(state.unused) if 0 in state.place.stages else set()
+def _local_chunks(state: RankState) -> dict[str, LocalChunks]:
+    """This rank's chunks by FQN."""
+    named = {p.fqn: p.api for p in state.stage_parameters}
+    named |= {fqn: b.whole for fqn, b in state.held_buffers.items()}
+    return {fqn: LocalChunks.of(x) for fqn, x in named.items()}
 
 
 def _initialise(state: RankState, seed: int, only: Collection[str], *, whole_stream: bool) -> None:
-    chunks, unused = _local_chunks(state), _unused(state)
+    chunks = _local_chunks(state)
+    unread: dict[str, torch.Tensor] = {}
 
     def take(fqn: str, whole: torch.Tensor) -> None:
-        if fqn in unused:
-            state.unused[fqn] = whole
-        for local in chunks.get(fqn, ()):
-            for read in local.reads(fqn):
+        if fqn in state.unread:
+            unread[fqn] = whole
+        elif fqn in chunks:
+            for read in chunks[fqn].reads(fqn):
                 read.into.copy_(whole[read.index])
 
-    initialise(state.model, take, seed=seed, only=only, whole_stream=whole_stream)
+    with state.user.as_passed() as model:
+        only = state.user.on_meta.intersection(only)
+        initialise(model, take, seed=seed, only=only, whole_stream=whole_stream)
+    for fqn, whole in unread.items():
+        state.user.write(fqn, whole)
 
 
 def _finish(state: RankState) -> None:

@@ -3,6 +3,7 @@
 from meshwright.executor.lowering.compile import backend_of
 from meshwright.executor.lowering.context import Context, State, boundary_placement
 from meshwright.executor.lowering.experts import legs
+from meshwright.executor.lowering.implementations import row_weight
 from meshwright.executor.lowering.lower import Lowered, Lowering, block_salt
 from meshwright.executor.lowering.reshard import (
     Axis,
@@ -17,5 +18,6 @@ from meshwright.executor.lowering.reshard import (
 __all__ = [
     "Axis", "Context", "Lowered", "Lowering", "State", "Waiting",
     "all_gather", "all_gather_flat", "backend_of", "block_salt",
-    "boundary_placement", "legs", "local_part", "reduce_scatter_flat", "split_parts",
+    "boundary_placement", "legs", "local_part", "reduce_scatter_flat", "row_weight",
+    "split_parts",
 ]  # fmt: skip

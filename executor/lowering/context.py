@@ -18,9 +18,10 @@ State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
 class Context:
     """What lowering any block of a stage reads.
 
-    `microbatches` is m, for losses that are means. `weight_gradients` takes the weight gradients of
-    `deferrable` parameters where the schedule splits the backward. `exchange` are the ranks that
-    share the experts out.
+    `microbatches` is m, for losses that are means, `sums` are the keys of operators that add rows
+    up and count m times, `totals` values that are handed in for the whole batch. `weight_gradients`
+    takes the weight gradients of `deferrable` parameters where the schedule splits the backward.
+    `exchange` are the ranks that share the experts out.
     """
 
     graph: Graph
@@ -30,6 +31,8 @@ class Context:
     tensor_axis: Axis
     device: torch.device
     microbatches: int
+    sums: frozenset[str] = frozenset()
+    totals: frozenset[str] = frozenset()
     exchange: Axis | None = None
     weight_gradients: WeightGradientQueue | None = None
     deferrable: frozenset[str] = frozenset()
@@ -40,8 +43,9 @@ class Context:
         return self.data_axis, self.tensor_axis
 
     def boundary(self, value: str, tensor: Placement = R) -> State:
-        """State in which a value crosses a block's boundary; the loss leaves as it is."""
-        if value == self.graph.loss:
+        """State in which a value crosses a block's boundary; the loss and totals leave as they
+        are."""
+        if value == self.graph.loss or value in self.totals:
             return self.data.states[value], tensor
         return boundary_placement(self.graph, self.data, value), tensor
 

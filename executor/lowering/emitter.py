@@ -27,7 +27,7 @@ from meshwright.executor.lowering.experts import (
     legs,
     refused,
 )
-from meshwright.executor.lowering.implementations import ScaledMean
+from meshwright.executor.lowering.implementations import Scaled
 from meshwright.executor.lowering.losses import is_counted
 from meshwright.executor.lowering.replacements import Call, replacement
 from meshwright.executor.lowering.reshard import Reshard
@@ -247,14 +247,15 @@ class Emitter:
         return [-1, 1, 1, *shape[3:]] if self._at_experts(op) else shape
 
     def _scaled(self, call: Call, node: fx.Node) -> fx.Node:
-        """A mean over a split factor is this rank's share of the mean."""
+        """A mean over a split factor is this rank's share of the mean, a sum over rows that of m
+        micro-batches."""
         made = self.table.ops[call.op.name]
-        scale = 1.0
+        scale: float = self.context.microbatches if call.op.key in self.context.sums else 1
         for strategy, axis in zip(call.strategies, self.context.axes, strict=True):
             if made.kinds.get(strategy.split_factor) == "mean":
                 size = made.sizes[strategy.split_factor]
                 scale *= axis.part(size)[1] / size
-        return node if scale == 1.0 else self._call(ScaledMean(scale), (node,))
+        return node if scale == 1 else self._call(Scaled(scale), (node,))
 
     # --- copies of tokens at their experts ---
 

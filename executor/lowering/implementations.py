@@ -86,7 +86,7 @@ class GlobalLoss(nn.Module):
 
     `classes` is the axis the class dim is split over, if any, and `first_class` the one that this
     rank's part begins with; `count` the axes over which rows are counted when no `denominator` is
-    handed in. Reduction "sum" divides by nothing.
+    handed in. Reduction "sum" divides by nothing. Class weights count a row as its class does.
     """
 
     def __init__(
@@ -109,36 +109,39 @@ class GlobalLoss(nn.Module):
         ignore_index: int,
         label_smoothing: float,
         denominator: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.classes is not None:
             loss = _vocabulary_loss(logits, target, ignore_index, self.classes, self.first_class)
         else:
-            loss = self._of_rows(logits, target, ignore_index, label_smoothing)
+            options: dict[str, Any] = {"ignore_index": ignore_index, "weight": weight}
+            if label_smoothing:
+                options["label_smoothing"] = label_smoothing
+            loss = self._of_rows(logits, target, options)
         if self.reduction == 2:
             return loss
         if denominator is None:
-            denominator = (target != ignore_index).sum()
+            denominator = row_weight(target, ignore_index, weight)
             for axis in self.count:
                 denominator = all_reduce(denominator, axis)
         return loss / denominator.to(loss.dtype)
 
     def _of_rows(
-        self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float
+        self, logits: torch.Tensor, target: torch.Tensor, options: Mapping[str, Any]
     ) -> torch.Tensor:
         """Σ over rows, in single precision at least: fp16 ends at 65504."""
         half = logits.dtype in (torch.float16, torch.bfloat16)
-        reduction = "none" if half else "sum"
-        if self.kind == "nll":
-            rows = F.nll_loss(logits, target, ignore_index=ignore_index, reduction=reduction)
-        else:
-            rows = F.cross_entropy(
-                logits,
-                target,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                reduction=reduction,
-            )
+        loss = F.nll_loss if self.kind == "nll" else F.cross_entropy
+        rows = loss(logits, target, reduction="none" if half else "sum", **options)
         return rows.float().sum() if half else rows
+
+
+def row_weight(
+    target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """The number of rows that are not ignored, or the sum of their classes' weights."""
+    kept = target != ignore_index
+    return kept.sum() if weight is None else weight[target[kept]].sum()
 
 
 class SyncBatchNorm(nn.Module):
@@ -188,8 +191,9 @@ MODULES: Mapping[str, Callable[[Axis, int], nn.Module]] = MappingProxyType({
 })  # fmt: skip
 
 
-class ScaledMean(nn.Module):
-    """Turns the mean over local elements into this rank's share of the mean over all."""
+class Scaled(nn.Module):
+    """Turns a mean over local elements into this rank's share of the mean over all, and a sum into
+    the micro-batch's share."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()

@@ -14,9 +14,9 @@ MEAN = 1  # of `row_reduction`
 
 
 def is_global(op: Op, context: Context, strategies: Sequence[Strategy]) -> bool:
-    """Whether an operator is a loss, reduced and without class weights, of which a rank or a
-    micro-batch has some rows or classes only. `strategies` are its own, by axis."""
-    if not row_reduction(op) or not context.table.ops[op.name].known:
+    """Whether an operator is a loss of class numbers, reduced, of which a rank or a micro-batch has
+    some rows or classes only. `strategies` are its own, by axis."""
+    if not row_reduction(op) or context.graph.values[op.operands[1]].dtype.is_floating_point:
         return False
     return context.microbatches > 1 or any(s.name != REPLICATE for s in strategies)
 

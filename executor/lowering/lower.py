@@ -124,10 +124,8 @@ class Lowering:
         made = {r for op in ops for r in op.results}
         read = dict.fromkeys(n for op in ops for n in op.operands if n not in made)
         arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in made)]))
-        entering = {
-            n: self.context.boundary(n) if n in self.context.graph.inputs else (R, R)
-            for n in arguments
-        }
+        known = self.context.totals.union(self.context.graph.inputs)
+        entering = {n: self.context.boundary(n) if n in known else (R, R) for n in arguments}
         steps = replicated_steps(ops, arguments, wanted)
         return Lowered(
             module=self._written(steps, entering, wanted).module,
@@ -148,6 +146,7 @@ class Lowering:
         )
         own = (
             self.recompute.get(block.name, "none"),
+            tuple(op.key in self.context.sums for op in block.ops),
             tuple(name in self.context.deferrable for name in block.parameters),
         )
         whole = class_hash(self.context.graph, block, exact=True)

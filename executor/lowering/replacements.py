@@ -58,7 +58,8 @@ def replacement(call: Call, context: Context) -> Replacement | None:
         ignore = argument(op, 4, "ignore_index", -100)
         smoothing = argument(op, 5, "label_smoothing", 0.0)
         loss = global_loss(op, context, call.strategies)
-        return loss, (args[0], args[1], ignore, smoothing, call.count)
+        weight = call.kwargs.get("weight", args[2] if len(args) > 2 else None)
+        return loss, (args[0], args[1], ignore, smoothing, call.count, weight)
     for strategy, axis in on_axes:
         if make := MODULES.get(strategy.implementation):
             return make(axis, context.table.ops[op.name].sizes[strategy.split_factor]), args

@@ -10,18 +10,23 @@ from meshwright.executor.parameters.parameters import (
     expose,
     load,
     make_parameter,
+    part_of,
     refresh_frozen,
     shard_gradients,
+    whole_of,
+    wrap_like,
 )
-from meshwright.executor.parameters.partial_dtensors import Reduced
+from meshwright.executor.parameters.partial_dtensors import Reduced, reduce_in_optimizers
 from meshwright.executor.parameters.reducer import Reducer
 from meshwright.executor.parameters.tied import TiedLayout, sum_tied_gradients
 from meshwright.executor.parameters.weight_gather import WeightGather
+from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage
 
 __all__ = [
     "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter", "StepGuard",
-    "TiedLayout", "WeightGather", "accumulate_grads", "as_torch", "check_sharding", "clip_",
-    "collect_gradients", "expose", "load", "make_parameter", "refresh_frozen",
-    "shard_gradients", "shard_stage", "sum_tied_gradients",
+    "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
+    "check_sharding", "clip_", "collect_gradients", "expose", "load", "make_parameter", "part_of",
+    "reduce_in_optimizers", "refresh_frozen", "shard_gradients", "shard_stage",
+    "sum_tied_gradients", "whole_of", "wrap_like",
 ]  # fmt: skip

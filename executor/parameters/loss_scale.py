@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks import Place
+from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class StepGuard:
     place: Place
     scale: LossScale | None = None  # fp16's; None: the loss is not scaled
     skipped_steps: int = 0
+    warned: bool = False
 
     @property
     def seed(self) -> float:
@@ -121,9 +122,9 @@ class StepGuard:
                 torch._foreach_mul_([gradient for _, gradient in gradients], 1 / self.scale.value)
         if not finite:
             self.skipped_steps += 1
+            self._say_skipped([p for p, _ in gradients])
             for p, _ in gradients:
                 p.gradient = None
-            self._log_skipped()
         if self.scale is not None:
             self.scale.update(finite)
         return finite
@@ -143,14 +144,32 @@ class StepGuard:
             dist.all_reduce(found_inf)
         return not found_inf.item()
 
-    def _log_skipped(self) -> None:
-        if self.place.rank:
-            return
+    def _say_skipped(self, parameters: list[StageParameter]) -> None:
+        """Log a skipped step: fp16's search for a scale each time, others once, with the parameter
+        whose gradient was the first of the backward to be not finite. Collective."""
         if self.scale is not None and self.scale.value > self.scale.floor:
-            log.info("step skipped: gradients left fp16 at loss scale %g", self.scale.value)
-        else:
-            log.warning(
-                "step skipped: gradients are not finite (%d skipped so far); look for a learning "
-                "rate that is too high, or for NaN in the batch",
-                self.skipped_steps,
-            )
+            if not self.place.rank:
+                log.info("step skipped: gradients left fp16 at loss scale %g", self.scale.value)
+        elif not self.warned:
+            self.warned = True
+            name = self._first_not_finite(parameters)
+            if not self.place.rank:
+                log.warning(
+                    "step skipped: gradients are not finite, first in the backward that of %r; "
+                    "look for a learning rate that is too high, or for NaN in the batch (said "
+                    "once: skipped_steps counts the others)",
+                    name,
+                )
+
+    def _first_not_finite(self, parameters: list[StageParameter]) -> str:
+        """The last parameter, in the order of the forward, whose gradient is not finite."""
+        bad = [p.fqn for p in parameters if p.gradient is not None and not _is_finite(p.gradient)]
+        found = (max(self.place.stages), bad[-1]) if bad else (-1, "")
+        if self.place.mesh is None:
+            return found[1]
+        background.finish_all()  # a save there communicates over the same group
+        return max(all_gather_object(gloo_group(), found))[1]
+
+
+def _is_finite(x: torch.Tensor) -> bool:
+    return bool(x.isfinite().all())

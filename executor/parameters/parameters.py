@@ -4,7 +4,7 @@ Up to three tensors stand for one parameter on a rank:
 
     leaf       read by the lowered graphs, in the compute dtype
     stored     updated by the optimizer, in fp32, this rank's ZeRO shard; shares the leaf's memory
-               where the two are equal
+               where the two are equal, and that of the user's parameter where it is all of it
     gradient   accumulated over micro-batches in fp32, all-reduced or reduce-scattered
                (`reducer.py`), of the shape of `stored` when the step ends
 """
@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.executor.lowering import local_part
+from meshwright.executor.parameters.partial_dtensors import StageGradient, read_whole_items
 from meshwright.executor.ranks import Holders, Place
 
 
@@ -56,7 +57,8 @@ class StageParameter(ParameterSpec):
     `shape` is global. `shard_placement` is ZeRO's shard of the local tensor over the shard axis of
     its holders (R: not sharded); `sharded` is `fully_shard`'s DTensor (ZeRO-3). `gradient` is None
     between steps, `norm` the L2 norm of this rank's gradient as the last backward left it, `api`
-    the user's nn.Parameter. `reached` implies `trainable`.
+    the user's nn.Parameter. `reached` implies `trainable`. `version` counts the writes to `stored`
+    that a frozen leaf has seen. `staged`: other stages of the plan lie on other ranks.
     """
 
     shape: tuple[int, ...]
@@ -68,6 +70,8 @@ class StageParameter(ParameterSpec):
     norm: torch.Tensor | None = None
     api: Any = None
     sharded: Any = None
+    version: int = -1
+    staged: bool = False
 
     @property
     def scattered(self) -> bool:
@@ -105,14 +109,18 @@ def shard_placement(
 
 
 def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> StageParameter:
-    """This rank's part of the parameter `source`, copied; the user's tensor is left alone."""
+    """This rank's part of the parameter `source`: its memory where all of it is held as it is, else
+    a copy."""
     holders = place.holders(experts=spec.experts)
     local = _local(source.detach(), spec.placement, place, holders).contiguous()
     shard = _shard_of(spec, source, local, place)
     gathered = spec.zero == 3 and shard.sharded
     # `fully_shard` moves its shards to the device block by block: until then the host holds all
     where = torch.device("cpu") if gathered else place.device
-    local = torch.empty_like(local, device=where) if local.is_meta else local.to(where, copy=True)
+    if local.is_meta:
+        local = torch.empty_like(local, device=where)
+    else:
+        local = local.to(where, copy=local.shape != source.shape)
     stored = local.float() if source.is_floating_point() else local
     if shard.sharded and not gathered:
         stored = local_part(stored, shard, holders.shard.size, holders.shard.rank).clone()
@@ -126,6 +134,7 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
         leaf=nn.Parameter(leaf, requires_grad=source.requires_grad),
         stored=stored,
         shard_placement=shard,
+        staged=len({mesh.ranks for mesh in place.meshes}) > 1,
     )
 
 
@@ -152,10 +161,19 @@ def _local(x: torch.Tensor, placement: Placement, place: Place, holders: Holders
     return x
 
 
-def expose(parameter: StageParameter, place: Place) -> None:
-    """Make the API's nn.Parameter, a DTensor over the stored tensor's memory."""
-    wrapped = wrap(parameter, parameter.stored, place)
-    parameter.api = nn.Parameter(wrapped, requires_grad=parameter.trainable)
+def expose(parameter: StageParameter, place: Place, own: nn.Parameter | None = None) -> None:
+    """Make the API's nn.Parameter over the stored tensor's memory: the user's `own` where the rank
+    holds the whole model, else a DTensor."""
+    if own is None or own.is_meta:
+        read_whole_items()
+        local = parameter.stored if own is not None else wrap(parameter, parameter.stored, place)
+        parameter.api = nn.Parameter(local, requires_grad=parameter.trainable)
+        return
+    if own.data_ptr() != parameter.stored.data_ptr() or own.dtype != parameter.stored.dtype:
+        own.grad = None
+        own.data = parameter.stored
+    parameter.stored = own.detach()  # shares its version
+    parameter.api = own
 
 
 def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.Tensor:
@@ -205,24 +223,38 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def load(parameter: StageParameter, source: torch.Tensor, place: Place) -> None:
-    """Copy this rank's shard of the whole tensor `source` into the stored parameter."""
+def whole_of(x: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of a DTensor, collective among its ranks; a plain tensor itself."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def part_of(parameter: StageParameter, whole: torch.Tensor, place: Place) -> torch.Tensor:
+    """This rank's part of a whole tensor that is laid out as the stored parameter."""
     holders = place.holders(experts=parameter.experts)
-    local = _local(source.detach(), parameter.placement, place, holders)
+    local = _local(whole.detach(), parameter.placement, place, holders)
     shard = parameter.shard_placement
     if shard.sharded:
         local = local_part(local, shard, holders.shard.size, holders.shard.rank)
+    return local
+
+
+def load(parameter: StageParameter, source: torch.Tensor, place: Place) -> None:
+    """Copy this rank's part of the whole tensor `source` into the stored parameter."""
     with torch.no_grad():
-        parameter.stored.copy_(local)
+        parameter.stored.copy_(part_of(parameter, source, place))
 
 
-def refresh_frozen(parameters: Iterable[StageParameter]) -> None:
-    """After a load, copy stored frozen parameters to their leaves: no step gathers or casts
-    them."""
+def refresh_frozen(parameters: Iterable[StageParameter], *, written_only: bool = False) -> None:
+    """Copy stored frozen parameters to their leaves, as no step gathers or casts them: after a
+    load, or where they were written to in place since."""
     with torch.no_grad():
         for p in parameters:
-            if not p.aliased and not p.trainable:
+            if p.aliased or p.trainable:
+                continue
+            version = p.stored._version + p.api._version
+            if not written_only or version != p.version:
                 p.leaf.copy_(p.stored)
+            p.version = version
 
 
 def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:
@@ -241,6 +273,9 @@ def accumulate_grads(parameters: Iterable[StageParameter]) -> None:
         if local is None:
             continue
         if p.api.grad is None:
-            p.api.grad = wrap_like(p, local)
+            gradient: Any = wrap_like(p, local)
+            if p.staged:
+                gradient.__class__ = StageGradient
+            p.api.grad = gradient
         else:
             local_of(p.api.grad).add_(local)

@@ -1,9 +1,13 @@
-"""All-reduce of partial DTensors inside optimizers that take norms, sums or means of shards.
+"""Norms, sums and means of sharded tensors, as optimizers and users take them.
 
 DTensor leaves a norm, sum or mean over a sharded dim partial: every rank holds its own part until
 an operator asks for the whole. In torch 2.13 two don't ask: `.item()` gives the rank's own part,
-and arithmetic in place raises. An optimizer with a norm in it may then fail, or, worse, go on with
-another norm on every rank; `torch.optim.Adafactor` does both.
+and arithmetic in place raises: `torch.optim.Adafactor` fails. `read_whole_items` makes the first
+right; for the second, optimizers over DTensors step with partial results reduced, by torch's hooks
+around all steps.
+
+A DTensor knows its own stage only. So a norm of gradients under a pipeline, of which clipping would
+make another on every stage, is refused: `StageGradient`.
 """
 
 from __future__ import annotations
@@ -13,15 +17,39 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+NORMS = (
+    torch._foreach_norm,
+    torch.Tensor.norm,
+    torch.linalg.norm,
+    torch.linalg.vector_norm,
+    torch.norm,
+)
+
 
 class Reduced(TorchFunctionMode):
-    """Redistributes every partial DTensor result to replicated: `with Reduced(): optimizer.step()`.
+    """Redistributes every partial DTensor result to replicated: `with Reduced(): p.norm().item()`.
 
-    Collective where results are partial: every rank of the parameters' mesh steps inside.
+    Collective where results are partial: every rank of the parameters' mesh calls it. Norms in it
+    are those of one parameter, as optimizers take them.
     """
+
+    entered = 0
+
+    def __enter__(self) -> Reduced:
+        Reduced.entered += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Reduced.entered -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -33,6 +61,43 @@ class Reduced(TorchFunctionMode):
         return tree_map_only(DTensor, _all_reduced, func(*args, **(kwargs or {})))
 
 
+class _Steps:
+    """The step of an optimizer over DTensors that runs: the `outermost`, if steps are nested."""
+
+    def __init__(self) -> None:
+        self.mode: Any = None
+        self.outermost: torch.optim.Optimizer | None = None
+
+    def hook(self) -> None:
+        """Put hooks around the steps of all optimizers, once."""
+        if self.mode is None:
+            self.mode = Reduced()
+            register_optimizer_step_pre_hook(self.begin)
+            register_optimizer_step_post_hook(self.end)
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.mode and self.outermost is None and _over_dtensors(optimizer):
+            self.outermost = optimizer
+            self.mode.__enter__()
+
+    def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.mode and self.outermost is optimizer:
+            self.outermost = None
+            self.mode.__exit__(None, None, None)
+
+
+_STEPS = _Steps()
+
+
+def reduce_in_optimizers() -> None:
+    """From now on every optimizer over DTensors steps inside `Reduced`."""
+    _STEPS.hook()
+
+
+def _over_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
 def _all_reduced(x: torch.Tensor) -> torch.Tensor:
     """A partial DTensor, replicated on its partial axes."""
     assert isinstance(x, DTensor)
@@ -40,3 +105,38 @@ def _all_reduced(x: torch.Tensor) -> torch.Tensor:
         return x
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements)
+
+
+class StageGradient(DTensor):
+    """A gradient of one of several pipeline stages, whose norm outside `Reduced` is refused."""
+
+    __slots__: list[str] = []
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in NORMS and not Reduced.entered:
+            raise RuntimeError(
+                "a norm of gradients on one pipeline stage is not that of the model: clip by "
+                "result.clip_grad_norm_(max_norm), which also returns the norm (max_norm=inf clips "
+                "nothing); an optimizer that takes the norm of each parameter steps inside "
+                "`with meshwright.Reduced():`"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def read_whole_items() -> None:
+    """Have `.item()` of a partial DTensor give the whole's number, not this rank's part of it. It
+    is collective then."""
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _whole_item
+
+
+def _whole_item(op: object, args: tuple[Any, ...], kwargs: object) -> Any:
+    return args[0].full_tensor().item()

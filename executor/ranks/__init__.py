@@ -25,12 +25,18 @@ from meshwright.executor.ranks.object_collectives import (
     run_on_all,
     run_on_first,
 )
+from meshwright.executor.ranks.replicas import (
+    BatchCheck,
+    check_equal,
+    make_equal,
+    same_random_state,
+)
 from meshwright.executor.ranks.watchdog import progress
 
 __all__ = [
-    "BACKWARD", "FORWARD", "WAITING", "Background", "Edge", "Holders", "Place", "StageMesh",
-    "all_gather_object", "background", "broadcast_object", "device_here", "distributed",
-    "gather_object", "gloo_group", "join_groups", "launch", "phase", "progress",
-    "raising_runtime_error", "run_on_all", "run_on_first", "single_process", "stage_meshes",
-    "world_size",
+    "BACKWARD", "FORWARD", "WAITING", "Background", "BatchCheck", "Edge", "Holders", "Place",
+    "StageMesh", "all_gather_object", "background", "broadcast_object", "check_equal",
+    "device_here", "distributed", "gather_object", "gloo_group", "join_groups", "launch",
+    "make_equal", "phase", "progress", "raising_runtime_error", "run_on_all", "run_on_first",
+    "same_random_state", "single_process", "stage_meshes", "world_size",
 ]  # fmt: skip

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules import draws, traits_of, updates_statistics
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Instruction, build_schedule, stages_of_devices
-from meshwright.costmodel.sharding import Assignment, FactorTable, loss_is_summed
+from meshwright.costmodel.sharding import Assignment, FactorTable, RowUse, loss_is_summed, row_use
 from meshwright.executor.backward import WeightGradientQueue
-from meshwright.executor.lowering import backend_of
+from meshwright.executor.lowering import backend_of, row_weight
 from meshwright.executor.parameters import (
     LossScale,
     Reducer,
@@ -25,18 +25,24 @@ from meshwright.executor.parameters import (
     accumulate_grads,
     check_sharding,
     collect_gradients,
+    reduce_in_optimizers,
+    refresh_frozen,
     shard_gradients,
     sum_tied_gradients,
 )
 from meshwright.executor.ranks import (
+    BatchCheck,
     Place,
+    check_equal,
     device_here,
     join_groups,
+    make_equal,
     progress,
     single_process,
     stage_meshes,
     world_size,
 )
+from meshwright.executor.runtime.evaluation import check_evaluable
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.stages import (
     Batches,
@@ -47,10 +53,21 @@ from meshwright.executor.stages import (
     PipelineRun,
     Rows,
     RunStage,
+    UserModel,
+    add_totals,
+    replicated,
 )
 from meshwright.planner.plan import Plan, PlanError, check_runs, crossings, stages_of_parameters
 
-# operators that follow `train(False)`: all others compute in evaluation as they were traced
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a plan is run: `compile` its blocks (True, or a backend), on a `device` (None: this
+    rank's), and whether replicas are compared with rank 0's in place of being made equal."""
+
+    compile: bool | str = False
+    device: torch.device | None = None
+    check_replicas: bool = False
 
 
 class Runtime(RankState):
@@ -65,18 +82,29 @@ class Runtime(RankState):
         assignments: list[dict[str, Assignment]],
         model: nn.Module,
         *,
-        compile: bool | str = False,
-        device: torch.device | None = None,
+        use: RowUse | None = None,
+        options: RunOptions | None = None,
     ) -> None:
+        """`use` is what the loss makes of rows, read from the graph if it is None. Weights and
+        buffers are made equal to rank 0's, or compared with them (ValueError)."""
+        options = options or RunOptions()
         check_runs(plan)
-        device = device or device_here()
-        backend = backend_of(compile, device.type)
+        device = options.device or device_here()
+        backend = backend_of(options.compile, device.type)
         progress.stages = _stages_of_ranks(plan)
         place = _join_plan(plan, graph, table, assignments, device)
-        builder = Builder(plan, graph, table, assignments, model, place, backend)
+        use = row_use(graph, table) if use is None else use
+        user = UserModel(model)
+        if place.mesh is not None and options.check_replicas:
+            check_equal(user.originals)
+        elif place.mesh is not None:
+            make_equal(user.originals, place.device)
+        builder = Builder(plan, graph, table, assignments, user, place, use=use, backend=backend)
         stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in place.stages}
         shared = tuple(builder.shared.values())
-        super().__init__(plan, graph, place, model, stages, shared)
+        super().__init__(plan, graph, place, user, stages, shared)
+        whole = replicated(plan)
+        user.hold(graph, self.stage_parameters, self.held_buffers, place, whole=whole)
         self.weight_gradients = builder.weight_gradients or WeightGradientQueue()
         self.tied_layouts = builder.tied
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
@@ -96,7 +124,11 @@ class Runtime(RankState):
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.steps = 0
         self.seed = _shared_seed(place)
-        self.batches = Batches(plan, graph, place)
+        self.batches = Batches(plan, graph, place, use.filling)
+        self.batch_check = BatchCheck()
+        self.retired = False  # by a plan that took the model over
+        if place.mesh is not None:
+            reduce_in_optimizers()
 
     def _stream(self) -> tuple[Instruction, ...]:
         """This rank's instructions of a step, in order."""
@@ -128,7 +160,8 @@ class Runtime(RankState):
                 "train_step under no_grad or inference_mode makes no gradients; use eval_step for "
                 "the loss alone"
             )
-        inputs = self.batches.checked(batch)
+        inputs = self._checked(batch)
+        self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.begin()
         observed = observe or _unobserved
@@ -147,15 +180,19 @@ class Runtime(RankState):
         with torch.no_grad():
             observed(Phase.REDUCE, self._finish_gradients)
             observed(Phase.DELIVER, self._accumulate_grads)
+            self.settle_buffers()
             self.steps += 1
-            return self._mean_loss(losses)
+            loss = self._mean_loss(losses)
+        loss.backward = _backward_is_done  # type: ignore[method-assign]
+        return loss
 
     @progress.during("evaluating a batch", waits=True)
     def eval_step(self, batch: Any) -> torch.Tensor:
         """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
         self._check_ready()
         check_evaluable(self.graph)
-        inputs = self.batches.checked(batch)
+        inputs = self._checked(batch)
+        self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
             self._gather_weights()
@@ -168,6 +205,17 @@ class Runtime(RankState):
             )
             return self._mean_loss(run.run())
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output in its current mode, without gradients. Collective: where this
+        rank holds a part, the whole weights are gathered for it."""
+        self._check_ready()
+        if self.user.whole:
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
+        state = {name: x.to(self.place.device) for name, x in self.everything().items()}
+        with torch.no_grad(), self.user.filled(state) as model:
+            return model(*args, **kwargs)
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         programs = [stage.program for stage in self.stages.values()]
@@ -179,8 +227,26 @@ class Runtime(RankState):
             for program in programs:
                 program.train(True)
 
+    def _checked(self, batch: Any) -> dict[str, torch.Tensor]:
+        """The inputs by value name, the same on all ranks. Raises ValueError on all alike."""
+        paths, device = list(self.graph.inputs.values()), self.place.device
+        try:
+            inputs = self.batches.checked(batch)
+        except ValueError:
+            with suppress(ValueError):  # this rank's own says more
+                self.batch_check.check(paths, None, device)
+            raise
+        by_path = {path: inputs[name] for name, path in self.graph.inputs.items()}
+        self.batch_check.check(paths, by_path, device)
+        return inputs
+
     def _check_ready(self) -> None:
-        """Raise ValueError where there are no weights, or `requires_grad` was changed."""
+        """Raise ValueError where there are no weights, `requires_grad` was changed or a parameter
+        replaced, or another plan has taken the model over."""
+        if self.retired:
+            raise ValueError(
+                "this plan was replaced by replan(), which took the model over: use its result"
+            )
         if not self.loaded:
             raise ValueError(
                 "the model is on the meta device: it has no weights to train; call init_weights, "
@@ -192,10 +258,12 @@ class Runtime(RankState):
                 f"requires_grad of {changed[:3]} (of {len(changed)}) was changed after planning: "
                 "freeze or thaw the model's parameters before auto_parallelize, which plans with it"
             )
+        self.user.check_places(self.stage_parameters)
 
     def _run_stage(self, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
         stage = self.stages[k]
         rows = self.batches.rows(inputs, stage.data, self.reads[k])
+        add_totals(stage.totals, stage.program.tensors, rows)
         return RunStage(
             program=stage.program,
             channels=stage.channels,
@@ -208,6 +276,7 @@ class Runtime(RankState):
 
     def _gather_weights(self) -> None:
         """Start the all-gathers and casts of the weights that the optimizer updated."""
+        refresh_frozen(self.stage_parameters, written_only=True)
         for gather in self.gathers.values():
             gather.begin()
 
@@ -237,9 +306,10 @@ class Runtime(RankState):
                 values = {**stage.program.tensors, **microbatch}
                 results = stage.counts.module(*[values[n] for n in stage.counts.arguments])
                 targets = dict(zip(stage.counts.outputs, results, strict=True))
-                for name, (target, ignored) in stage.losses.items():
-                    totals[name] += (targets[target] != ignored).sum()
-        for name, (target, _) in stage.losses.items():
+                for name, (target, ignored, weight) in stage.losses.items():
+                    found = row_weight(targets[target], ignored, targets.get(weight or ""))
+                    totals[name] = totals[name] + found
+        for name, (target, *_) in stage.losses.items():
             if self.place.data.size > 1 and stage.data.states[target].sharded:
                 dist.all_reduce(totals[name], group=self.place.data.group)
         return {name: total / self.plan.num_microbatches for name, total in totals.items()}
@@ -262,6 +332,14 @@ class Runtime(RankState):
 
     def _step_seed(self) -> int:
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
+
+
+def _backward_is_done(*args: object, **kwargs: object) -> None:
+    """What `backward()` of a step's loss does, by habit."""
+    raise RuntimeError(
+        "loss.backward(): train_step has run the backward already, and added the gradients to "
+        ".grad; drop this line, and step the optimizer"
+    )
 
 
 def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
@@ -307,27 +385,3 @@ def _shared_seed(place: Place) -> int:
     if place.mesh is not None:
         dist.broadcast(seed, src=0)
     return int(seed)
-
-
-def check_evaluable(graph: Graph) -> None:
-    """Raise ValueError for an operator that would compute in evaluation as it does in training.
-
-    The graph was traced for training. Dropout, attention's dropout and leaves follow the mode in
-    which they run; norms that update running statistics, and other random draws, do not.
-    """
-    for op in graph.ops:
-        if why := _training_only(op):
-            raise ValueError(
-                f"eval_step: the model was planned for training, where {op.key} ({op.target}) "
-                f"{why}; load full_state_dict() into the model, call .eval(), and evaluate that"
-            )
-
-
-def _training_only(op: Op) -> str:
-    """The operator's difference from evaluation that the trace fixed; empty where there is none."""
-    if updates_statistics(op):
-        return "takes the statistics of the batch and adds them to its buffers"
-    draw = traits_of(op).draw
-    if draws(op) and not (draw and draw.training):
-        return "draws random numbers"
-    return ""

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.costmodel.graph import Graph
-from meshwright.executor.lowering import all_gather, local_part
-from meshwright.executor.parameters import StageParameter, load, refresh_frozen
+from meshwright.executor.parameters import StageParameter, load, refresh_frozen, whole_of
 from meshwright.executor.ranks import Place, background, broadcast_object, gloo_group
-from meshwright.executor.stages import BuiltStage
+from meshwright.executor.stages import BuiltStage, HeldBuffer, UserModel
 from meshwright.planner.plan import Plan
+
+T = TypeVar("T")
 
 
 class RankState:
     """The parameters and buffers that one rank of a running plan holds.
 
     `stages` are this rank's, by number; `stage_parameters` all their parameters in the order of the
-    forward, each once. `loaded` says whether they have values. `persistent` are the names in the
-    user's state dict, `uninitialised` those of buffers on meta that have no value yet. `unused` are
-    the user's tensors that the graph does not read.
+    forward, each once; `held_buffers` all their buffers, by FQN. `loaded` says whether they have
+    values. `persistent` are the names in the user's state dict, `uninitialised` those of buffers on
+    meta that have no value yet. `unread` names the user's tensors that the graph does not read.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class RankState:
         plan: Plan,
         graph: Graph,
         place: Place,
-        model: nn.Module,
+        user: UserModel,
         stages: Mapping[int, BuiltStage],
         shared: Sequence[StageParameter],
     ) -> None:
@@ -39,28 +40,34 @@ class RankState:
         self.plan = plan
         self.graph = graph
         self.place = place
-        self._model = _kept(model)
+        self.user = user
         self.stages = stages
         own = (p for stage in stages.values() for p in stage.parameters)
         self.stage_parameters: tuple[StageParameter, ...] = (*own, *shared)
-        self.loaded = not any(p.is_meta for p in model.parameters())
-        self.persistent = frozenset(model.state_dict())
-        self.uninitialised = frozenset(fqn for fqn, b in model.named_buffers() if b.is_meta)
+        buffers = (b for stage in stages.values() for b in stage.buffers)
+        self.held_buffers: dict[str, HeldBuffer] = {b.fqn: b for b in buffers}
+        self.loaded = user.on_meta.isdisjoint(name for name, _ in user.module.named_parameters())
+        self.persistent = frozenset(user.module.state_dict())
+        named_buffers = {name for name, _ in user.module.named_buffers()}
+        self.uninitialised = user.on_meta & named_buffers
         used = {*graph.parameters.values(), *graph.aliases, *graph.buffers.values()}
-        self.unused = {n: x.detach() for n, x in model.state_dict().items() if n not in used}
+        self.unread = tuple(name for name in user.module.state_dict() if name not in used)
+        if not self.loaded:
+            user.when_loaded(self._all_loaded)
+
+    def _all_loaded(self) -> None:
+        self.loaded, self.uninitialised = True, frozenset()
+        refresh_frozen(self.stage_parameters)
 
     @property
     def model(self) -> nn.Module:
-        """The user's model. Raises ValueError where it had weights, now this rank's, and was
-        freed."""
-        model = self._model()
-        if model is None:
-            raise ValueError(
-                "the model had weights, which were handed over, and was freed: nothing of it is on "
-                "the meta device, to be initialised; build it under `with torch.device('meta'):` "
-                "for that, or use load_weights, load_state_dict or load_checkpoint"
-            )
-        return model
+        """The user's model."""
+        return self.user.module
+
+    @property
+    def unused(self) -> dict[str, torch.Tensor]:
+        """The user's tensors that the graph does not read, by FQN."""
+        return {name: self.user.tensor(name).detach() for name in self.unread}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the user's FQNs, as DTensors on its mesh."""
@@ -80,31 +87,49 @@ class RankState:
         for p in self.stage_parameters:
             for name in (p.fqn, *aliases.get(p.fqn, [])):
                 state[name] = p.api.detach()
-        for stage in self.stages.values():
-            for value, (fqn, placement) in stage.buffers.items():
-                if fqn not in self.persistent:
-                    continue
-                local = stage.program.tensors[value]
-                if placement.sharded:
-                    size = self.graph.values[value].shape[placement.dim]
-                    local = all_gather(local, placement, self.place.tensor, size)
-                state[fqn] = local
+        self.follow_buffers()
+        for fqn, b in self.held_buffers.items():
+            if fqn in self.persistent:
+                state[fqn] = b.whole.detach()
         return state | (self.unused if 0 in self.stages else {})
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit
         one host. Waits for a checkpoint that is saved in the background."""
-        return self._merged({name: _whole(x) for name, x in self.state_dict().items()})
+        return self.merged({name: _whole(x) for name, x in self.state_dict().items()})
+
+    def follow_buffers(self) -> None:
+        """Read what was written to the model's buffers since the last step."""
+        with torch.no_grad():
+            for stage in self.stages.values():
+                for b in stage.buffers:
+                    b.follow(self.user, stage.program.tensors)
+
+    def settle_buffers(self) -> None:
+        """Give the model's buffers what the forward made of them."""
+        for stage in self.stages.values():
+            for b in stage.buffers:
+                b.settle(stage.program.tensors)
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """`full_state_dict` with the buffers that are not persistent, each tensor under its first
+        name. Collective."""
+        self.follow_buffers()
+        named = {p.fqn: p.api.detach() for p in self.stage_parameters}
+        named |= {fqn: b.whole for fqn, b in self.held_buffers.items()}
+        first = self.user.first
+        return self.merged({first.get(name, name): _whole(x) for name, x in named.items()})
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """All stages' gradients as whole CPU tensors by FQN, on every rank. Collective."""
         named = dict(self.named_parameters())
-        return self._merged(
+        return self.merged(
             {name: _whole(p.grad) for name, p in named.items() if p.grad is not None}
         )
 
-    def _merged(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The union of all device groups' tensors, each broadcast by its group's first rank."""
+    def merged(self, tensors: dict[str, T]) -> dict[str, T]:
+        """The union of all device groups' values, each broadcast by its group's first rank.
+        Collective."""
         leaders = [ranks[0] for ranks in self.plan.devices]
         if len(leaders) == 1:
             return tensors
@@ -123,8 +148,7 @@ class RankState:
         a buffer of a model on meta that the state does not hold. What the graph doesn't read may be
         missing where it has a value.
         """
-        buffers = {fqn for stage in self.stages.values() for fqn, _ in stage.buffers.values()}
-        if valueless := sorted(buffers & self.uninitialised - set(state)):
+        if valueless := sorted(self.held_buffers.keys() & self.uninitialised - set(state)):
             raise ValueError(
                 f"state dict: buffers {valueless} have no value: the model is on the meta device "
                 f"and they are not in the state (registered with persistent=False); call "
@@ -133,13 +157,15 @@ class RankState:
             )
         unread = {
             name: _entry(state, [name], x.shape)
-            for name, x in (self.unused if 0 in self.stages else {}).items()
-            if name in state or x.is_meta
+            for name, x in self.unused.items()
+            if name in state or (x.is_meta and 0 in self.stages)
         }
         self._load_parameters(state)
-        self._load_buffers(state)
-        for name, source in unread.items():  # what was there may be the user's own
-            self.unused[name] = _whole(source).to(self.unused[name].dtype)
+        for fqn, b in self.held_buffers.items():
+            if fqn in state:
+                self.user.write(fqn, _entry(state, [fqn], b.whole.shape))
+        for name, source in unread.items():
+            self.user.write(name, _whole(source).to(self.user.tensor(name).dtype))
         self.loaded, self.uninitialised = True, frozenset()
 
     def _load_parameters(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -150,33 +176,13 @@ class RankState:
                 with torch.no_grad():
                     p.stored.copy_(source.to_local())
                 continue
-            whole = source.full_tensor() if isinstance(source, DTensor) else source
-            load(p, whole.to(self.place.device), self.place)
+            load(p, whole_of(source).to(self.place.device), self.place)
         refresh_frozen(self.stage_parameters)
-
-    def _load_buffers(self, state: Mapping[str, torch.Tensor]) -> None:
-        axis = self.place.tensor
-        for stage in self.stages.values():
-            for value, (fqn, placement) in stage.buffers.items():
-                if fqn in state:
-                    whole = _entry(state, [fqn], self.graph.values[value].shape)
-                    whole = whole.to(self.place.device)
-                    if placement.sharded:
-                        whole = local_part(whole, placement, axis.size, axis.rank)
-                    stage.program.tensors[value].copy_(whole)
-
-
-def _kept(model: nn.Module) -> Callable[[], nn.Module | None]:
-    """A reference to the model: strong if it is on meta, to be initialised later, else weak."""
-    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
-        return lambda: model
-    return weakref.ref(model)
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
     """A whole copy on the CPU."""
-    whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return whole.detach().to("cpu", copy=True)
+    return whole_of(x).detach().to("cpu", copy=True)
 
 
 def _entry(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.graph import Block, Graph, Op, Ref
+from meshwright.costmodel.rules import traits_of, updates_statistics
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, buffer_state
-from meshwright.executor.lowering import Lowered, local_part
+from meshwright.executor.lowering import Lowered, all_gather, local_part
 from meshwright.executor.ranks import Place
+from meshwright.executor.stages.user_model import UserModel
 
 
 def buffer_placements(
@@ -35,18 +37,97 @@ def buffer_placements(
     }
 
 
-def load_buffers(
-    graph: Graph, buffers: Mapping[str, tuple[str, Placement]], model: nn.Module, place: Place
-) -> dict[str, torch.Tensor]:
-    """Value name -> this rank's copy on its device; zeros where the model's is on meta."""
-    named = dict(model.named_buffers(remove_duplicate=False))
-    loaded = {}
-    for value, (fqn, state) in buffers.items():
-        source = named[fqn].detach()
-        if source.is_meta:
-            source = torch.zeros(source.shape, dtype=source.dtype, device=place.device)
-        if state.sharded:
-            source = local_part(source, state, place.tensor.size, place.tensor.rank)
-        dtype = graph.values[value].dtype  # the trace may have cast it to the compute dtype
-        loaded[value] = source.to(place.device, dtype).clone()
-    return loaded
+@dataclass(slots=True, kw_only=True, eq=False)
+class HeldBuffer:
+    """A buffer that a stage reads, by the name of its `value`.
+
+    `whole` is the module's own tensor, on the rank's device. The graphs read it, or, where they
+    read a part or another dtype, a copy that follows its `version`. `updated`: the forward writes
+    it, in `tensors` during a step and in `whole` at its end.
+    """
+
+    value: str
+    fqn: str
+    whole: torch.Tensor
+    placement: Placement
+    dtype: torch.dtype
+    updated: bool
+    place: Place
+    version: int = -1
+
+    def read(self) -> torch.Tensor:
+        """What the graphs read."""
+        self.version = self.whole._version
+        local = self.whole.detach()
+        if self.placement.sharded:
+            axis = self.place.tensor
+            local = local_part(local, self.placement, axis.size, axis.rank).clone()
+        return local.to(self.dtype)
+
+    def follow(self, user: UserModel, tensors: dict[str, torch.Tensor]) -> None:
+        """Before a step: read what was written to since, where that is a copy; what was put in the
+        buffer's place; and anew what the forward writes, of which a step that failed left half.
+        Raises ValueError for a buffer of another shape."""
+        now = user.tensor(self.fqn)
+        if now is not self.whole:
+            if now.shape != self.whole.shape:
+                raise ValueError(
+                    f"buffer {self.fqn!r} was replaced by one of shape {tuple(now.shape)}, planned "
+                    f"{tuple(self.whole.shape)}: keep its shape, or call auto_parallelize again"
+                )
+            self.whole.copy_(now)
+            user.put(self.fqn, self.whole)
+        if self.updated or self.version != self.whole._version:
+            tensors[self.value] = self.read()
+
+    def settle(self, tensors: dict[str, torch.Tensor]) -> None:
+        """After a step: the module's own tensor takes what the forward made of it. Collective over
+        the tensor axis where that holds parts."""
+        if not self.updated:
+            return
+        now = tensors[self.value]
+        if self.placement.sharded:
+            size = self.whole.shape[self.placement.dim]
+            now = all_gather(now, self.placement, self.place.tensor, size)
+        if now.data_ptr() != self.whole.data_ptr():
+            self.whole.copy_(now)
+        tensors[self.value] = self.read()
+
+
+def hold_buffers(
+    graph: Graph,
+    buffers: Mapping[str, tuple[str, Placement]],
+    updates: Mapping[str, str],
+    user: UserModel,
+    place: Place,
+) -> list[HeldBuffer]:
+    """The stage's buffers, the model's own moved to the device; zeros for those on meta."""
+    written = {*updates, *(b for op in graph.ops for b in _statistics(op))}
+    held = []
+    for value, (fqn, placement) in buffers.items():
+        own = user.tensor(fqn)
+        if own.is_meta:
+            own = torch.zeros(own.shape, dtype=own.dtype, device=place.device)
+            user.replace(fqn, own)
+        elif own.device != place.device:
+            own.data = own.to(place.device)
+        held.append(
+            HeldBuffer(
+                value=value,
+                fqn=fqn,
+                whole=own,
+                placement=placement,
+                dtype=graph.values[value].dtype,  # the trace may compute in another
+                updated=value in written,
+                place=place,
+            )
+        )
+    return held
+
+
+def _statistics(op: Op) -> list[str]:
+    """The buffers that an operator updates in place by what it saw."""
+    statistics = traits_of(op).statistics
+    if statistics is None or not updates_statistics(op):
+        return []
+    return [x.name for k in statistics.running if isinstance(x := op.args[k], Ref)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
@@ -18,16 +17,20 @@ from meshwright.costmodel.sharding import (
     DataLayout,
     FactorTable,
     Placement,
+    RowUse,
+    TotalKind,
     data_layout,
 )
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
-from meshwright.executor.parameters import StageParameter, expose, shard_stage
+from meshwright.executor.parameters import StageParameter, shard_stage
 from meshwright.executor.ranks import Place
-from meshwright.executor.stages.buffers import buffer_placements, load_buffers
+from meshwright.executor.stages.buffers import HeldBuffer, buffer_placements, hold_buffers
 from meshwright.executor.stages.channels import Channels, stage_channels
 from meshwright.executor.stages.parameters import RankParameters, parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageProgram, StageValues
+from meshwright.executor.stages.totals import Total
+from meshwright.executor.stages.user_model import UserModel
 from meshwright.planner.plan import Plan, crossings, stage_of, updates_of
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,24 +42,27 @@ class BuiltStage:
     channels.
 
     `reader` names the first block that reads each parameter (by FQN); `beside` gives the values
-    that stages of this rank read, by stage; `counts` counts the loss rows of one micro-batch, in
-    the order of `losses`.
+    that stages of this rank read, by stage; `totals` are taken over the batch before the step, in
+    this order; `counts` finds the targets of one micro-batch, `losses` says which loss has which,
+    with its ignored index and class weights.
     """
 
     program: StageProgram
     parameters: tuple[StageParameter, ...]
     reader: Mapping[str, str]
-    buffers: Mapping[str, tuple[str, Placement]]
+    buffers: tuple[HeldBuffer, ...]
     channels: Channels
     beside: Mapping[int, tuple[str, ...]]
+    totals: tuple[Total, ...]
     counts: Lowered | None
-    losses: Mapping[str, tuple[str, int]]
+    losses: Mapping[str, tuple[str, int, str | None]]
     data: DataLayout
 
     @property
     def reads(self) -> frozenset[str]:
         """Names of values that its graphs are called with."""
         called = [self.program.prologue.arguments, *(b.given for b in self.program.blocks)]
+        called += [total.program.arguments for total in self.totals]
         if self.counts is not None:
             called.append(self.counts.arguments)
         return frozenset(name for names in called for name in names)
@@ -66,8 +72,8 @@ class Builder:
     """Lowers the stages of one rank and takes its part of the weights.
 
     `shared` are parameters that several stages of this rank read, `tied` gives per FQN held by
-    several stages its layout on each. The graph is traced at the plan's micro-batch. `backend`
-    compiles the blocks.
+    several stages its layout on each. The graph is traced at the plan's micro-batch; `use` says
+    what its loss makes of rows. `backend` compiles the blocks.
     """
 
     def __init__(
@@ -76,23 +82,26 @@ class Builder:
         graph: Graph,
         table: FactorTable,
         assignments: Sequence[Mapping[str, Assignment]],
-        model: nn.Module,
+        user: UserModel,
         place: Place,
+        *,
+        use: RowUse,
         backend: str | None,
     ) -> None:
         self.plan = plan
         self.graph = graph
         self.table = table
         self.assignments = assignments
-        self.model = model
+        self.user = user
         self.place = place
         self.backend = backend
+        self.use = use if plan.num_microbatches > 1 else RowUse()
         self.owner = stage_of(plan)
         self.edges = crossings(plan, graph)
         splits = SCHEDULES[plan.schedule].splits_backward and backend is None
         self.weight_gradients = WeightGradientQueue() if splits else None
         self.dtype = COMPUTE[plan.precision]
-        self.parameters = RankParameters(plan, graph, assignments, model, place, self.dtype)
+        self.parameters = RankParameters(plan, graph, assignments, user.module, place, self.dtype)
         self.shared = self.parameters.shared
         self.tied = self.parameters.tied
         self._layouts: dict[int, DataLayout] = {}
@@ -111,24 +120,27 @@ class Builder:
         buffers = buffer_placements(graph, blocks, layouts, chosen, prologue, updates)
         lowered = _lowered(lowering, blocks, layouts, chosen, stored, buffers)
         own = self.parameters.of_stage(k, blocks, stored)
-        tensors = load_buffers(graph, buffers, self.model, place)
+        held = hold_buffers(graph, buffers, updates, self.user, place)
+        tensors = {b.value: b.read() for b in held}
         tensors |= {p.value: p.leaf for p in self.shared.values() if p.value in stored}
         tensors |= {n: t.to(place.device) for n, t in graph.constants.items()}
         program = self._program(k, blocks, prologue, lowered, own, tensors)
         for p in own:
-            expose(p, place)
+            self.parameters.expose(p)
         counts, losses = _counts(graph, blocks, lowered, lowering)
+        targets = counts.outputs if counts else ()
         return BuiltStage(
             program=program,
             parameters=own,
             reader=_readers(graph, blocks),
-            buffers=buffers,
+            buffers=tuple(held),
             channels=stage_channels(k, self.edges, graph, place, self._data),
             beside={
                 j: names
                 for (i, j), names in self.edges.items()
                 if i == k and place.meshes[j].ranks == mesh.ranks
             },
+            totals=self._totals(lowering, (*prologue.outputs, *targets)),
             counts=counts,
             losses=losses,
             data=data,
@@ -151,6 +163,8 @@ class Builder:
             exchange=place.exchange,
             device=place.device,
             microbatches=self.plan.num_microbatches,
+            sums=self.use.sums,
+            totals=frozenset(r for op in self.graph.derived for r in self._kinds(op)),
             weight_gradients=self.weight_gradients,
             deferrable=self._deferrable(blocks),
         )
@@ -158,6 +172,20 @@ class Builder:
             context=context,
             backend=self.backend,
             recompute={b.name: policies[b.name] for b in blocks if recomputable(b)},
+        )
+
+    def _kinds(self, op: Op) -> dict[str, TotalKind]:
+        """The totals that an operator makes."""
+        kind = self.use.totals.get(op.key)
+        return dict.fromkeys(op.results, kind) if kind else {}
+
+    def _totals(self, lowering: Lowering, wanted: Sequence[str]) -> tuple[Total, ...]:
+        """The totals behind values of raw inputs, in order."""
+        needed = _needed(self.graph.derived, wanted)
+        return tuple(
+            Total(value=value, kind=kind, program=_on_raw(lowering, self.graph, (value,), but=op))
+            for op in needed
+            for value, kind in self._kinds(op).items()
         )
 
     def _deferrable(self, blocks: Sequence[Block]) -> frozenset[str]:
@@ -227,7 +255,16 @@ def _prologue(
     made = {n for b in blocks for n in b.outputs}
     wanted = dict.fromkeys(n for b in blocks for n in b.derived)
     wanted |= dict.fromkeys(n for n in updates.values() if n not in made)
-    return lowering.prologue(_needed(graph.derived, wanted), tuple(wanted))
+    return _on_raw(lowering, graph, tuple(wanted))
+
+
+def _on_raw(
+    lowering: Lowering, graph: Graph, wanted: Sequence[str], but: Op | None = None
+) -> Lowered:
+    """The operators on raw inputs behind `wanted`, without those of totals `but` one."""
+    totals = lowering.context.totals
+    ops = [op for op in graph.derived if op is but or not totals & set(op.results)]
+    return lowering.prologue(_needed(ops, wanted), wanted)
 
 
 def _lowered(
@@ -250,7 +287,7 @@ def _lowered(
     return found
 
 
-def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
+def _needed(ops: Sequence[Op], wanted: Iterable[str]) -> list[Op]:
     """The operators behind `wanted`, in order."""
     live = set(wanted)
     kept = []
@@ -263,17 +300,17 @@ def _needed(ops: Sequence[Op], wanted: Mapping[str, None]) -> list[Op]:
 
 def _counts(
     graph: Graph, blocks: Sequence[Block], lowered: Sequence[Lowered], lowering: Lowering
-) -> tuple[Lowered | None, dict[str, tuple[str, int]]]:
-    """A graph from raw inputs to the targets of the losses counted up front, and per loss its
-    target and ignored index."""
-    losses: dict[str, tuple[str, int]] = {}
+) -> tuple[Lowered | None, dict[str, tuple[str, int, str | None]]]:
+    """A graph from raw inputs to the targets and class weights of the losses counted up front, and
+    per loss its target, ignored index and weights."""
+    losses: dict[str, tuple[str, int, str | None]] = {}
     ops = {op.name: op for b in blocks for op in b.ops}
     for block in lowered:
         for name in block.losses:
             op = ops[name]
             ignored = op.kwargs.get("ignore_index", op.args[4] if len(op.args) > 4 else -100)
-            losses[name] = (op.operands[1], int(ignored))
+            losses[name] = (op.operands[1], int(ignored), next(iter(op.operands[2:]), None))
     if not losses:
         return None, {}
-    wanted = tuple(dict.fromkeys(target for target, _ in losses.values()))
-    return lowering.prologue(_needed(graph.derived, dict.fromkeys(wanted)), wanted), losses
+    read = dict.fromkeys(v for target, _, weight in losses.values() for v in (target, weight))
+    return _on_raw(lowering, graph, tuple(v for v in read if v is not None)), losses

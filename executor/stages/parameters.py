@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.graph import Block, Graph, Op, refs
+from meshwright.costmodel.rules import LEAVES, leaf_of
 from meshwright.costmodel.sharding import RP, Assignment, DataLayout, Placement, R
 from meshwright.executor.lowering import State
 from meshwright.executor.parameters import (
@@ -69,8 +70,13 @@ class RankParameters:
                 alone.append(parameter)
             else:
                 self.shared[value], self._states[value] = parameter, stored[value]
-                expose(parameter, self.place)
+                self.expose(parameter)
         return tuple(alone)
+
+    def expose(self, parameter: StageParameter) -> None:
+        """Make the API's parameter: the user's own where every rank holds the whole model."""
+        own = self.sources[parameter.fqn] if replicated(self.plan) else None
+        expose(parameter, self.place, own)
 
     def _check_alike(self, value: str, here: Sequence[int], state: State) -> None:
         if self._states[value] != state:
@@ -108,6 +114,13 @@ class RankParameters:
         return make_parameter(spec, self.sources[fqn], self.place)
 
 
+def replicated(plan: Plan) -> bool:
+    """Whether every rank of a plan holds the whole model."""
+    return len(plan.devices) == 1 and all(
+        stage.tp == stage.ep == 1 and (not stage.zero or stage.shards == 1) for stage in plan.stages
+    )
+
+
 def parameter_states(
     graph: Graph, blocks: Sequence[Block], chosen: Mapping[str, Assignment], data: DataLayout
 ) -> dict[str, State]:
@@ -141,8 +154,18 @@ def _reached(graph: Graph) -> set[str]:
     found = {graph.loss}
     for op in reversed(graph.ops):
         if found.intersection(op.results):
-            found |= {v for v in op.operands if graph.values[v].requires_grad}
+            unread = _unread(op) & graph.parameters.keys()
+            found |= {v for v in op.operands if graph.values[v].requires_grad} - unread
     return found
+
+
+def _unread(op: Op) -> set[str]:
+    """Operands of a leaf of which no kernel of its forward took anything."""
+    if op.short not in LEAVES:
+        return set()
+    operands = list(refs(op.args))
+    took = {v for v, size in zip(operands, leaf_of(op).work.taken, strict=True) if size}
+    return set(operands) - took
 
 
 def _tied(

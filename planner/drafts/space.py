@@ -30,7 +30,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import FactorTable
 from meshwright.planner.overrides import OverrideError, Restrictions
-from meshwright.planner.plan import divisors, fewest_experts, inseparable
+from meshwright.planner.plan import divisors, fewest_experts, inseparable, kept_together
 from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
@@ -118,6 +118,13 @@ class Space:
                     f"override {name}={value}: does not divide global_batch_size={batch}; "
                     f"legal: {legal}"
                 )
+        if self.problem.meetings:
+            if (over.num_microbatches or 1) > 1:
+                raise OverrideError(
+                    f"override num_microbatches={over.num_microbatches}: "
+                    f"{kept_together(self.problem.meetings)}; legal: 1"
+                )
+            counts = [1]
         if over.num_microbatches is not None:
             return [over.num_microbatches]
         if over.microbatch_size is not None:

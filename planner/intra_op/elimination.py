@@ -27,6 +27,7 @@ eliminated. That leaves pairs, and this core goes to the solver for every x_K.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,6 +36,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from meshwright.planner.intra_op.descent import descend, least
 from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
 
 S = TypeVar("S", bound=Hashable)
@@ -45,6 +47,7 @@ Index = tuple[int, ...]
 
 SMALL = 1_000  # entries that cost about as much as the call that sums them
 LARGEST = 2_000_000  # entries: 16 MB, milliseconds
+CORE_S = 10.0  # of the solver for one core, in all states of the kept nodes
 
 
 @dataclass(slots=True)
@@ -250,11 +253,16 @@ class Elimination:
             known[self._changing[scope]] = self._lined_up(scope, costs)
         best = {**self._best, **_run(self._order.changing, known)}
         solved: dict[Index, Mapping[int, int]] = {}
-        costs = self._solve_core(known, solved) if self._order.core else self._sum(known)
+        proved = True
+        if self._order.core:
+            costs, proved = self._solve_core(known, solved)
+        else:
+            costs = self._sum(known)
         if not np.isfinite(costs).any():
             return None
         return Minimum(
             costs=costs,
+            bound=float(costs.min()) if proved else least(known[f] for f, _ in self._order.left),
             names=self._names,
             keep=self._keep,
             core=solved,
@@ -277,9 +285,9 @@ class Elimination:
 
     def _solve_core(
         self, known: Mapping[int, np.ndarray], solved: dict[Index, Mapping[int, int]]
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, bool]:
         """The minimum over the core of the functions left, for all states of the kept nodes, by the
-        solver; the core's states go to `solved`."""
+        solver; the core's states go to `solved`. Whether all of it was proved: time may be out."""
         constant, rest = 0.0, PairwiseProblem()
         for function, scope in self._order.left:
             costs, names = known[function], [str(n) for n in scope]
@@ -289,15 +297,25 @@ class Elimination:
                 rest.unary[names[0]] = rest.unary.get(names[0], 0.0) + costs
             else:
                 rest.edge(names[0], names[1], costs)
-        total = np.full(self._shape, np.inf)
+        total, proved = np.full(self._shape, np.inf), True
+        ends_s = time.monotonic() + CORE_S
         for index in np.ndindex(self._shape):
             fixed = dict(zip(map(str, self._keep), index, strict=True))
-            certificate = solve_pairwise(restricted(rest.unary, fixed), rest.pairs)
-            if certificate is not None:
-                choice = certificate.choice
-                total[index] = constant + objective_of(choice, rest.unary, rest.pairs)
+            unary = restricted(rest.unary, fixed)
+            if not all(np.isfinite(costs).any() for costs in unary.values()):
+                continue
+            choice = None
+            if (left_s := ends_s - time.monotonic()) > 0:
+                certificate = solve_pairwise(unary, rest.pairs, time_limit_s=left_s)
+                choice = certificate.choice if certificate else None
+            if time.monotonic() >= ends_s:
+                proved = False
+                like = [{str(n): s for n, s in found.items()} for found in solved.values()]
+                choice = choice or descend(unary, rest.pairs, like[-1:])
+            if choice is not None:
+                total[index] = constant + objective_of(choice, unary, rest.pairs)
                 solved[index] = {int(name): state for name, state in choice.items()}
-        return total
+        return total, proved
 
 
 def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -318,9 +336,11 @@ def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dic
 class Minimum(Mapping[Index, Mapping[str, int]]):
     """The least cost for all states of the kept nodes, `costs` (states of the first, ...), +inf
     where illegal; and, as a mapping from their legal states, the states of all nodes that cost it.
+    Nothing costs less than `bound`, which is the least of the costs where they are proved.
     """
 
     costs: np.ndarray
+    bound: float
     names: Sequence[str]
     keep: Sequence[int]
     core: Mapping[Index, Mapping[int, int]]

@@ -358,6 +358,7 @@ class BlockProgram:
             changes=factors,
             keep=tuple(self.boundary_nodes()),
             costs=found.costs,
+            bound=found.bound,
             choices=found,
         )
 

@@ -29,14 +29,20 @@ class Wait:
 
 @dataclass(slots=True, kw_only=True)
 class BlockTable:
-    """Cost of a block over the states of its boundary nodes `keep`, and the choice behind each;
-    `changes` are the costs that differ from the program's."""
+    """Cost of a block over the states of its boundary nodes `keep`, none less than `bound`, and the
+    choice behind each; `changes` are the costs that differ from the program's."""
 
     program: BlockProgram
     changes: Mapping[Scope, np.ndarray]
     keep: tuple[str, ...]
     costs: np.ndarray
+    bound: float
     choices: Mapping[tuple[int, ...], Mapping[str, int]]
+
+    @property
+    def proved(self) -> bool:
+        """Whether the costs are the least ones: a block too large for that has legal ones."""
+        return self.bound >= float(self.costs.min())
 
     @property
     def problem(self) -> PairwiseProblem:

@@ -23,7 +23,7 @@ one product per expert that has any: 2·b·s·k·i·o FLOPs whatever E is, and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -109,6 +109,32 @@ def _(
     x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2])
+
+
+def _under_autocast(device: str) -> Callable[..., Tensor]:
+    """The grouped product as autocast has products: operands in its dtype."""
+    key: Any = torch._C._parse_dispatch_key(f"Autocast{device.upper()}")
+
+    def call(
+        x: Tensor,
+        weight: Tensor,
+        experts: Tensor,
+        bias: Tensor | None = None,
+        transposed: bool = False,
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype(device)
+        cast = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+        x_cast, weight_cast, bias_cast = cast
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            made: Tensor = grouped_linear(x_cast, weight_cast, experts, bias_cast, transposed)
+        return made
+
+    return call
+
+
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")  # lives as long as its kernels
+for _device in ("cpu", "cuda"):
+    _LIBRARY.impl("grouped_linear", _under_autocast(_device), f"Autocast{_device.upper()}")
 
 
 @torch.library.custom_op("meshwright::grouped_linear_weight_gradient", mutates_args=())

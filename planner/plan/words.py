@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshwright.costmodel.blocks import RECOMPUTE
+from meshwright.costmodel.sharding import Meeting
 from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30
 MARGIN_STEPS = 1000  # a memory margin is said to so many parts
+MAX_MEETINGS = 3  # operators in which rows meet that are named
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
 
 
@@ -89,3 +91,19 @@ def policy_counts(policies: Sequence[str]) -> str:
     """The policies of blocks: full, or 6 full 2 none."""
     counts = Counter(policies)
     return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
+
+
+def meeting_words(meetings: Sequence[Meeting]) -> str:
+    """The first operators in which rows meet, with their source lines."""
+    rest = len(meetings) - MAX_MEETINGS
+    named = ", ".join(map(str, meetings[:MAX_MEETINGS]))
+    return named + (f" and {rest} more" if rest > 0 else "")
+
+
+def kept_together(meetings: Sequence[Meeting]) -> str:
+    """Why a batch stays in one micro-batch, and the way out."""
+    return (
+        f"rows of the batch meet in {meeting_words(meetings)}, so that the loss of several "
+        'micro-batches is another one; rows_meet="per_microbatch" consents to rows that meet '
+        "within each micro-batch only"
+    )

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators import Problem
-from meshwright.costmodel.sharding import Assignment, DataLayout, data_layout, transition
+from meshwright.costmodel.sharding import Assignment, data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
     Plan,
@@ -17,6 +16,7 @@ from meshwright.planner.plan import (
     compress_ranks,
     describe,
     divisors,
+    meeting_words,
     mesh_words,
     policy_counts,
 )
@@ -170,7 +170,7 @@ def _software(target: Target, *, hides: bool) -> str:
 
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Notes on operators without a sharding rule, on all-gathers over the data axis, and on
-    operators that mix the rows of a batch."""
+    operators in which rows of a batch meet."""
     graph, factors, notes = problem.graph, problem.factors, []
     unknown = sorted({op.target for op in graph.ops if not factors.ops[op.name].known})
     if unknown:
@@ -183,25 +183,15 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
             "the whole micro-batch is gathered on every data-parallel rank for "
             f"{_several(layout.gathered)}"
         )
-    mixing = [op.key for op in graph.ops if _mixes_rows(op, layout)]
-    count = evaluation.plan.num_microbatches
-    if count > 1 and mixing:
-        notes.append(
-            f"rows meet in {_several(mixing)}: each of {count} micro-batches by itself, which is "
-            "another loss than the whole batch's if that depends on it; num_microbatches=1 keeps "
-            "them together"
+    meetings, count = row_use(graph, factors).meetings, evaluation.plan.num_microbatches
+    if meetings:
+        how = (
+            f"each of {count} micro-batches by itself, which is another loss than the whole batch's"
+            if count > 1
+            else "the batch is one micro-batch, and its loss exact"
         )
+        notes.append(f"rows meet in {meeting_words(meetings)}: {how}")
     return notes
-
-
-def _mixes_rows(op: Op, layout: DataLayout) -> bool:
-    """Whether an operator reads other rows of the batch: on the data axis, whether its forward
-    communicates."""
-    moves = (
-        transition(layout.states[v], wanted)
-        for v, wanted in zip(op.operands, layout.strategies[op.name].operands, strict=True)
-    )
-    return any(move is not None and move[0] for move in moves)
 
 
 def _several(keys: Sequence[str]) -> str:

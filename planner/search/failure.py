@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import InfeasibleError, describe
+from meshwright.planner.plan import InfeasibleError, describe, kept_together
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices
 from meshwright.planner.search.relaxations import relaxations, way_out
 
@@ -25,7 +25,7 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
             f"no plan exists on {cluster.describe()} for "
             f"global_batch_size={drafter.global_batch_size} with overrides "
             f"{drafter.overrides.given() or 'none'}: {_obstacle(drafter)}; "
-            "drop an override or change global_batch_size"
+            f"drop an override or change global_batch_size{_together(drafter)}"
         )
     excess, per_stage, how = closest
     gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
@@ -34,7 +34,7 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
         f"the model does not fit {cluster.describe()} "
         f"({drafter.space.room_bytes / 2**30:.1f} GiB usable per device{_margin(drafter)}). "
         f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
-        f"shortfall in GiB by stage: {gib}. {way_out(found)}",
+        f"shortfall in GiB by stage: {gib}. {way_out(found)}{_together(drafter)}",
         per_stage,
         found,
     )
@@ -97,6 +97,12 @@ def _closest(
             how = f"{groups} equal stages, {m} micro-batches"
             return need.excess_bytes, (need.excess_bytes,), how
     return closest
+
+
+def _together(drafter: Drafter) -> str:
+    """Why there is one micro-batch, and the way out."""
+    meetings = drafter.problem.meetings
+    return f". All plans have one micro-batch: {kept_together(meetings)}" if meetings else ""
 
 
 def _margin(drafter: Drafter) -> str:

@@ -24,7 +24,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.bounds import Bounds
 from meshwright.planner.drafts import Candidate, Combination, Drafter, Mesh, MeshChoice, PlanDraft
-from meshwright.planner.intra_op import Certificate
+from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
@@ -46,7 +46,7 @@ class SearchResult:
     why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
 
     No plan that the search may choose takes less than `bound_s` under the cost model. `complete`
-    says that no time limit cut the search short.
+    says that no time limit cut the search, or a block's program, short.
     """
 
     candidates: tuple[Candidate | PlanDraft, ...]
@@ -136,12 +136,21 @@ class Search(Drafter):
             candidates=tuple(chosen),
             certificates=timed("certify", self._certify, best),
             phases_s=dict(self._effort.phases_s),
-            notes=tuple(self.space.notes()),
+            notes=(*self.space.notes(), *self._unproved()),
             meshes=(*meshes, *between),
             drafts=tuple(self._drafts),
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
-            complete=self._effort.complete,
+            complete=self._effort.complete and not self.programs.unproved,
         )
+
+    def _unproved(self) -> list[str]:
+        blocks = sorted(self.programs.unproved)
+        if not blocks:
+            return []
+        return [
+            f"the programs of {len(blocks)} blocks ({blocks[0]}, ...) were too large to be solved "
+            f"to the end in {CORE_S:g} s each: their shardings are legal, others may cost less"
+        ]
 
     def equal_bound_s(self, result: SearchResult, time_limit_s: float | None = None) -> float:
         """No plan with equal stages takes less, but for the chosen one: a closer bound than that of

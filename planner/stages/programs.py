@@ -64,6 +64,7 @@ class BlockPrograms:
     entries: Mapping[str, Entry] = field(default_factory=dict)
     cut_at: Sequence[int] = ()
     refused: dict[int, str] = field(default_factory=dict, init=False)
+    unproved: set[str] = field(default_factory=set, init=False)  # blocks too large to be proved
     _solved: _Solved = field(default_factory=_Solved, init=False)
     # programs by what they depend on, and states by value and tp: the same under all entries
     _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
@@ -234,7 +235,10 @@ class BlockPrograms:
                 return all(not s.sharded for s in program.stored_states(value))
             return True
 
-        return program.solve(pricer, allowed)
+        table = program.solve(pricer, allowed)
+        if table is not None and not table.proved:
+            self.unproved.add(self.graph.blocks[k].name)
+        return table
 
     def _program(self, k: int, setting: Setting, pricer: Pricer, cuts: Cuts) -> BlockProgram | None:
         """None where a sharding that the user decided is impossible: `refused` says why."""
@@ -350,7 +354,7 @@ class BlockPrograms:
                 if key not in found:
                     program = self._program(k, setting, pricer, cuts)
                     table = program.solve(pricer, microbatches=math.inf) if program else None
-                    found[key] = math.inf if table is None else float(table.costs.min())
+                    found[key] = math.inf if table is None else table.bound
             self._solved.least[where, several] = np.array([found[key] for key in keys])
         return self._solved.least[where, several]
 

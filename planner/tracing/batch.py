@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from meshwright.planner.batch import batch_rows, input_leaves, split_batch
+from meshwright.planner.batch import batch_rows, input_leaves, is_number, split_batch
+from meshwright.planner.tracing.numbers import DTYPES, Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBatch:
     """A batch as fake tensors of `rows` rows, made under `mode`.
 
-    `leaves` and `spec` are its pytree; `inputs` gives, for each tensor among the leaves, its path
-    and whether dim 0 is the batch; `scale` is `rows` over the rows of the user's sample.
+    `leaves` and `spec` are its pytree, numbers that are carried being 0-dim tensors; `inputs`
+    gives, for each tensor among the leaves, its path and whether dim 0 is the batch; `numbers` the
+    kind of each that is a number, by path; `fixed` the other entries by path. `asked` collects the
+    numbers whose value was needed. `scale` is `rows` over the rows of the user's sample.
     """
 
     mode: FakeTensorMode
@@ -29,12 +33,20 @@ class FakeBatch:
     inputs: tuple[tuple[str, bool], ...]
     rows: int
     scale: float
+    numbers: Mapping[str, type] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(example_inputs: Any, dtype: torch.dtype, batch_size: int | None) -> FakeBatch:
-        """The user's sample with `batch_size` rows (None: its own), floating tensors in `dtype`.
+    def of(
+        example_inputs: Any, dtype: torch.dtype, batch_size: int | None, fix: Collection[str] = ()
+    ) -> FakeBatch:
+        """The user's sample with `batch_size` rows (None: its own). Its floating tensors are in
+        float32, which no compute `dtype` rounds, or in `dtype` where they are in half precision;
+        numbers are carried as inputs but for those at the paths `fix`.
 
-        Raises ValueError where it holds no tensor with a batch dim, or for less than one row.
+        Raises ValueError where it holds no tensor with a batch dim or a numpy array, or for less
+        than one row.
         """
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
@@ -44,16 +56,29 @@ class FakeBatch:
         named, spec = input_leaves(example_inputs)
         inputs: list[tuple[str, bool]] = []
         leaves: list[Any] = []
+        numbers: dict[str, type] = {}
+        fixed: dict[str, Any] = {}
         for path, leaf in named:
+            if isinstance(leaf, np.ndarray):
+                raise ValueError(
+                    f"example_inputs: {path!r} is a numpy array, which would be fixed in the plan; "
+                    "pass torch.from_numpy of it"
+                )
+            if is_number(leaf) and path not in fix:
+                numbers[path] = float if isinstance(leaf, float) else int
+                inputs.append((path, False))
+                with mode:
+                    leaves.append(torch.zeros((), dtype=DTYPES[numbers[path]]))
+                continue
             if not isinstance(leaf, torch.Tensor):
+                fixed[path] = leaf
                 leaves.append(leaf)
                 continue
             batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
             shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
             inputs.append((path, batched))
             with mode:
-                cast = dtype if leaf.is_floating_point() else leaf.dtype
-                leaves.append(torch.empty(shape, dtype=cast))
+                leaves.append(torch.empty(shape, dtype=_traced_dtype(leaf.dtype, dtype)))
         return FakeBatch(
             mode=mode,
             leaves=tuple(leaves),
@@ -61,6 +86,8 @@ class FakeBatch:
             inputs=tuple(inputs),
             rows=rows,
             scale=rows / sample_rows,
+            numbers=numbers,
+            fixed=fixed,
         )
 
     @property
@@ -68,10 +95,21 @@ class FakeBatch:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The batch in the user's structure, with these in the place of its tensors."""
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        """The batch in the user's structure, with these in the place of its tensors, and numbers
+        that pass for Python's."""
+        given = (
+            Number(x, self.numbers[path], path, self.asked) if path in self.numbers else x
+            for x, (path, _) in zip(tensors, self.inputs, strict=True)
+        )
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _traced_dtype(given: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor of the batch is traced."""
+    if not given.is_floating_point:
+        return given
+    return torch.float32 if given.itemsize >= torch.float32.itemsize else compute
 
 
 def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> None:

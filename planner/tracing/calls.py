@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.costmodel.graph import Ref, map_refs, short_name
+from meshwright.costmodel.graph import Ref, map_refs, refs, short_name
 from meshwright.costmodel.rules import Leaf, traits_of_target
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
@@ -33,6 +33,7 @@ from meshwright.planner.tracing.values import (
     is_dynamic,
     meta_of,
     module_of,
+    overload,
     results_of,
     schema_of,
     shapes_of,
@@ -44,6 +45,7 @@ from meshwright.planner.tracing.values import (
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")
+PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
 # may change nothing at one row alone: a class token's expand, the transpose of one row of one
 ARRANGES = RESHAPES | {
     "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
@@ -163,7 +165,7 @@ class CallConverter:
         args, kwargs = self._operands(node, environment)
         target = canonical_target(str(node.target))
         metas = [meta_of(t) for t in results]
-        if environment.autocast:
+        if environment.autocast and short_name(target) not in CASTS:
             args, kwargs = self._autocast(target, args, kwargs, metas[0].dtype, origin)
         if short_name(target) in CASTS:  # the device in their arguments is the tracer's
             target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
@@ -245,19 +247,35 @@ class CallConverter:
         self, target: str, args: Any, kwargs: Any, dtype: torch.dtype, origin: Origin
     ) -> tuple[Any, Any]:
         """Operands cast as autocast did: to the recorded dtype, where the call alone would give
-        another."""
-        try:
-            if infer_metas(self.builder.values, target, args, kwargs)[0].dtype == dtype:
-                return args, kwargs
-        except RuntimeError:
-            pass  # operands of several dtypes, which only a cast brings together
+        another, or takes no operands of two."""
+        values = self.builder.values
+        floating = {
+            values[n].dtype for n in refs((args, kwargs)) if values[n].dtype.is_floating_point
+        }
+        wanted = dtype.to_real() if dtype.is_complex else dtype
+        if not wanted.is_floating_point or floating <= {wanted}:
+            return args, kwargs
+        if len(floating) == 1 or _promotes(target):
+            try:
+                if infer_metas(values, target, args, kwargs)[0].dtype == dtype:
+                    return args, kwargs
+            except RuntimeError:
+                pass  # the operator has no kernel for these dtypes
 
         def cast(name: str) -> Ref:
-            floating = self.builder.values[name].dtype.is_floating_point
-            return Ref(self.builder.cast(name, dtype, origin) if floating else name)
+            cast = values[name].dtype.is_floating_point
+            return Ref(self.builder.cast(name, wanted, origin) if cast else name)
 
         args, kwargs = map_refs((args, kwargs), cast)
         return args, kwargs
+
+
+def _promotes(target: str) -> bool:
+    """Whether an operator takes floating operands of several dtypes: it promotes them, or is a norm
+    whose statistics may be wider."""
+    if short_name(target) in PROMOTE or traits_of_target(target).statistics is not None:
+        return True
+    return torch.Tag.pointwise in overload(target).tags
 
 
 def _origin(node: fx.Node) -> Origin:

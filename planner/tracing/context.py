@@ -7,8 +7,8 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 from unittest import mock
 
@@ -16,10 +16,34 @@ import torch
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from meshwright.planner.tracing.user_module import TRACE, condition, refused_hooks, user_frame
+from meshwright.planner.errors import TraceError
+from meshwright.planner.tracing.user_module import (
+    TRACE,
+    calling_place,
+    condition,
+    leaf,
+    refused_hooks,
+    user_frame,
+)
 
 log = logging.getLogger(__name__)
+
+
+def _ctc_result(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """A tensor like the result of `ctc_loss`."""
+    rows = log_probs.shape[1:-1] if reduction == "none" else ()
+    return log_probs.new_empty(rows)
 
 
 @contextmanager
@@ -29,7 +53,8 @@ def recorded_gradients() -> Iterator[None]:
 
     Reentrant checkpointing runs its function under no_grad: it is called directly (recompute is the
     planner's own choice). A custom autograd.Function would be traced by its forward alone and get
-    wrong gradients, and the hooks of a tensor would be run on none.
+    wrong gradients, and the hooks of a tensor would be run on none. CTC's loss, whose workspace
+    depends on the values of lengths, is a leaf.
     """
 
     def run(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -47,8 +72,72 @@ def recorded_gradients() -> Iterator[None]:
     with (
         mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", direct),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(keep)),
+        mock.patch.object(functional, "ctc_loss", leaf(functional.ctc_loss, result=_ctc_result)),
         refused_hooks(),
     ):
+        yield
+
+
+def _refused_gradient(*_: Any, **__: Any) -> Any:
+    file, line = calling_place()
+    raise TraceError(
+        f"at {file}:{line} the forward calls autograd, whose own backward a trace would lose (what "
+        "it saved is detached there). Way out: put what needs the gradient, its parameters "
+        "included, in a module of its own, and keep that as one node: meshwright.leaf(module, "
+        "result=lambda *args: ...)"
+    )
+
+
+@contextmanager
+def refused_gradients() -> Iterator[None]:
+    """Context in which traced code that calls autograd raises TraceError; leaves may."""
+    with ExitStack() as stack:
+        for place, name in ((torch.autograd, "grad"), (torch.autograd, "backward")):
+            plain = getattr(place, name)
+
+            def call(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+                return (_refused_gradient if TRACE.get() else plain)(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(place, name, call))
+        yield
+
+
+class DataAccess(TorchFunctionMode):
+    """Mode in which traced code reads `x.data` as `x.detach()`, which a trace sees, and can't
+    assign it (TraceError)."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if TRACE.get() is not None and func in (_DATA.__get__, _DATA.__set__):
+            if func == _DATA.__get__:
+                return args[0].detach()
+            file, line = calling_place()
+            raise TraceError(
+                f"at {file}:{line} the forward assigns .data of a tensor, which a trace can't see; "
+                "change parameters between steps, and give other tensors a new name"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_TENSOR: Any = torch.Tensor
+_DATA: Any = _TENSOR.data  # the descriptor
+
+
+@contextmanager
+def recorded_inference_mode() -> Iterator[None]:
+    """Context in which `torch.inference_mode` turns gradients off (on, for mode=False) as `no_grad`
+    does: a trace records that, and has no tensors of the other kind."""
+    outer: dict[int, list[bool]] = {}
+
+    def enter(self: torch.inference_mode) -> None:
+        outer.setdefault(id(self), []).append(torch.is_grad_enabled())
+        torch.set_grad_enabled(not self.mode)
+
+    def leave(self: torch.inference_mode, *_: Any) -> None:
+        torch.set_grad_enabled(outer[id(self)].pop())
+
+    with mock.patch.multiple(torch.inference_mode, __enter__=enter, __exit__=leave):
         yield
 
 

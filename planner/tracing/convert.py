@@ -17,10 +17,11 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.graph import Graph, Ref, TensorMeta, verify_graph
-from meshwright.planner.errors import TraceError
+from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.calls import CallConverter, Environment
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import MARKS, CopiedCalls
+from meshwright.planner.tracing.user_module import MEMORY_ONLY, Key
 from meshwright.planner.tracing.values import (
     GraphBuilder,
     Origin,
@@ -38,14 +39,15 @@ def convert(
     module: LossModule,
     *,
     loss_fn: Any,
+    autocast: bool,
     notes: tuple[str, ...],
 ) -> Graph:
     """The Graph of an exported loss: `program` is the export of `module`, `loss_fn` the user's own.
 
-    Raises `TraceError` with the user's source line for what no operator stands for, and `Irregular`
-    where similar layers prove to differ.
+    `autocast` says whether it was exported under it. Raises `TraceError` with the user's source
+    line for what no operator stands for, and `Irregular` where similar layers prove to differ.
     """
-    graph = _Converter(program, module, loss_fn).graph(notes)
+    graph = _Converter(program, module, loss_fn, autocast).graph(notes)
     verify_graph(graph)
     return graph
 
@@ -54,15 +56,22 @@ class _Converter:
     """The conversion of one program, node by node in topological order."""
 
     def __init__(
-        self, program: torch.export.ExportedProgram, module: LossModule, loss_fn: Any
+        self,
+        program: torch.export.ExportedProgram,
+        module: LossModule,
+        loss_fn: Any,
+        autocast: bool,
     ) -> None:
         self.program = program
         self.module = module
         self.loss_fn = loss_fn
+        self.autocast = autocast
         model = module.leaf_recorder.model  # the user's own
         self.builder = GraphBuilder()
         self.slots = Slots(builder=self.builder)
-        self.state = TracedState(model, self.builder, self.slots)
+        # spared layers have theirs in the user's model, tensors carried like buffers in the copy
+        buffers = (n for m in (model, module.model) for n, _ in m.named_buffers("", True, False))
+        self.state = TracedState(model, list(dict.fromkeys(buffers)), self.builder, self.slots)
         self.copies = CopiedCalls(
             self.builder, self.slots, self.state, model, module.stand_ins.groups
         )
@@ -72,7 +81,7 @@ class _Converter:
         self.batched: set[str] = set()
 
     def graph(self, notes: tuple[str, ...]) -> Graph:
-        environment = Environment()
+        environment = Environment(autocast=self.autocast)
         self._placeholders(environment)
         loss = self._loss(self._run(self.program.graph_module, environment))
         self.copies.check()
@@ -84,6 +93,7 @@ class _Converter:
                     f"the forward changes parameter {fqn} in place; make it a buffer, or change "
                     "it between steps"
                 )
+        self._check_constants()
         values = self.builder.values
         raw = {*self.inputs, *state.buffers, *state.constants}
         derived, ops = split_derived(self.builder.ops, {loss, *updates.values()}, raw)
@@ -108,7 +118,42 @@ class _Converter:
             updates=updates,
             aliases={k: v for k, v in state.aliases.items() if k != v},
             notes=notes,
+            fixed=self.module.batch.fixed,
+            reads=self._reads(),
         )
+
+    def _check_constants(self) -> None:
+        """Raise `KeptTensors` for a tensor attribute that the forward writes in place, and
+        `TraceError` for any other tensor from outside of it."""
+        for value, tensor in self.state.constants.items():
+            if self.slots.read(value) == value:
+                continue
+            key = self.module.attribute_of(tensor)
+            if key is None:
+                raise TraceError(
+                    f"the forward writes to the tensor {value} in place, which is neither made in "
+                    "it nor a buffer: a plan would start every step from its first value; make it "
+                    "a buffer (register_buffer)"
+                )
+            raise KeptTensors(frozenset({key}))
+
+    def _reads(self) -> tuple[Key, ...]:
+        """The attributes whose values are part of the graph. What a layer read, those traced by it
+        read too."""
+        watch = self.module.watch
+        found = [k for k in watch.reads if k not in watch.left and k[1] not in MEMORY_ONLY]
+        for group in self.module.stand_ins.groups:
+            inside = f"model.{group.traced[1]}"
+            own = [k for k in found if f"{k[0]}.".startswith(f"{inside}.")]
+            for member in group.spared:
+                found += [(k[0].replace(inside, f"model.{member}", 1), k[1]) for k in own]
+        model = self.module.leaf_recorder.model
+        own_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for fqn in self.state.buffers.values():
+            if fqn not in own_buffers:  # a tensor that is carried like one
+                path, _, name = f"model.{fqn}".rpartition(".")
+                found.append((path, name))
+        return tuple(found)
 
     def _loss(self, outputs: Any) -> str:
         """The loss among the program's outputs; the others are new values of buffers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +12,16 @@ from torch import nn
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.batch import FakeBatch
+from meshwright.planner.tracing.draws import generators_untouched
 from meshwright.planner.tracing.leaves import LeafRecorder
+from meshwright.planner.tracing.numbers import tensor_of
 from meshwright.planner.tracing.similar import StandIns
+from meshwright.planner.tracing.user_module import Held, Key, Watch, holders_of
+from meshwright.planner.tracing.values import share_memory
 
 
 class LossModule(nn.Module):
-    """The tensors of a batch, in order -> scalar loss.
+    """The tensors of a batch, in order -> scalar loss, or the quotient of a sum and a count.
 
     `model` is a copy of the user's in fake tensors, in which `stand_ins` and `leaf_recorder` have
     replaced forwards; `loss_fn` None: the model's output has the loss.
@@ -37,20 +41,52 @@ class LossModule(nn.Module):
         self.batch = batch
         self.stand_ins = stand_ins
         self.leaf_recorder = leaf_recorder
+        own_loss = {} if loss_fn is None else holders_of(loss_fn, "loss_fn")
+        self.watch = Watch({**holders_of(model, "model"), **own_loss})
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The loss of one forward from the attributes that the model was given: what it changes of
+        them is noted by `watch`, and put back. Raises TraceError for no loss."""
+        held = Held(self.watch.holders)
+        loss = self.once(*tensors)
+        after = Held(self.watch.holders)
+        if others := held.rebuilt(after):
+            key = min(others)
+            raise TraceError(
+                f"at {self.watch.place(key)} the forward replaces {'.'.join(key)!r}, a parameter "
+                "or a module; make it before planning, and change its values between steps"
+            )
+        self.watch.left = held.changed(after)
+        held.restore()
+        return loss
+
+    def attribute_of(self, tensor: torch.Tensor) -> Key | None:
+        """The attribute of a module that holds a tensor, or one of its memory; None without."""
+        for path, holder in self.watch.holders.items():
+            for name, value in vars(holder).items() if isinstance(holder, nn.Module) else ():
+                if isinstance(value, torch.Tensor) and share_memory(value, tensor):
+                    return path, name
+        return None
+
+    def once(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The loss of one forward, from the attributes that the last one left."""
         args, kwargs, targets = split_batch(self.batch.filled(tensors), self.loss_fn)
-        with self.leaf_recorder.recording():
+        drawn = nullcontext() if self.leaf_recorder.classes else generators_untouched()
+        with self.leaf_recorder.recording(), self.watch.recording(), drawn:
             with _buffers_in_place(self.model), self.stand_ins.watched():
                 output = self.model(*args, **kwargs)
             loss = self.loss_fn(output, *targets) if self.loss_fn else _loss_in(output)
+            if self.loss_fn and _is_pair(loss):
+                loss = loss[0] / loss[1]
+        loss = tensor_of(loss)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return loss
         maker = "loss_fn" if self.loss_fn else "the model"
         what = _described(output if loss is None and not self.loss_fn else loss)
         raise TraceError(
             f"{maker} gives {what} where a scalar loss is needed; pass loss_fn=, labels among the "
-            "inputs so that the model computes its loss, or the sum of several losses"
+            "inputs so that the model computes its loss, or the sum of several losses; a loss_fn "
+            "may return (sum, count)"
         )
 
 
@@ -58,22 +94,59 @@ class LossModule(nn.Module):
 def _buffers_in_place(model: nn.Module) -> Iterator[None]:
     """At the end, buffers that the forward assigned anew (`self.ema = ...`) are the old tensors
     again, with the new values written to them: export sees that, and not the assignment."""
-    owned = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+    owned = [
+        (m, path, name, b)
+        for path, m in model.named_modules()
+        for name, b in m.named_buffers(recurse=False)
+    ]
     yield
-    for module, name, before in owned:
+    for module, path, name, before in owned:
         after = getattr(module, name)
         if after is not before:
+            _check_same_kind(f"{path}.{name}".lstrip("."), before, after)
             with torch.no_grad():
                 before.copy_(after)
             setattr(module, name, before)
 
 
+def _check_same_kind(name: str, before: torch.Tensor, after: Any) -> None:
+    """Raise TraceError where a buffer becomes something that its old memory can't hold."""
+    tensor = isinstance(after, torch.Tensor)
+    kind = before.shape, before.is_floating_point()
+    if tensor and (after.shape, after.is_floating_point()) == kind:
+        return
+    now = (tuple(after.shape), after.dtype) if tensor else after
+    raise TraceError(
+        f"the forward makes buffer {name!r}, of {tuple(before.shape)} and {before.dtype}, {now}: a "
+        "planned model keeps its buffers' shapes and dtypes. Ways out: register it as the forward "
+        "leaves it; where it has the rows of a batch, keep one row of it, or pass it in the batch"
+    )
+
+
 def _loss_in(output: Any) -> Any:
     """The loss in a model's output: its `loss`, the first of a tuple, or the output itself."""
+    if _is_pair(output):
+        raise TraceError(
+            "the model gives two scalars, which may be a loss and a number beside it, or a sum and "
+            "a count to divide it by; pass loss_fn=lambda output: output[0] for the one, "
+            "loss_fn=lambda output: output for the other"
+        )
     if isinstance(output, Mapping):
         return output.get("loss")
     loss = getattr(output, "loss", output)
     return loss[0] if isinstance(loss, (tuple, list)) and loss else loss
+
+
+def _is_pair(loss: Any) -> bool:
+    """Whether it is two scalars of which the first may be trained on: a sum and a count."""
+    if not isinstance(loss, (tuple, list)) or len(loss) != 2:
+        return False
+    first, second = loss
+    if isinstance(second, torch.Tensor):
+        counts = second.numel() == 1 and not second.requires_grad
+    else:
+        counts = isinstance(second, int | float)
+    return counts and isinstance(first, torch.Tensor) and first.numel() == 1
 
 
 def _described(output: Any) -> str:

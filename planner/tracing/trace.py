@@ -5,6 +5,10 @@ The user's model is never touched and no weight is materialised: a copy is trace
 fake (shapes on the CPU, no memory), in the train/eval mode the user set, for one micro-batch of
 `batch_size` rows. The graph is ATen before decomposition (`linear`, `layer_norm`,
 `scaled_dot_product_attention` stay whole) and ends in the scalar loss.
+
+In half precision parameters are in the compute dtype, inputs and buffers keep theirs, and the trace
+runs under `torch.autocast`: where dtypes meet, it casts by operator, and its casts are operators of
+the graph.
 """
 
 from __future__ import annotations
@@ -12,25 +16,38 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.planner.batch import split_batch
-from meshwright.planner.errors import TraceError, Untraceable, enclosing_modules
+from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.tracing.batch import FakeBatch, check_call
-from meshwright.planner.tracing.context import explain, quiet, recorded_gradients, unvalidated
+from meshwright.planner.tracing.context import (
+    DataAccess,
+    explain,
+    quiet,
+    recorded_gradients,
+    recorded_inference_mode,
+    refused_gradients,
+    unvalidated,
+)
 from meshwright.planner.tracing.convert import convert
-from meshwright.planner.tracing.dtypes import CastStrategy, cast_strategies, writes_floats
+from meshwright.planner.tracing.draws import generators_untouched, refused_draws
 from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.loss import LossModule
+from meshwright.planner.tracing.second_forward import kept_tensors
 from meshwright.planner.tracing.similar import Irregular, StandIns
 from meshwright.planner.tracing.transformers import adapted
 from meshwright.planner.tracing.user_module import (
+    Held,
+    Key,
     SimilarLayers,
     check_hooks,
     fake_copy,
@@ -44,6 +61,7 @@ from meshwright.planner.tracing.values import mixed_operands
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SYMBOLIC = "traced by torch.fx.symbolic_trace, not torch.export alone"
 
 
 def trace(
@@ -69,20 +87,28 @@ def trace(
             "loss_fn has parameters of its own; make it a part of the model, which then returns "
             "the loss"
         )
-    batch = FakeBatch.of(example_inputs, DTYPES[precision], batch_size)
+    fix: frozenset[str] = frozenset()  # numbers that can't be carried
+    FakeBatch.of(example_inputs, DTYPES[precision], batch_size)
     check_call(model, example_inputs, loss_fn)
     check_hooks(model)
-    tracer = _Tracer(model=model, loss_fn=loss_fn, dtype=DTYPES[precision], batch=batch)
-    leaves: dict[str, str] = {}
-    first: Untraceable | None = None
+    carried: frozenset[Key] = frozenset()
     while True:
+        batch = FakeBatch.of(example_inputs, DTYPES[precision], batch_size, fix)
+        tracer = _Tracer(
+            model=model, loss_fn=loss_fn, dtype=DTYPES[precision], batch=batch, carried=carried
+        )
         try:
-            return (tracer.short_graph(leaves) if repeats else None) or tracer.graph((), leaves)
-        except Untraceable as error:
-            first = first or error
-            leaves = more_leaves(model, leaves, error)
-            if not leaves:
-                raise first if first is error else _no_leaf(first, error) from None
+            graph = tracer.with_leaves(repeats)
+        except KeptTensors as kept:
+            carried |= kept.attributes
+        except TraceError:
+            if not batch.numbers:
+                raise
+            fix |= batch.asked or batch.numbers.keys()
+        else:
+            if not batch.asked:
+                return graph
+            fix |= batch.asked  # the model's code caught what was raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,23 +117,43 @@ class _Tracer:
 
     Of an attempt, `groups` are the similar layers of which only some are traced, and `leaves` the
     modules, by FQN, that are one node because they can't be traced, each with the reason.
+    `carried` are attributes whose tensors are carried like buffers.
     """
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
     dtype: torch.dtype
     batch: FakeBatch
+    carried: frozenset[Key]
+
+    def with_leaves(self, repeats: bool) -> Graph:
+        """The graph, modules that can't be traced kept as leaves. Raises `TraceError`, and
+        `KeptTensors` where more is to be carried."""
+        leaves: dict[str, str] = {}
+        first: Untraceable | None = None
+        while True:
+            try:
+                return (self.short_graph(leaves) if repeats else None) or self.graph((), leaves)
+            except Untraceable as error:
+                first = first or error
+                leaves = more_leaves(self.model, leaves, error)
+                if not leaves or self.batch.asked:
+                    raise first if first is error else _no_leaf(first, error) from None
 
     def graph(self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]) -> Graph:
-        """The graph by `torch.export`. Raises `TraceError`, and `Irregular` where `groups` do not
-        prove to be similar."""
+        """The graph by `torch.export`. Raises `TraceError`, `Irregular` where `groups` do not prove
+        to be similar, and `KeptTensors`."""
 
-        def make(cast_buffers: bool) -> LossModule:
-            return self._loss_module(groups, leaves, cast_buffers)
+        def make() -> LossModule:
+            return self._loss_module(groups, leaves)
 
-        program, module, notes = _export(make, cast_strategies(self.dtype, full=not groups))
+        program, module, notes = _export(make, self.dtype, full=not groups)
         return convert(
-            program, module, loss_fn=self.loss_fn, notes=(*notes, *module.leaf_recorder.notes())
+            program,
+            module,
+            loss_fn=self.loss_fn,
+            autocast=self.dtype != torch.float32,
+            notes=(*notes, *module.leaf_recorder.notes()),
         )
 
     def short_graph(self, leaves: Mapping[str, str]) -> Graph | None:
@@ -120,7 +166,7 @@ class _Tracer:
             return None
 
     def _loss_module(
-        self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str], cast_buffers: bool
+        self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]
     ) -> LossModule:
         """A copy of model and loss in fake tensors, ready to be exported once."""
 
@@ -129,13 +175,15 @@ class _Tracer:
                 return torch.empty(t.shape, dtype=dtype)
 
         def fake(module: Any, replaced: Mapping[int, Any]) -> Any:
-            return fake_copy(
-                module, self.dtype, empty_like, cast_buffers=cast_buffers, replaced=replaced
-            )
+            return fake_copy(module, self.dtype, empty_like, replaced=replaced)
 
         stand_ins = StandIns(self.model, groups)
         loss_fn = fake(self.loss_fn, {}) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         copied = fake(self.model, stand_ins.memo())
+        for path, name in self.carried:
+            owner = copied.get_submodule(path.removeprefix("model").removeprefix("."))
+            tensor = vars(owner).pop(name)
+            owner.register_buffer(name, empty_like(tensor, tensor.dtype), persistent=False)
         recorder = LeafRecorder(self.model, leaves, self.batch.scale)
         recorder.instrument(copied, tuple(stand_ins.blank))
         stand_ins.instrument(copied)
@@ -147,50 +195,90 @@ def _no_leaf(first: Untraceable, last: Untraceable) -> TraceError:
 
 
 def _export(
-    make: Callable[[bool], LossModule], strategies: Sequence[CastStrategy]
+    make: Callable[[], LossModule], dtype: torch.dtype, *, full: bool
 ) -> tuple[torch.export.ExportedProgram, LossModule, tuple[str, ...]]:
-    """The exported loss by the first strategy that works, its module, and notes on the strategy.
+    """The loss exported in a compute dtype, its module (a new one of `make`), and notes on how.
 
-    `make` gives a new module, with buffers cast or not. Raises the `TraceError` of the first
-    strategy where none works.
+    A `full` trace, the last attempt, goes by `torch.fx.symbolic_trace` where export alone fails.
+    Raises the `TraceError` of the first way where none works.
     """
     first: TraceError | None = None
-    for strategy in strategies:
-        module = make(strategy.buffers)
-        if strategy.symbolic and module.leaf_recorder.classes:
+    for symbolic in (False, True) if full else (False,):
+        module = make()
+        if symbolic and module.leaf_recorder.classes:
             break  # it would look into leaves
         try:
-            with (
-                quiet(),
-                torch.enable_grad(),
-                adapted(module.model),
-                recorded_gradients(),
-                unvalidated(),
-                strategy.casts(),
-            ):
-                if strategy.symbolic:
+            with _tracing(module, dtype):
+                if symbolic:
                     module.model = _symbolic(module)
                 program = torch.export.export(module, module.batch.tensors, strict=False)
                 module.stand_ins.check()
-        except (TraceError, Irregular):
-            raise
+            if module.watch.left - module.watch.written_first:
+                _check_second_forward(module, make, dtype)
+        except (TraceError, Irregular, KeptTensors) as error:
+            raise (first if symbolic and first else error) from None
         except Exception as error:  # whatever export raises, another strategy may work
             log.debug("tracing failed", exc_info=True)
             first = first or _failure(error, module)
         else:
             module.leaf_recorder.restore()
-            mixed_at = mixed_operands(program)
-            if mixed_at is None and not (strategy.buffers and writes_floats(program)):
-                return program, module, (strategy.note,) if strategy.note else ()
-            first = first or _dtype_error(mixed_at or "an unknown place")
+            mixed_at = mixed_operands(program, autocast=dtype != torch.float32)
+            if mixed_at is None:
+                return program, module, (SYMBOLIC,) if symbolic else ()
+            first = first or _dtype_error(mixed_at)
     assert first is not None
     raise first
+
+
+def _autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Context of the casts of a compute dtype: none in fp32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
+
+
+@contextmanager
+def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which a forward is recorded as it is written."""
+    with (
+        quiet(),
+        torch.enable_grad(),
+        adapted(module.model),
+        recorded_gradients(),
+        recorded_inference_mode(),
+        refused_draws(),
+        refused_gradients(),
+        unvalidated(),
+        DataAccess(),
+        _autocast(dtype),
+    ):
+        yield
+
+
+def _check_second_forward(
+    module: LossModule, make: Callable[[], LossModule], dtype: torch.dtype
+) -> None:
+    """Raise `TraceError` where the forward of the exported `module` leaves something that changes
+    the next one, `KeptTensors` where that can be carried."""
+    if module.stand_ins.groups:
+        raise Irregular("the forward changes attributes")
+    again = make()
+    tensors, mode = again.batch.tensors, again.batch.mode
+    with _tracing(again, dtype), mock.patch.object(mode, "allow_non_fake_inputs", True), mode:
+        known = (*tensors, *again.parameters())
+        carried = kept_tensors(lambda: again.once(*tensors), again.watch, known)
+    if carried:
+        raise KeptTensors(carried)
 
 
 def _failure(error: Exception, module: LossModule) -> Untraceable:
     reason = f"{user_frame(traceback.extract_tb(error.__traceback__))} can't be traced"
     modules = enclosing_modules(running_module(error, module.model))
-    failure = Untraceable(explain(error), modules=modules, reason=reason)
+    message = explain(error)
+    if module.batch.scale != 1:
+        message += (
+            f" (It was traced for a micro-batch of {module.batch.rows} rows, not as many as "
+            "example_inputs have: buffers and attributes must not have the rows of a batch.)"
+        )
+    failure = Untraceable(message, modules=modules, reason=reason)
     failure.__cause__ = error
     return failure
 
@@ -211,9 +299,14 @@ def _symbolic(module: LossModule) -> fx.GraphModule:
     fixed = {
         name: value
         for name, value in bound.arguments.items()
-        if value is None or isinstance(value, (bool, int, float, str))
+        if value is None or type(value) in (bool, int, float, str)
     }
-    traced = fx.symbolic_trace(module.model, concrete_args=fixed or None)
+    held, drawn = Held(module.watch.holders), torch.get_rng_state()
+    with module.watch.recording(), generators_untouched():
+        traced = fx.symbolic_trace(module.model, concrete_args=fixed or None)
+    changed = held.changed(Held(module.watch.holders)) - module.watch.written_first
+    if changed or not torch.equal(drawn, torch.get_rng_state()):
+        raise TraceError("a forward with state, or random draws, that a symbolic trace would fix")
     traced.graph.eliminate_dead_code()
     traced.recompile()
     generated = traced.forward

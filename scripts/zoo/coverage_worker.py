@@ -122,7 +122,8 @@ def run(name: str, layout: str) -> dict[str, Any]:
     if launch.rank():
         return {}
     wanted = plain_step(built(name), result.plan.num_microbatches)
-    buffers = {n: b for n, b in wanted.buffers.items() if n in state and b.any()}
+    known = {n: b for n, b in wanted.buffers.items() if n in state and b.any()}
+    buffers = {n: b.double() for n, b in known.items()}  # numbers of batches, indices
     return {
         "layout": describe(result.plan),
         "held": held,

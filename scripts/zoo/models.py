@@ -6,7 +6,14 @@ Each comes in a small size, to be run, and in a published one, to be planned (bu
 
 from __future__ import annotations
 
-from scripts.zoo import from_torchvision, from_transformers, multimodal, written  # noqa: F401 - an import adds to the zoo
+from scripts.zoo import (  # noqa: F401 - an import adds to the zoo
+    from_torchvision,
+    from_transformers,
+    more_transformers,
+    more_written,
+    multimodal,
+    written,
+)
 from scripts.zoo.registry import PUBLISHED, SIZES, SMALL, ZOO, Built, Entry
 
 __all__ = ["PUBLISHED", "SIZES", "SMALL", "ZOO", "Built", "Entry"]

@@ -217,10 +217,11 @@ class Linears(nn.Module):
 
 @cache
 def linears(width: int, layers: int, rows: int, length: int | None = None) -> Traced:
-    """On vectors, or on sequences of `length` of them."""
+    """On vectors in half precision, or on sequences of `length` of them."""
     shape = (rows, width) if length is None else (rows, length, width)
     with torch.device("meta"):
-        return cut(Linears(width, layers), (torch.empty(shape), torch.empty(shape)), F.mse_loss)
+        batch = torch.empty(2, *shape, dtype=torch.bfloat16).unbind()
+        return cut(Linears(width, layers), batch, F.mse_loss)
 
 
 # --- what is communicated ------------------------------------------------------------------------

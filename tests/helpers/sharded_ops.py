@@ -40,6 +40,7 @@ from meshwright.costmodel.sharding.strategies import (
 from meshwright.costmodel.user_rules.verify import called
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter
+from meshwright.executor.lowering.implementations import row_weight
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.tracing.trace import trace
@@ -239,7 +240,8 @@ class OperatorCheck:
         extras: list[torch.Tensor] = []
         if written.losses:
             ignored = argument(op, 4, "ignore_index", -100)
-            extras.append((self.operands[1] != ignored).sum())
+            weight = self.operands[2] if len(self.operands) > 2 else None
+            extras.append(row_weight(self.operands[1], ignored, weight))
         if written.random:
             extras.append(torch.tensor([12345, 0]))
         return written.module, extras

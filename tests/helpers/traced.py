@@ -26,7 +26,7 @@ def run(graph: Graph, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     leaves = dict(input_leaves(batch)[0])
-    values: dict[str, Any] = {name: leaves[path] for name, path in graph.inputs.items()}
+    values: dict[str, Any] = {n: torch.as_tensor(leaves[path]) for n, path in graph.inputs.items()}
     values |= {name: parameters[fqn] for name, fqn in graph.parameters.items()}
     values |= {name: buffers[fqn] for name, fqn in graph.buffers.items()}
     values |= graph.constants

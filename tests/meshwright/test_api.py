@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import pickle
 from functools import cache
@@ -132,18 +131,6 @@ def test_tf32_is_a_flag_of_fp32() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_weights_are_handed_over_and_the_model_may_go() -> None:
-    model = net()
-    result = planned(model, 1)
-    assert result.runtime.model is model
-    del model
-    gc.collect()
-    with pytest.raises(ValueError, match="handed over, and was freed"):
-        _ = result.runtime.model
-    with pytest.raises(ValueError, match=r"replan: .*handed to the last plan"):
-        _ = result.replan().runtime
 
 
 def test_frozen_after_planning_is_refused() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan
@@ -297,4 +297,5 @@ def parallelize(
 ) -> Runtime:
     """The one place where tests turn a plan into something that trains."""
     assignments = check_plan(plan, of.graph, of.table)
-    return Runtime(plan, of.graph, of.table, assignments, model, compile=compile)
+    options = RunOptions(compile=compile)
+    return Runtime(plan, of.graph, of.table, assignments, model, options=options)

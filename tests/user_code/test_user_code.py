@@ -74,19 +74,13 @@ def test_layout_is_refused(launched: Launched, run: str) -> None:
 
 # --- half precision -------------------------------------------------------------------------------
 
-CASTS = {
-    "own statistics": "operands of products are cast to bfloat16",
-    "hidden statistics": "operands of products are cast to bfloat16",
-    "autocast": "operands of products are cast to bfloat16",
-    "devices": "operands of products are cast to bfloat16",
-    "float buffers": "floating buffers are in the compute dtype too",
-}
+CASTS = ("own statistics", "hidden statistics", "autocast", "devices", "float buffers")
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_half_precision_trains_what_has_float_tensors(name: str) -> None:
-    """Tensors of two dtypes meet; what was done about it is noted, and the losses are those of
-    fp32 up to bf16's rounding."""
+    """Tensors of two dtypes meet; the losses are those of fp32 up to bf16's rounding, and
+    statistics are not rounded."""
     user = USERS[name]
     result = auto_parallelize(
         built(user),
@@ -99,7 +93,6 @@ def test_half_precision_trains_what_has_float_tensors(name: str) -> None:
     )
     runtime = result.runtime
     assert runtime is not None
-    assert any(CASTS[name] in note for note in runtime.graph.notes)
     wanted = plain_steps(user, 1)
     loss = float(result.train_step(batch_of(user, 0)))
     assert loss == pytest.approx(wanted.losses[0], rel=0.03)

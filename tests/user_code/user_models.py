@@ -31,6 +31,7 @@ from tests.user_code.user_parts import (
     tokens,
     vectors,
 )
+from tests.user_code.user_state import STATES
 from tests.user_code.user_styles import STYLES
 
 # --- outputs, inputs and losses -------------------------------------------------------------------
@@ -295,4 +296,5 @@ USERS: Mapping[str, UserModel] = {
     "collections": UserModel(build=Collections, batch=vectors, loss_fn=F.cross_entropy),
     "parametrized": UserModel(build=Parametrized, batch=vectors, loss_fn=F.cross_entropy),
     **STYLES,
+    **STATES,
 }

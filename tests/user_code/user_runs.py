@@ -88,6 +88,7 @@ def prepare(folder: Path, names: list[str]) -> dict[str, str]:
             precision="fp32",
             executable=True,
             overrides=LAYOUTS["dp4"],
+            rows_meet="per_microbatch",  # as the references
         )
         for layout, overrides in LAYOUTS.items():
             try:

@@ -1,5 +1,12 @@
 """The user's module before the trace: hooks, leaves, similar layers, what can't be traced."""
 
+from meshwright.planner.tracing.user_module.attributes import (
+    MEMORY_ONLY,
+    Held,
+    Key,
+    Watch,
+    holders_of,
+)
 from meshwright.planner.tracing.user_module.fake_copy import fake_copy
 from meshwright.planner.tracing.user_module.hooks import (
     check_hooks,
@@ -19,12 +26,18 @@ from meshwright.planner.tracing.user_module.similar_layers import (
     held_state,
     snapshot,
 )
-from meshwright.planner.tracing.user_module.sources import condition, user_frame
+from meshwright.planner.tracing.user_module.sources import (
+    Place,
+    calling_place,
+    condition,
+    user_frame,
+)
 from meshwright.planner.tracing.user_module.untraceable import more_leaves, running_module
 
 __all__ = [
-    "PLAIN", "STATE", "TRACE", "Amount", "AttributePath", "Declaration", "SimilarLayers",
-    "check_hooks", "condition", "declared", "describe", "fake_copy", "find_similar_layers",
-    "held_state", "hooked", "hooks_in", "leaf", "more_leaves", "refused_hooks",
-    "running_module", "snapshot", "taken_hooks", "user_frame",
+    "MEMORY_ONLY", "PLAIN", "STATE", "TRACE", "Amount", "AttributePath", "Declaration", "Held",
+    "Key", "Place", "SimilarLayers", "Watch", "calling_place", "check_hooks", "condition",
+    "declared", "describe", "fake_copy", "find_similar_layers", "held_state", "holders_of",
+    "hooked", "hooks_in", "leaf", "more_leaves", "refused_hooks", "running_module", "snapshot",
+    "taken_hooks", "user_frame",
 ]  # fmt: skip

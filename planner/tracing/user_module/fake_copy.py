@@ -1,4 +1,4 @@
-"""Copies of modules in fake tensors, which share no weight with the user's."""
+"""Copies of modules in fake tensors, which share no tensor with the user's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def fake_copy(
     dtype: torch.dtype,
     like: Like,
     *,
-    cast_buffers: bool = False,
     replaced: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
     """A deep copy whose parameters and buffers are made by `like`.
 
     Floating parameters are made in `dtype`, but for those of modules with running statistics;
-    buffers keep their dtype unless `cast_buffers`. `replaced` maps ids of modules and tensors to
-    what takes their place. Raises `TraceError` for a module that can't be copied.
+    buffers keep theirs. `replaced` maps ids of modules and tensors to what takes their place.
+    Raises `TraceError` for a module that can't be copied.
     """
     memo: dict[int, Any] = dict(replaced)
     modules = list(_modules(model, replaced))
@@ -37,15 +36,15 @@ def fake_copy(
         if getattr(module, "running_mean", None) is not None
         for p in module.parameters(recurse=False)
     }
-    for module in modules:  # tensors that are no state: constants, shared with the user's
+    for module in modules:  # tensors that are no state: constants, which a trace may write to
         plain = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
-        memo |= {id(t): t.detach() for t in plain}
+        memo |= {id(t): t.detach().clone() for t in plain}
     for p in (p for module in modules for p in module.parameters(recurse=False)):
         cast = p.is_floating_point() and id(p) not in keep_dtype
         new = like(p, dtype if cast else p.dtype)
         memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
     for b in (b for module in modules for b in module.buffers(recurse=False)):
-        memo[id(b)] = like(b, dtype if cast_buffers and b.is_floating_point() else b.dtype)
+        memo[id(b)] = like(b, b.dtype)
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:

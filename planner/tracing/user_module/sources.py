@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
+
+Place = tuple[str, int]  # file, line
+UNKNOWN: Place = ("an unknown place", 0)
+
+_SKIPPED = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[3])
+)
+
+
+def calling_place() -> Place:
+    """Where the user's code is running: the innermost frame outside of torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_SKIPPED, "<")):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return UNKNOWN
 
 
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:

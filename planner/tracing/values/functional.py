@@ -277,6 +277,11 @@ class Slots:
             target = f"aten.{short}_scatter.default"
             inputs = (Ref(base), Ref(value), *args)
             return self.builder.add(target, inputs, view.op.kwargs, origin)[0]
+        if short == "detach":
+            raise TraceError(
+                f"at {origin} a tensor with a gradient is changed in place through .data or "
+                "detach(); change parameters between steps, and write other tensors out of place"
+            )
         if call is None:
             raise TraceError(
                 f"at {origin} a view made by {view.op.target} is "

@@ -56,19 +56,21 @@ ONE_DTYPE = frozenset({
 })  # fmt: skip
 
 
-def mixed_operands(program: torch.export.ExportedProgram) -> str | None:
+def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> str | None:
     """The first matrix product or convolution outside of autocast whose floating operands differ in
-    dtype, which no device computes: its source line and dtypes; None without one."""
+    dtype, which no device computes: its source line and dtypes; None without one. `autocast` says
+    whether the program was exported under it."""
     modules = dict(program.graph_module.named_modules())
-    cast = {
-        str(n.args[4].target)
+    enabled = {
+        str(n.args[4].target): bool(n.args[2])
         for module in modules.values()
         if isinstance(module, fx.GraphModule)
         for n in module.graph.nodes
-        if "autocast" in str(n.target) and n.args[2] and isinstance(n.args[4], fx.Node)
+        if "autocast" in str(n.target) and isinstance(n.args[4], fx.Node)
     }
     for name, module in modules.items():
-        if not isinstance(module, fx.GraphModule) or name.rpartition(".")[2] in cast:
+        cast = enabled.get(name.rpartition(".")[2], autocast)
+        if not isinstance(module, fx.GraphModule) or cast:
             continue
         for node in module.graph.nodes:
             vals = [n.meta.get("val") for n in node.all_input_nodes]

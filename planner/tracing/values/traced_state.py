@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,10 +14,13 @@ from meshwright.planner.tracing.values.functional import GraphBuilder, Slots
 class TracedState:
     """Value -> FQN of the parameters and buffers met so far, and value -> tensor of constants.
 
-    `aliases` maps every parameter FQN of the model to the first of those tied to it.
+    `aliases` maps every parameter FQN of the model to the first of those tied to it; `buffers` are
+    the FQNs of its buffers, in order.
     """
 
-    def __init__(self, model: nn.Module, builder: GraphBuilder, slots: Slots) -> None:
+    def __init__(
+        self, model: nn.Module, buffers: Sequence[str], builder: GraphBuilder, slots: Slots
+    ) -> None:
         self.builder = builder
         self.slots = slots
         self.parameters: dict[str, str] = {}
@@ -28,8 +31,7 @@ class TracedState:
         first: dict[int, str] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             self.aliases[name] = first.setdefault(id(p), name)
-        names = (*self.aliases, *(name for name, _ in model.named_buffers(remove_duplicate=False)))
-        self._order = {name: k for k, name in enumerate(names)}
+        self._order = {name: k for k, name in enumerate((*self.aliases, *buffers))}
 
     def parameter(self, fqn: str, meta: TensorMeta) -> str:
         """The slot of a parameter, by any of its FQNs; defined when it is first met."""

@@ -225,7 +225,7 @@ def test_layer_on_gpus_is_the_closed_form(tp: int, dropout: float) -> None:
     b, s, h, a = 2, 64, 128, 8
     with torch.device("meta"):
         model = Stack(*(Layer(h, a, dropout) for _ in range(3)))
-        batch = torch.empty(b, s, h), torch.empty(b, s, h)
+        batch = torch.empty(2, b, s, h, dtype=torch.bfloat16).unbind()
     of = cut(model, batch, F.mse_loss, precision="bf16")
     graph, table = of.graph, of.table
     block = next(block for block in graph.blocks if block.name == "layers.1")

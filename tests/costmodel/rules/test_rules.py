@@ -117,7 +117,7 @@ def test_loss_counts_its_rows_over_every_axis_that_splits_them(
 
 
 @pytest.mark.parametrize("weights", [(), (k(4),)], ids=["no reduction", "class weights"])
-def test_only_plain_losses_are_normalised_by_the_global_count(
+def test_losses_without_reduction_or_with_weights_in_micro_batches(
     ranks: Ranks, weights: tuple[Spec, ...]
 ) -> None:
     reduction = "mean" if weights else "none"

@@ -42,7 +42,7 @@ def test_every_rank_ends_in_order(results: Results) -> None:
 def test_initialised_like_one_device(results: Results, case: str, layout: str) -> None:
     result = results[f"init-{case}-{layout}"]
     check(result, HALF_TOLERANCE if LAYOUTS[layout].precision == "bf16" else TOLERANCE)
-    assert result["on_meta"]
+    assert result["alike"]
 
 
 @pytest.mark.parametrize("layout", LOADED)

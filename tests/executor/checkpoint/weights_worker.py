@@ -87,12 +87,7 @@ def compared(runtime: Runtime, case: str, reference: nn.Module) -> dict[str, Any
     both losses (rank 0)."""
     state = runtime.full_state_dict()
     batch = CASES[case].batch(ROWS, 0)
-    outside = {
-        fqn: stage.program.tensors[value]
-        for stage in runtime.stages.values()
-        for value, (fqn, placement) in stage.buffers.items()
-        if not placement.sharded
-    }
+    outside = {fqn: b.whole for fqn, b in runtime.held_buffers.items()}
     loss = float(runtime.train_step(batch))
     if launch.rank() != 0:
         return {}
@@ -119,8 +114,9 @@ def single(case: str, seed: int) -> nn.Module:
 def init(folder: Path, case: str, layout: str) -> dict[str, Any]:
     runtime, model = running(case, LAYOUTS[layout])
     init_weights(runtime, SEED)
-    on_meta = all(x.is_meta for x in named_tensors(model).values())
-    return compared(runtime, case, single(case, SEED)) | {"on_meta": on_meta}
+    held = {p.fqn for p in runtime.stage_parameters}
+    alike = all(x.is_meta == (n not in held) for n, x in model.named_parameters())
+    return compared(runtime, case, single(case, SEED)) | {"alike": alike}
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -175,10 +171,9 @@ class Counted:
 def stored_of(runtime: Runtime) -> Iterator[torch.Tensor]:
     """This rank's memory for what a state dict holds."""
     yield from (p.stored for p in runtime.stage_parameters)
-    for stage in runtime.stages.values():
-        for value, (fqn, _) in stage.buffers.items():
-            if fqn in runtime.persistent:
-                yield stage.program.tensors[value]
+    for fqn, b in runtime.held_buffers.items():
+        if fqn in runtime.persistent:
+            yield b.whole
 
 
 def load(folder: Path, case: str) -> dict[str, Any]:
@@ -194,9 +189,7 @@ def load(folder: Path, case: str) -> dict[str, Any]:
             load_weights(runtime, path)
             held = sum(p.stored.nbytes for p in runtime.stage_parameters)
             if case == "resnet":
-                held += sum(
-                    s.program.tensors[v].nbytes for s in runtime.stages.values() for v in s.buffers
-                )
+                held += sum(b.whole.nbytes for b in runtime.held_buffers.values())
             reads: list[Any] = [None] * launch.world_size()
             dist.all_gather_object(reads, (Counted.read_bytes, held))
             found[f"{layout}-{kind}"] = compared(runtime, case, reference) | {"reads": reads}

@@ -22,7 +22,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.parameters import norms
 from meshwright.executor.ranks import launch
-from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan
@@ -160,7 +160,7 @@ def build(run: Run) -> Runtime:
     plan = plan_of(run, of)
     chosen = check_plan(plan, of.graph, of.table)
     model = language_model("routed", run.spread)
-    return Runtime(plan, of.graph, of.table, chosen, model, compile=run.compile)
+    return Runtime(plan, of.graph, of.table, chosen, model, options=RunOptions(compile=run.compile))
 
 
 def train(runtime: Runtime, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Reference:

@@ -3,6 +3,7 @@ compiled is said before training, or with the name of the block."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_default_backend_draws_the_same_dropout_masks() -> None:
     for mode in (False, True):
         torch.manual_seed(3)  # of the dropout masks
         result = auto_parallelize(
-            model,
+            copy.deepcopy(model),
             Cluster.local(1),
             example_inputs=batch,
             global_batch_size=8,

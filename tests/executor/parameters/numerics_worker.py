@@ -24,10 +24,12 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_, norm_share, total_norm
 from meshwright.executor.parameters.parameters import local_of
 from meshwright.executor.parameters.partial_dtensors import Reduced
+from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from tests.models.models import CASES, GLOBAL_BATCH, parallelize
@@ -82,6 +84,35 @@ class Lamb(optim.Optimizer):
                 w.sub_(u * trust * group["lr"])
 
 
+class Shampoo(optim.Optimizer):
+    """Shampoo (arXiv:1802.09568) for matrices: g -> (Σ g gᵀ)^-1/4 · g · (Σ gᵀ g)^-1/4, by the
+    eigenvectors of sums that a shard does not have."""
+
+    def __init__(self, groups: Groups, *, lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for w in group["params"]:
+                if w.grad is None:
+                    continue
+                g, state = w.grad, self.state[w]
+                w.mul_(1 - group["lr"] * group["weight_decay"])
+                if w.ndim != 2:
+                    w.sub_(g, alpha=group["lr"])
+                    continue
+                for side, product in (("left", g @ g.T), ("right", g.T @ g)):
+                    state[side] = state.get(side, torch.zeros_like(product)) + product
+                w.sub_(_root(state["left"]) @ g @ _root(state["right"]), alpha=group["lr"])
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(x.double() + EPS * torch.eye(len(x)))
+    return ((vectors * values**-0.25) @ vectors.T).float()
+
+
+WHOLE = {"shampoo", "whole_muon", "whole_adamw"}  # on whole tensors, each at its owner
 OPTIMIZERS: Mapping[str, Callable[[Groups], optim.Optimizer]] = {
     "sgd": lambda g: optim.SGD(g, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "adam": lambda g: optim.Adam(g, lr=1e-2, eps=EPS, foreach=False),
@@ -93,6 +124,9 @@ OPTIMIZERS: Mapping[str, Callable[[Groups], optim.Optimizer]] = {
     "adafactor_foreach": lambda g: optim.Adafactor(g, lr=1e-2, eps=(EPS, 1e-3), foreach=True),
     "lamb": lambda g: Lamb(g, lr=1e-2),
     "muon": lambda g: optim.Muon([g[0]], lr=1e-2),  # takes matrices only
+    "shampoo": lambda g: Shampoo(g, lr=1e-2),
+    "whole_muon": lambda g: optim.Muon([g[0]], lr=1e-2),
+    "whole_adamw": lambda g: optim.AdamW(g, lr=1e-2, eps=EPS),
 }  # fmt: skip
 
 
@@ -106,9 +140,7 @@ def grouped(named: Named) -> Groups:
 def around(name: str) -> contextlib.AbstractContextManager[Any]:
     """What an optimizer steps inside. Muon orthogonalises in bf16, whose rounding depends on the
     order of summation; in fp32 it is comparable."""
-    if name.startswith("adafactor"):
-        return Reduced()
-    if name == "muon":
+    if name.endswith("muon"):
         return mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
     return contextlib.nullcontext()
 
@@ -131,8 +163,12 @@ def train(
     step: Callable[[int], torch.Tensor],
     clip: Callable[[], torch.Tensor],
     state: Callable[[], Mapping[str, torch.Tensor]],
+    runtime: Runtime | None = None,
 ) -> Trained:
-    optimizer = OPTIMIZERS[name](grouped(named))
+    make = OPTIMIZERS[name]
+    whole = runtime is not None and name in WHOLE
+    groups = grouped(named)
+    optimizer = over_whole(runtime, make, groups) if whole else make(groups)
     scheduler = LambdaLR(optimizer, lambda k: 1 / (1 + k))
     losses, norms = [], []
     for k in range(STEPS):
@@ -177,6 +213,11 @@ def stepped(runtime: Runtime, k: int = 0) -> None:
     runtime.train_step(CASE.batch(GLOBAL_BATCH, k))
 
 
+def over_whole(runtime: Runtime, make: Callable[..., Any], groups: Groups) -> WholeTensors:
+    held, place = runtime.stage_parameters, runtime.place
+    return WholeTensors(make, groups, held=held, place=place, options={})
+
+
 def of_all_ranks(value: Any) -> list[Any]:
     found: list[Any] = [None] * launch.world_size()
     dist.all_gather_object(found, value)
@@ -198,6 +239,7 @@ def optimizers(layout: str) -> dict[str, Any]:
             lambda k: runtime.train_step(CASE.batch(GLOBAL_BATCH, k)),
             lambda: clip_(runtime.stage_parameters, runtime.place, MAX_NORM),
             runtime.full_state_dict,
+            runtime,
         )
         if launch.rank() == 0:
             one = reference(name)
@@ -208,6 +250,33 @@ def optimizers(layout: str) -> dict[str, Any]:
                 "state": difference(ours.state, one.state),
             }
     return found
+
+
+def resumed(layout: str) -> dict[str, Any]:
+    """The difference of the weights after a step of an optimizer over whole tensors, from those
+    after the same step of a new one that took its states from a checkpoint."""
+    runtime, place = runtime_of(layout), Path(sys.argv[1], f"checkpoint {layout}")
+    runtime.load_state_dict(CASE.model().state_dict())
+
+    def made() -> WholeTensors:
+        return over_whole(runtime, OPTIMIZERS["shampoo"], grouped(list(runtime.named_parameters())))
+
+    first = made()
+    for k in range(STEPS):
+        if k == STEPS - 1:
+            weights = runtime.full_state_dict()
+            checkpoint.save(runtime, place, extra={"optimizer": first})
+        stepped(runtime, k)
+        first.step()
+    wanted = runtime.full_state_dict()
+    second = made()
+    checkpoint.load(runtime, place, extra={"optimizer": second})
+    stepped(runtime, STEPS - 1)
+    second.step()
+    return {
+        "difference": difference(runtime.full_state_dict(), wanted),
+        "moved": difference(weights, wanted)[0] > 0,
+    }
 
 
 def _relative(found: Iterable[float], wanted: Iterable[float]) -> float:
@@ -306,6 +375,7 @@ def reduced(layout: str) -> dict[str, Any]:
 def main(folder: Path) -> None:
     checks = {
         optimizers: OPTIMIZER_LAYOUTS, norms: NORM_LAYOUTS, guard: LAYOUTS, reduced: LAYOUTS,
+        resumed: LAYOUTS,
     }  # fmt: skip
     results: dict[str, Any] = {}
     for check, layouts in checks.items():

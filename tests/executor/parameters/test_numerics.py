@@ -47,6 +47,15 @@ def test_an_optimizer_gives_the_weights_of_one_device(
     assert found["state"][0] < TOLERANCE, found["state"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_over_whole_tensors_goes_on_from_its_states(
+    numerics: Results, layout: str
+) -> None:
+    found = numerics[f"resumed {layout}"]
+    assert found["difference"][0] < TOLERANCE, found["difference"]
+    assert found["moved"]
+
+
 @pytest.mark.parametrize("layout", NORM_LAYOUTS)
 def test_a_norm_counts_every_element_once(numerics: Results, layout: str) -> None:
     found = numerics[f"norms {layout}"]

@@ -55,12 +55,13 @@ def test_a_leaf_is_a_cast_of_what_is_stored(
         value="w", fqn="w", placement=R, sum_data=True, sum_tensor=False, zero=2, dtype=dtype
     )
     p = make_parameter(spec, source, place)
-    expose(p, place)
+    expose(p, place, source)
+    assert p.api is source
     assert (p.shape, p.trainable, p.reached) == ((4,), trainable, trainable)
     assert (p.aliased, p.scattered, p.leaf.dtype) == (aliased, False, dtype)
     load(p, torch.ones(4), place)
     refresh_frozen([p])
-    assert source.tolist() == [0.0, 1.0, 2.0, 3.0]  # the user's own
+    assert source.tolist() == [1.0] * 4  # the user's own
     assert p.stored.tolist() == [1.0] * 4
     assert (p.leaf.tolist() == [1.0] * 4) == (aliased or not trainable)
 

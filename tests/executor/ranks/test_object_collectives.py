@@ -70,7 +70,7 @@ def test_what_one_rank_tells_reaches_those_it_is_for() -> None:
         assert result["said"] == ["no on 2", "nothing on 0"]
 
 
-def _merged(monkeypatch: pytest.MonkeyPatch, *groups: tuple[int, ...]) -> tuple[Any, list[int]]:
+def merged(monkeypatch: pytest.MonkeyPatch, *groups: tuple[int, ...]) -> tuple[Any, list[int]]:
     """A rank's own dict merged with those of other device groups, and the ranks that told it."""
     told: list[int] = []
 
@@ -83,17 +83,17 @@ def _merged(monkeypatch: pytest.MonkeyPatch, *groups: tuple[int, ...]) -> tuple[
     here: Any = SimpleNamespace(
         plan=SimpleNamespace(devices=groups), place=SimpleNamespace(rank=2, mesh=object())
     )
-    return RankState._merged(here, {"mine": torch.zeros(1)}), told
+    return RankState.merged(here, {"mine": torch.zeros(1)}), told
 
 
 def test_one_device_group_merges_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, told = _merged(monkeypatch, (0, 1, 2, 3))
+    found, told = merged(monkeypatch, (0, 1, 2, 3))
     assert set(found) == {"mine"}
     assert told == []
 
 
 def test_each_device_group_tells_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, told = _merged(monkeypatch, (0, 1), (2, 3))
+    found, told = merged(monkeypatch, (0, 1), (2, 3))
     assert set(found) == {"of 0", "mine"}
     assert told == [0, 2]
 

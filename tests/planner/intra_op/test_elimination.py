@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -164,9 +166,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of nodes that the solver is called with."""
     sizes: list[int] = []
 
-    def counted(unary: dict[str, np.ndarray], pairs: dict[Pair, np.ndarray]) -> Certificate | None:
+    def counted(
+        unary: dict[str, np.ndarray], pairs: dict[Pair, np.ndarray], **options: float
+    ) -> Certificate | None:
         sizes.append(len(unary))
-        return solve_pairwise(unary, pairs)
+        return solve_pairwise(unary, pairs, **options)
 
     monkeypatch.setattr(elimination, "solve_pairwise", counted)
     return sizes
@@ -197,6 +201,39 @@ def test_no_sum_over_a_long_chain_is_larger_than_a_link(calls: list[int]) -> Non
     assert found is not None
     assert not calls
     np.testing.assert_array_equal(found.costs, 399 + np.array([[0, 1], [1, 2]]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most_nodes=6), st.integers(0, 2))
+def test_a_core_without_time_left_gets_legal_states(problem: PairwiseProblem, count: int) -> None:
+    keep = kept_of(problem, count, turn=False)
+    best = enumerated(problem, keep)
+    with mock.patch.object(elimination, "CORE_S", 0.0):
+        found = Elimination(problem, keep, largest=1).solve()
+    if found is None:
+        return  # descent may meet no legal state; the solver would
+    legal = np.isfinite(found.costs)
+    assert (found.costs[legal] >= best[legal]).all()
+    assert not np.isfinite(found.costs[~np.isfinite(best)]).any()
+    assert found.bound <= best.min()
+    for index in found:
+        cost = objective_of(found[index], problem.unary, problem.pairs)
+        assert cost == found.costs[index]
+
+
+def test_a_large_core_ends_in_time() -> None:
+    rng = np.random.default_rng(0)
+    problem = PairwiseProblem()
+    for k in range(24):
+        problem.node(f"n{k}", range(12), rng.random(12))
+    for a, b in itertools.combinations(range(24), 2):
+        problem.edge(f"n{a}", f"n{b}", rng.random((12, 12)))
+    started = time.monotonic()
+    with mock.patch.object(elimination, "CORE_S", 0.5):
+        found = Elimination(problem, ["n0"]).solve()
+    assert found is not None and len(found) == 12
+    assert found.bound < found.costs.min()
+    assert time.monotonic() - started < 30  # building a program for the solver takes seconds
 
 
 def test_ties_go_to_the_first_state_every_time() -> None:

@@ -10,10 +10,11 @@ from meshwright.planner.tracing.batch import FakeBatch
 SAMPLE = {"x": torch.rand(3, 5), "ids": torch.zeros(3, 7, dtype=torch.long), "scale": torch.rand(2)}
 
 
-def test_tensors_have_the_rows_that_are_traced_and_the_compute_dtype() -> None:
-    batch = FakeBatch.of({**SAMPLE, "flag": True}, torch.bfloat16, 6)
+def test_tensors_have_the_rows_that_are_traced_and_are_not_rounded() -> None:
+    sample = {**SAMPLE, "scale": SAMPLE["scale"].half(), "flag": True}
+    batch = FakeBatch.of(sample, torch.bfloat16, 6)
     assert [(tuple(t.shape), t.dtype) for t in batch.tensors] == [
-        ((6, 5), torch.bfloat16),
+        ((6, 5), torch.float32),
         ((6, 7), torch.long),
         ((2,), torch.bfloat16),
     ]

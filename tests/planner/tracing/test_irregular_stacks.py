@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from meshwright.planner.tracing.trace import TraceError, trace
 from meshwright.planner.tracing.user_module.similar_layers import find_similar_layers
 from tests.helpers.traced import WIDTH, rows
 from tests.models.stacks import DEPTH, Stack, nested, refusals, with_layer
@@ -198,8 +199,6 @@ FULL: dict[str, Callable[[], nn.Module]] = {
     "depends on its position": lambda: Stack(with_layer(by_position)),
     "position as an index": lambda: Stack(with_layer(by_lookup)),
     "keeps a tensor": lambda: Stack(with_layer(keeps)),
-    "appends to a list": lambda: Stack(with_layer(appends, history=lambda k: [])),
-    "counts elsewhere": counting,
     "assigns a buffer": lambda: Stack(with_layer(assigns_buffer)),
     "the last by a global": lambda: Stack(with_layer(by_turn), in_turn),
     "one attribute set": lambda: Stack(
@@ -225,6 +224,18 @@ FULL: dict[str, Callable[[], nn.Module]] = {
         with_layer(lambda self, pair: pair[0] + self.l(pair[0]) * pair[1]), own_masks
     ),
 }
+
+
+KEEPING: dict[str, Callable[[], nn.Module]] = {
+    "appends to a list": lambda: Stack(with_layer(appends, history=lambda k: [])),
+    "counts elsewhere": counting,
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_layers_that_count_from_step_to_step_are_refused(name: str) -> None:
+    with pytest.raises(TraceError, match="would be another after the next one"):
+        trace(KEEPING[name](), (rows(WIDTH),))
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -1,0 +1,48 @@
+"""The number of rows as a plain number: in a graph as it was where it was traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import is_pointwise
+from meshwright.costmodel.sharding.rows import is_number
+
+
+def with_numbers_of(graph: Graph, whole: Graph) -> Graph:
+    """A graph with the plain numbers of the same model traced at other rows, where they are no
+    sizes of tensors: a loss divided by the number of rows is divided by that of the whole batch.
+    Raises ValueError where the two are of other operators."""
+    old, new = ([op for op in (*g.derived, *g.ops) if _has_numbers(op)] for g in (graph, whole))
+    if [op.target for op in old] != [op.target for op in new]:
+        raise ValueError(
+            f"the model runs other operators on {graph.batch_size} rows than on "
+            f"{whole.batch_size}, so that what its loss is divided by can't be told; "
+            "num_microbatches=1 keeps the batch together"
+        )
+    found = {a.name: _with_numbers(a, b) for a, b in zip(old, new, strict=True)}
+    return replace(
+        graph,
+        ops=tuple(found.get(op.name, op) for op in graph.ops),
+        derived=tuple(found.get(op.name, op) for op in graph.derived),
+        constants={
+            name: whole.constants.get(name, x) if x.numel() == 1 else x
+            for name, x in graph.constants.items()
+        },
+        blocks=tuple(
+            replace(block, ops=tuple(found.get(op.name, op) for op in block.ops))
+            for block in graph.blocks
+        ),
+    )
+
+
+def _has_numbers(op: Op) -> bool:
+    """Whether its plain numbers are no sizes."""
+    return (
+        is_pointwise(op) or op.short == "scalar_tensor" or (op.short == "full" and not op.args[0])
+    )
+
+
+def _with_numbers(op: Op, other: Op) -> Op:
+    pairs = zip(op.args, other.args, strict=True)
+    return replace(op, args=tuple(b if is_number(b) else a for a, b in pairs))

@@ -1,0 +1,385 @@
+"""What becomes of the rows of a batch on the way to the loss: one pass over the graph.
+
+Let a batch of m micro-batches have the loss L, and v be what an operator makes of it. Of v(k), made
+of micro-batch k alone, the pass knows one of
+
+    constant    v(k) = v: rows have no part in it
+    rows        v(k) are rows of v: each depends on its own row alone
+    share       v = Σ v(k) / m, where operators that sum over rows count m times
+    met         nothing of the kind: rows met in an operator before
+
+What raw inputs alone decide (the number of labels, of a mask's flags) is summed up over the batch
+before the step, and constant in it: `totals`. A loss that is a share of the batch's is exact in
+micro-batches; else some operator of `meetings` stands between, where rows meet. Where an operator
+tells nothing of its dims, nothing is claimed, and what it makes is taken for a share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from meshwright.costmodel.graph import Graph, Op, Ref, argument
+from meshwright.costmodel.rules import (
+    VIEWS,
+    Dims,
+    OpFactors,
+    is_pointwise,
+    leaf_of,
+    row_reduction,
+    signature_of,
+    traits_of,
+)
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.padding import counting_nothing
+
+TotalKind = Literal["sum", "mean", "max", "min"]
+# reductions of raw inputs that are put together from those of micro-batches
+EXTREMES: Mapping[str, TotalKind] = {
+    "max": "max", "amax": "max", "any": "max", "min": "min", "amin": "min", "all": "min",
+}  # fmt: skip
+# operators that take the shape of an operand, and nothing else
+BY_SHAPE = frozenset({
+    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
+    "new_zeros", "new_ones", "new_full", "new_empty",
+})  # fmt: skip
+# operators and the positions of operands that may be shares together, the others constant
+AFFINE: Mapping[str, frozenset[int]] = {
+    "where": frozenset({1, 2}), "masked_fill": frozenset({0, 2}), "rsub": frozenset({0, 1}),
+    "nan_to_num": frozenset({0}),
+}  # fmt: skip
+ZEROS = frozenset({"zeros", "new_zeros", "zeros_like"})
+SAME_ELEMENTS = frozenset({"to", "_to_copy", "clone", "contiguous", "alias", "detach", *VIEWS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """An operator of which a row's result depends on other rows, with the user's source line."""
+
+    key: str
+    target: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.target}{', ' if self.source else ''}{self.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUse:
+    """How a loss depends on the rows of a batch, by keys of operators.
+
+    `meetings` are the first in which rows meet; with one of them nothing else is said. `sums` add
+    rows up, and count as often as there are micro-batches. `totals` are decided by raw inputs, each
+    with the way to put it together.
+    `numbers`: the number of rows may be a plain number in the loss, as it was when traced.
+    `filling`: inputs (by path) with what makes rows count nothing; None where all count.
+    """
+
+    sums: frozenset[str] = frozenset()
+    totals: Mapping[str, TotalKind] = field(default_factory=dict)
+    meetings: tuple[Meeting, ...] = ()
+    numbers: bool = False
+    filling: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The batch is in a dim, after so many major parts of it."""
+
+    dim: int
+    before: int = 1
+
+
+class _Kind(Enum):
+    CONSTANT = "constant"
+    SHARE = "share"
+    UNKNOWN = "unknown"
+    MET = "met"
+
+
+_State = _Rows | _Kind
+CONSTANT, SHARE, UNKNOWN, MET = _Kind.CONSTANT, _Kind.SHARE, _Kind.UNKNOWN, _Kind.MET
+
+
+def row_use(graph: Graph, table: FactorTable) -> RowUse:
+    """How the loss depends on the rows of a graph of two rows at least; of one row nothing is
+    known."""
+    if graph.batch_size < 2:
+        return RowUse()
+    reader = _Reader(graph, table)
+    reader.read()
+    live = _before(graph, {graph.loss})
+    meetings = tuple(
+        Meeting(key=op.key, target=op.target, source=op.source)
+        for op in reader.meetings
+        if live & set(op.results)
+    )
+    if meetings:  # its micro-batches are trained each by itself, if at all
+        return RowUse(meetings=meetings)
+    ends = [op for op in reader.ends() if live & set(op.results)]
+    sums = frozenset(op.key for op in reader.sums if live & set(op.results))
+    made = {op.key for op in graph.derived if live & set(op.results)}
+    totals = {key: kind for key, kind in reader.totals.items() if key in made}
+    return RowUse(
+        sums=sums,
+        totals=totals,
+        numbers=bool(sums or totals or reader.scaled),
+        filling=counting_nothing(graph, ends) if reader.at[graph.loss] is SHARE else None,
+    )
+
+
+def _before(graph: Graph, values: set[str]) -> set[str]:
+    """The values that some values are made of, with those themselves."""
+    found = set(values)
+    for op in reversed((*graph.derived, *graph.ops)):
+        if found & set(op.results):
+            found.update(op.operands)
+    return found
+
+
+class _Reader:
+    """The pass: the state of every value, in the order of the operators."""
+
+    def __init__(self, graph: Graph, table: FactorTable) -> None:
+        self.graph, self.table, self.rows = graph, table, graph.batch_size
+        self.at: dict[str, _State] = dict.fromkeys(graph.values, CONSTANT)
+        self.at |= {name: _Rows(0) for name in graph.batched}
+        self.maker = {v: op for op in (*graph.derived, *graph.ops) for v in op.results}
+        self.raw = {v for op in graph.derived for v in op.results}
+        self.raw |= {*graph.inputs, *graph.buffers, *graph.constants}
+        self.sums: list[Op] = []
+        self.totals: dict[str, TotalKind] = {}
+        self.meetings: list[Op] = []
+        self.scaled = False  # a share is multiplied by what may be the number of rows
+
+    def read(self) -> None:
+        """Find the state of every value."""
+        for op in self.graph.derived:
+            before = len(self.sums)
+            states = self._step(op)
+            if SHARE in states:
+                self.totals[op.key] = "sum" if len(self.sums) > before else "mean"
+                states = [CONSTANT for _ in states]
+            del self.sums[before:]
+            self.at |= dict(zip(op.results, states, strict=True))
+        for op in self.graph.ops:
+            self.at |= dict(zip(op.results, self._step(op), strict=True))
+
+    def ends(self) -> Iterator[Op]:
+        """The operators that take rows and give none."""
+        for op in (*self.graph.derived, *self.graph.ops):
+            rows = any(isinstance(self.at[v], _Rows) for v in op.operands)
+            if rows and not any(isinstance(self.at[v], _Rows) for v in op.results):
+                yield op
+
+    def _step(self, op: Op) -> list[_State]:
+        states = [self.at[v] for v in op.operands]
+        if op.short in BY_SHAPE or all(state is CONSTANT for state in states):
+            return [self._declared(v, CONSTANT) for v in op.results]
+        if MET in states:
+            return [MET for _ in op.results]
+        if UNKNOWN in states:
+            return self._unknown(op)
+        shares = {i for i, state in enumerate(states) if state is SHARE}
+        rows = {i: state for i, state in enumerate(states) if isinstance(state, _Rows)}
+        made = self.table.ops[op.name]
+        if shares:
+            self.scaled |= is_pointwise(op) and any(map(self._may_be_rows, _numbers(op)))
+            return self._all(op, SHARE) if not rows and _affine(op, made, shares) else self._met(op)
+        if row_reduction(op):
+            return self._row_loss(op, rows)
+        if not made.known or (traits_of(op).leaf and not leaf_of(op).rule):
+            return self._without_rule(op)
+        return self._of_rows(op, made, rows)
+
+    def _may_be_rows(self, number: float) -> bool:
+        multiples = (number / self.rows, 1 / (number * self.rows)) if number else ()
+        return any(abs(x) >= 0.5 and math.isclose(x, round(x)) for x in multiples)
+
+    # --- results ---
+
+    def _all(self, op: Op, state: _State) -> list[_State]:
+        return [state for _ in op.results]
+
+    def _met(self, op: Op) -> list[_State]:
+        self.meetings.append(op)
+        return self._all(op, MET)
+
+    def _summed(self, op: Op) -> list[_State]:
+        self.sums.append(op)
+        return self._all(op, SHARE)
+
+    def _declared(self, value: str, other: _State) -> _State:
+        """Rows where the factors of the graph say so."""
+        batch = self.table.batch
+        if batch is None or self.table.sizes.get(batch) != self.rows:
+            return other
+        found = self.table.find(value, batch)
+        return _Rows(*found) if found else other
+
+    def _unknown(self, op: Op) -> list[_State]:
+        return [self._declared(v, UNKNOWN) for v in op.results]
+
+    # --- operators on rows ---
+
+    def _row_loss(self, op: Op, rows: Mapping[int, _Rows]) -> list[_State]:
+        """A loss whose mean divides by the number of rows that are not ignored: counted over the
+        batch where raw inputs decide it, else equal in all micro-batches where none is ignored."""
+        made = self.table.ops[op.name]
+        if made.known and self._letters(made, rows) is None:
+            return self._met(op)
+        if row_reduction(op) == 2:
+            return self._summed(op)
+        target, *weights = op.operands[1:]
+        if self.graph.values[target].dtype.is_floating_point or self.raw.issuperset(
+            (target, *weights)
+        ):
+            return self._all(op, SHARE)
+        ignored = argument(op, 4, "ignore_index", -100)
+        behind = _before(self.graph, {target})
+        writes = any(
+            ignored in _numbers(self.maker[v]) for v in behind & self.maker.keys() - self.raw
+        )
+        return self._met(op) if writes or weights else self._all(op, SHARE)
+
+    def _without_rule(self, op: Op) -> list[_State]:
+        """Rows where they come out again; a loss that says how it reduces them."""
+        found = self._unknown(op)
+        names = [n for n, _ in signature_of(op.target)] if op.target.startswith("aten.") else []
+        if UNKNOWN not in found or "reduction" not in names:
+            return found
+        how = argument(op, names.index("reduction"), "reduction", 1)
+        return self._summed(op) if how == 2 else self._all(op, SHARE)
+
+    def _of_rows(self, op: Op, made: OpFactors, rows: Mapping[int, _Rows]) -> list[_State]:
+        joined = self._joined(op, rows)
+        if joined is not None:
+            return [joined]
+        if op.short == "index" and 0 in rows and rows[0].dim in _indexed(op):
+            return self._own_places(op, rows[0])
+        found = self._letters(made, rows)
+        if found is None:
+            return self._unknown(op) if op.short in VIEWS else self._met(op)
+        letter, before = found
+        kind = made.kinds[letter]
+        if kind == "map":
+            return [self._mapped(made, dims, letter, before) for dims in made.results]
+        if kind == "mean":
+            return self._all(op, SHARE)
+        if kind == "sum" and not made.implementations.get(letter):
+            pinned = [op.operands[i] for i in made.pinned if i not in rows]
+            zeros = all(self.maker.get(v, op).short in ZEROS for v in pinned)
+            return self._summed(op) if zeros else self._unknown(op)
+        if kind == "whole":
+            return self._whole(op, rows)
+        return self._met(op)
+
+    def _letters(self, made: OpFactors, rows: Mapping[int, _Rows]) -> tuple[str, int] | None:
+        """The factor that the rows of all operands are, with the parts of it before them; None
+        where they are several, or parts of some."""
+        found = {self._letter(made, made.operands[i], state) for i, state in rows.items()}
+        return found.pop() if len(found) == 1 else None
+
+    def _letter(self, made: OpFactors, dims: Dims, state: _Rows) -> tuple[str, int] | None:
+        cum = 1
+        for letter in dims[state.dim]:
+            after = cum * made.sizes[letter]
+            if state.before % cum == 0 and after % (state.before * self.rows) == 0:
+                return letter, state.before // cum
+            cum = after
+        return None
+
+    def _mapped(self, made: OpFactors, dims: Dims, letter: str, before: int) -> _State:
+        for d, letters in enumerate(dims):
+            if letter in letters:
+                major = math.prod(made.sizes[n] for n in letters[: letters.index(letter)])
+                return _Rows(d, major * before)
+        return UNKNOWN
+
+    def _joined(self, op: Op, rows: Mapping[int, _Rows]) -> _State | None:
+        """Batches joined in their dim, as (batch, row)."""
+        if op.short != "cat" or {s.dim for s in rows.values()} != {self._dim(op)}:
+            return None
+        shapes = {self.graph.values[v].shape for v in op.operands}
+        if len(rows) < len(op.operands) or len(shapes) > 1 or len(set(rows.values())) > 1:
+            return UNKNOWN
+        first = rows[0]
+        return _Rows(first.dim, first.before * len(rows))
+
+    def _dim(self, op: Op) -> int:
+        return int(argument(op, 1, "dim", 0)) % len(self.graph.values[op.operands[0]].shape)
+
+    def _whole(self, op: Op, rows: Mapping[int, _Rows]) -> list[_State]:
+        """An operator along the batch: some give whole batches, or each row at its own place."""
+        if op.short == "slice" and 0 in rows:
+            part = self._of_batches(op, rows[0])
+            return self._met(op) if part is None else [part]
+        if op.short in EXTREMES and op.results[0] in self.raw and len(op.results) == 1:
+            self.totals[op.key] = EXTREMES[op.short]
+            return [CONSTANT]
+        return self._unknown(op) if op.short in VIEWS or self._in_turn(op) else self._met(op)
+
+    def _in_turn(self, op: Op) -> bool:
+        """Whether all rows are taken out one by one, as a loop over them does."""
+        if op.short == "unbind":
+            return True
+        made = (*self.graph.derived, *self.graph.ops)
+        alike = [o for o in made if o.short == op.short and o.operands == op.operands]
+        return op.short == "select" and len({o.args for o in alike}) >= self.rows
+
+    def _of_batches(self, op: Op, state: _Rows) -> _State | None:
+        """Whole batches out of several joined ones."""
+        size = self.graph.values[op.operands[0]].shape[state.dim]
+        length = self.graph.values[op.results[0]].shape[state.dim]
+        each = size // state.before
+        start = int(argument(op, 2, "start", 0) or 0) % size
+        step = int(argument(op, 4, "step", 1))
+        aligned = step == 1 and start % each == 0 and length % each == 0
+        return _Rows(state.dim, length // each) if aligned else None
+
+    def _own_places(self, op: Op, state: _Rows) -> list[_State]:
+        """`x[arange(b), i]`: each row finds its own."""
+        index = _indexed(op)[state.dim]
+        if state.before != 1 or not self._counts_up(index):
+            return self._met(op)
+        made, position = self.table.ops[op.name], op.operands.index(index, 1)
+        found = self._letters(made, {position: _Rows(self._long_dim(index))})
+        return self._met(op) if found is None else [self._mapped(made, made.results[0], *found)]
+
+    def _long_dim(self, value: str) -> int:
+        return max(range(len(shape := self.graph.values[value].shape)), key=shape.__getitem__)
+
+    def _counts_up(self, value: str) -> bool:
+        """Whether a value is 0, 1, ... to the number of rows."""
+        while self.graph.values[value].numel == self.rows and (op := self.maker.get(value)):
+            if op.short == "arange":
+                return list(_numbers(op)) in ([self.rows], [0, self.rows], [0, self.rows, 1])
+            if op.short not in SAME_ELEMENTS or not op.operands:
+                return False
+            value = op.operands[0]
+        return False
+
+
+def _indexed(op: Op) -> dict[int, str]:
+    """The indices of a look-up by the dims they are for."""
+    return {d: index.name for d, index in enumerate(op.args[1]) if isinstance(index, Ref)}
+
+
+def _affine(op: Op, made: OpFactors, shares: set[int]) -> bool:
+    """Whether f(Σ v(k) / m) = Σ f(v(k)) / m in these operands, the others constant."""
+    if traits_of(op).casts or made.view or any(shares <= group for group in made.linear):
+        return True
+    return shares <= AFFINE.get(op.short, frozenset())
+
+
+def is_number(argument: Any) -> bool:
+    """Whether an operator's argument is a plain number."""
+    return isinstance(argument, int | float) and not isinstance(argument, bool)
+
+
+def _numbers(op: Op) -> Iterator[float]:
+    """The numbers among an operator's positional arguments."""
+    return (a for a in op.args if is_number(a))

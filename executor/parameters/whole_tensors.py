@@ -1,0 +1,151 @@
+"""Optimizers that work on whole tensors (Shampoo, Muon), of parameters that ranks hold parts of.
+
+Every parameter has one owner among the ranks of its mesh. In a step its value and gradient are
+gathered, the owner's optimizer steps on them as on one device, and the owner sends the new value
+to the ranks, which keep their parts. Each rank steps and keeps the states of 1/n of the elements;
+a step moves every element three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.executor.parameters.parameters import StageParameter, load, whole_of
+from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
+
+Groups = list[dict[str, Any]]
+
+
+class WholeTensors(torch.optim.Optimizer):
+    """An optimizer of `optimizer_class` over whole tensors in the place of `params`.
+
+    `params` are parameters of `held`, those of a rank, or torch's groups of them. Learning-rate
+    schedules, `param_groups` and `zero_grad` are those of any optimizer. `step` and `state_dict`
+    are collective, and the states by FQN those of the whole model. Raises ValueError for parameters
+    of another model.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any],
+        *,
+        held: Sequence[StageParameter],
+        place: Place,
+        options: Mapping[str, Any],
+    ) -> None:
+        known = {id(p.api): p for p in held}
+        groups = _groups(params)
+        given = [p for group in groups for p in group["params"]]
+        if any(id(p) not in known for p in given):
+            raise ValueError(
+                "whole_tensor_optimizer: parameters that are not this model's; legal: those of "
+                "named_parameters(), or groups of them"
+            )
+        self.place = place
+        self.chosen = [known[id(p)] for p in given]
+        self.owners = _owners(self.chosen, 1 if place.mesh is None else place.mesh.size())
+        self.whole = [nn.Parameter(torch.empty(p.shape, device="meta")) for p in self.chosen]
+        for k in self._own():
+            self.whole[k] = nn.Parameter(torch.empty(self.chosen[k].shape, device=place.device))
+        whole = iter(self.whole)
+        for group in groups:
+            group["params"] = [next(whole) for _ in group["params"]]
+        if not self.whole:  # a stage may have none; schedules look for a group all the same
+            groups[0]["params"] = [nn.Parameter(torch.zeros(1, 1))]
+        self.inner = optimizer_class(groups, **options)
+        super().__init__(self.inner.param_groups, dict(self.inner.defaults))
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _own(self) -> list[int]:
+        """The numbers of the parameters that this rank steps."""
+        mesh = self.place.mesh
+        ranks = [self.place.rank] if mesh is None else mesh.mesh.flatten().tolist()
+        return [k for k, owner in enumerate(self.owners) if ranks[owner] == self.place.rank]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every parameter with a gradient. ValueError for a closure."""
+        if closure is not None:
+            raise ValueError("whole_tensor_optimizer: step() takes no closure; call train_step")
+        own = set(self._own())
+        stepped = [k for k, p in enumerate(self.chosen) if p.api.grad is not None]
+        for k in stepped:
+            value, gradient = whole_of(self.chosen[k].api), whole_of(self.chosen[k].api.grad)
+            if k in own:
+                self.whole[k].data, self.whole[k].grad = value.clone(), gradient
+        self.inner.step()
+        for k in stepped:
+            p = self.chosen[k]
+            value = self.whole[k].data if k in own else _blank(p, self.place)
+            self._broadcast(value, self.owners[k])
+            load(p, value, self.place)
+            self.whole[k].grad = None
+
+    def _broadcast(self, x: torch.Tensor, owner: int) -> None:
+        """The owner's tensor on all ranks of the mesh: along one dim after the other."""
+        mesh = self.place.mesh
+        if mesh is None:
+            return
+        for dim, at in enumerate(torch.unravel_index(torch.tensor(owner), mesh.shape)):
+            dist.broadcast(x, group=mesh.get_group(dim), group_src=int(at))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any optimizer, on the model's parameters."""
+        for p in self.chosen:
+            if set_to_none:
+                p.api.grad = None
+            elif p.api.grad is not None:
+                p.api.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's states by FQN, and the options of groups; the same on all ranks."""
+        mine = self.inner.state_dict()
+        states = {self.chosen[k].fqn: state for k, state in mine["state"].items()}
+        if self.place.mesh is not None:
+            background.finish_all()  # a save there communicates over the same group
+            parts = all_gather_object(gloo_group(), states)
+            states = {fqn: state for part in parts for fqn, state in part.items()}
+        options = [
+            {name: x for name, x in group.items() if name not in ("params", "param_names")}
+            for group in mine["param_groups"]
+        ]
+        return {"state": states, "param_groups": options}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the states of what this rank owns, and the options of groups."""
+        states, mine = state_dict["state"], self.inner.state_dict()
+        own = {k: self.chosen[k].fqn for k in self._own()}
+        groups = zip(mine["param_groups"], state_dict["param_groups"], strict=True)
+        self.inner.load_state_dict({
+            "state": {k: states[fqn] for k, fqn in own.items() if fqn in states},
+            "param_groups": [group | options for group, options in groups],
+        })  # fmt: skip
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+def _groups(params: Iterable[Any]) -> Groups:
+    """torch's parameter groups of what an optimizer is given, copied."""
+    given = list(params)
+    if given and isinstance(given[0], dict):
+        return [{**group, "params": list(group["params"])} for group in given]
+    return [{"params": given}]
+
+
+def _owners(parameters: Sequence[StageParameter], ranks: int) -> list[int]:
+    """The owner of each parameter: the largest first, to the rank that has the fewest elements."""
+    owners, loads = [0] * len(parameters), [0] * ranks
+    sizes = [torch.Size(p.shape).numel() for p in parameters]
+    for k in sorted(range(len(sizes)), key=lambda k: -sizes[k]):
+        owners[k] = loads.index(min(loads))
+        loads[owners[k]] += sizes[k]
+    return owners
+
+
+def _blank(parameter: StageParameter, place: Place) -> torch.Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.stored.dtype, device=place.device)

@@ -1,0 +1,162 @@
+"""Agreement of ranks: on the weights they start from, the batches they train on, and the random
+state in which they trace.
+
+Ranks that differ in one of them train something else than anybody asked for: replicas drift apart,
+tensor ranks hold parts of different models, one rank's inputs meet another's labels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.executor.ranks import launch
+from meshwright.executor.ranks.object_collectives import (
+    all_gather_object,
+    broadcast_object,
+    gloo_group,
+)
+
+SHOWN = 3  # names in a message
+FIRST, EVERY = 3, 100  # batches compared: the first ones, and every one of so many
+HASHED_BYTES = 1 << 24  # at a time
+
+
+def make_equal(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Give every rank rank 0's values, tensor by tensor; those on meta have none. Collective.
+
+    Raises ValueError, on all ranks, where they hold tensors of other names, shapes or dtypes, or
+    another part of them on meta.
+    """
+    _check_alike(tensors)
+    with torch.no_grad():
+        for x in tensors.values():
+            if x.is_meta or not x.numel():
+                continue
+            sent = x.detach().to(device).contiguous()
+            dist.broadcast(sent, src=0)
+            if sent.data_ptr() != x.data_ptr() and launch.rank():
+                x.copy_(sent)
+
+
+def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, on all ranks, for tensors whose values differ between ranks. Collective."""
+    _check_alike(tensors)
+    digests = all_gather_object(gloo_group(), {n: digest(x) for n, x in tensors.items()})
+    differing = {
+        name: [rank for rank, found in enumerate(digests) if found[name] != digests[0][name]]
+        for name in tensors
+    }
+    if names := [name for name, ranks in differing.items() if ranks]:
+        shown = "; ".join(f"{name!r} on ranks {differing[name]}" for name in names[:SHOWN])
+        raise ValueError(
+            f"check_replicas: {len(names)} of {len(tensors)} tensors of the model differ from "
+            f"rank 0's, e.g. {shown}; seed every rank alike before building the model, load the "
+            f"same weights, or leave check_replicas out: rank 0's weights are broadcast then"
+        )
+
+
+def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, on all ranks, where they hold other tensors than rank 0."""
+    own = {n: (tuple(x.shape), str(x.dtype), x.is_meta) for n, x in tensors.items()}
+    first = broadcast_object(gloo_group(), 0, own)
+    unlike = sorted(n for n in own.keys() | first.keys() if own.get(n) != first.get(n))
+    said = [(n, own.get(n), first.get(n)) for n in unlike[:SHOWN]]
+    found = all_gather_object(gloo_group(), said)
+    for rank, names in enumerate(found):
+        if names:
+            shown = "; ".join(f"{n!r} is {a}, on rank 0 {b}" for n, a, b in names)
+            raise ValueError(
+                f"the model differs between ranks: on rank {rank} (shape, dtype, on meta) of "
+                f"{shown}; build the same model on every rank"
+            )
+
+
+def digest(x: torch.Tensor) -> int:
+    """63 bits that say what a tensor holds; 0 on meta."""
+    if x.is_meta:
+        return 0
+    hashed = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=8)
+    flat = x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0)
+    for start in range(0, flat.numel(), HASHED_BYTES):
+        hashed.update(flat[start : start + HASHED_BYTES].cpu().numpy().tobytes())
+    return int.from_bytes(hashed.digest(), "little") >> 1
+
+
+class BatchCheck:
+    """Compares the batches of all ranks: the first ones, and every so many."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def check(
+        self, names: Sequence[str], inputs: Mapping[str, torch.Tensor] | None, device: torch.device
+    ) -> None:
+        """Raise ValueError, on all ranks, for a batch that is another on some rank, or illegal
+        there (None). Collective; `names` are those of the inputs."""
+        due = self.batches < FIRST or self.batches % EVERY == 0
+        self.batches += 1
+        if not due or not launch.running() or launch.world_size() == 1:
+            return
+        found = [-1] * len(names) if inputs is None else [digest(inputs[name]) for name in names]
+        own = torch.tensor([int(inputs is None), *found], device=device)
+        every = [torch.empty_like(own) for _ in range(launch.world_size())]
+        dist.all_gather(every, own)
+        rows = torch.stack(every).tolist()
+        if illegal := [rank for rank, row in enumerate(rows) if row[0]]:
+            raise ValueError(f"batch: it is not as planned on ranks {illegal}, which say why")
+        differing = {
+            name: [rank for rank, row in enumerate(rows) if row[k] != rows[0][k]]
+            for k, name in enumerate(names, start=1)
+        }
+        if unlike := [name for name, ranks in differing.items() if ranks]:
+            raise ValueError(_other_batches(unlike, differing))
+
+
+def _other_batches(names: Sequence[str], differing: Mapping[str, Sequence[int]]) -> str:
+    shown = "; ".join(f"{name!r} on ranks {list(differing[name])}" for name in names[:SHOWN])
+    return (
+        f"batch: it differs from rank 0's in {shown}: every rank gives the same whole batch and "
+        f"reads its rows of it. Seed shuffling alike on all ranks (or use no DistributedSampler), "
+        f"or read the batch on rank 0 and broadcast it"
+    )
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Context in which torch, numpy and Python draw on every rank what they would draw on rank 0;
+    each rank goes on with its own state after it. Collective."""
+    if not launch.running():
+        yield
+        return
+    own = _random_states()
+    _set_random_states(broadcast_object(gloo_group(), 0, own))
+    try:
+        yield
+    finally:
+        _set_random_states(own)
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return (
+        torch.get_rng_state(),
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    of_torch, of_python, of_numpy = states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and of_numpy is not None:
+        numpy.random.set_state(of_numpy)

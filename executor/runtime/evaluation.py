@@ -1,0 +1,30 @@
+"""Whether a graph that was traced for training computes an evaluation, too."""
+
+from __future__ import annotations
+
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import draws, traits_of, updates_statistics
+
+
+def check_evaluable(graph: Graph) -> None:
+    """Raise ValueError for an operator that would compute in evaluation as it does in training.
+
+    The graph was traced for training. Dropout, attention's dropout and leaves follow the mode in
+    which they run; norms that update running statistics, and other random draws, do not.
+    """
+    for op in graph.ops:
+        if why := _training_only(op):
+            raise ValueError(
+                f"eval_step: the model was planned for training, where {op.key} ({op.target}) "
+                f"{why}; load full_state_dict() into the model, call .eval(), and evaluate that"
+            )
+
+
+def _training_only(op: Op) -> str:
+    """The operator's difference from evaluation that the trace fixed; empty where there is none."""
+    if updates_statistics(op):
+        return "takes the statistics of the batch and adds them to its buffers"
+    draw = traits_of(op).draw
+    if draws(op) and not (draw and draw.training):
+        return "draws random numbers"
+    return ""

@@ -1,0 +1,244 @@
+"""What a forward reads from the attributes of its modules, and what it leaves in them.
+
+A trace has the values that attributes had when it was made. `Watch` records which ones a forward
+reads, so that a later change can be refused, and which ones it writes; `Held` is a picture of all
+of them, to be compared and put back. Attributes are keyed by (path of the holder, name); holders
+are modules and the plain objects that they hold (configs).
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshwright.planner.tracing.user_module.similar_layers import PLAIN
+from meshwright.planner.tracing.user_module.sources import UNKNOWN, Place, calling_place
+
+Key = tuple[str, str]  # (path of a module or object, attribute)
+
+OWN = frozenset({*vars(nn.Module()), *dir(nn.Module)}) - {"training"}  # of every module
+# change memory alone: recompute is the planner's own choice, and a trace keeps no cache
+MEMORY_ONLY = frozenset({"gradient_checkpointing", "use_cache"})
+NO_OBJECTS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType, enum.Enum)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+DEPTH = 3  # of objects in objects
+
+
+def holders_of(root: Any, path: str = "") -> dict[str, Any]:
+    """The modules of a model, and the plain objects in their attributes, by path."""
+    if not isinstance(root, nn.Module):
+        return dict(_objects(root, path, set(), DEPTH))
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, module in root.named_modules():
+        at = ".".join(x for x in (path, name) if x)
+        found[at] = module
+        for attribute, value in list(vars(module).items()):
+            if attribute not in OWN:
+                found |= dict(_objects(value, f"{at}.{attribute}".lstrip("."), seen, DEPTH))
+    return found
+
+
+def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if depth and _is_object(value) and id(value) not in seen:
+        seen.add(id(value))
+        yield path, value
+        for name, inner in list(vars(value).items()):
+            yield from _objects(inner, f"{path}.{name}", seen, depth - 1)
+
+
+def _is_object(value: Any) -> bool:
+    if isinstance(value, (*NO_OBJECTS, *CONTAINERS, *PLAIN)) or not hasattr(value, "__dict__"):
+        return False
+    return not type(value).__module__.startswith("torch")
+
+
+class Watch:
+    """The first event at each attribute of `holders` while it records: `reads` and `writes`, each
+    with its place in the user's source; a value written first is no read. `left` is what a whole
+    forward changed."""
+
+    def __init__(self, holders: Mapping[str, Any]) -> None:
+        self.holders = holders
+        self.paths = {id(vars(holder)): path for path, holder in holders.items()}
+        self.reads: dict[Key, Place] = {}
+        self.writes: dict[Key, Place] = {}
+        self.written_first: set[Key] = set()
+        self.left: set[Key] = set()  # here, for export gives modules their attributes back
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which reads and writes are recorded."""
+        objects: set[type] = {
+            type(x) for x in self.holders.values() if not isinstance(x, nn.Module)
+        }
+        classes: tuple[type, ...] = (nn.Module, *objects)
+        with ExitStack() as stack:
+            for cls in classes:
+                for name, make in (("__getattribute__", self._get), ("__setattr__", self._set)):
+                    patch = mock.patch.object(cls, name, make(getattr(cls, name)))
+                    try:
+                        stack.enter_context(patch)
+                    except TypeError:  # a class written in C: all of its objects count as read
+                        self._read_all(cls)
+                        break
+            yield
+
+    def _read_all(self, cls: type) -> None:
+        for path, holder in self.holders.items():
+            if type(holder) is cls:
+                self.reads |= dict.fromkeys(((path, name) for name in vars(holder)), UNKNOWN)
+
+    def _get(self, plain: Any) -> Any:
+        def get(holder: Any, name: str) -> Any:
+            value = plain(holder, name)
+            if name not in OWN and name[:2] != "__":
+                held = object.__getattribute__(holder, "__dict__")
+                path = self.paths.get(id(held))
+                if path is not None and (name in held or _in_class(holder, name, value)):
+                    self._read(path, name, value)
+            return value
+
+        return get
+
+    def _set(self, plain: Any) -> Any:
+        def write(holder: Any, name: str, value: Any) -> None:
+            path = self.paths.get(id(object.__getattribute__(holder, "__dict__")))
+            if path is not None and name not in OWN:
+                key = path, name
+                if key not in self.reads:
+                    self.written_first.add(key)
+                self.writes[key] = calling_place()
+            plain(holder, name, value)
+
+        return write
+
+    def _read(self, path: str, name: str, value: Any) -> None:
+        key = path, name
+        if key in self.reads or key in self.written_first or isinstance(value, NO_OBJECTS[2:-1]):
+            return
+        self.reads[key] = calling_place()
+
+    def place(self, key: Key) -> str:
+        """file:line of the last write of an attribute, else of its first read, else of its
+        holder's."""
+        parent, _, name = key[0].rpartition(".")
+        known = self.writes.get(key), self.reads.get(key), self.reads.get((parent, name))
+        file, line = next((p for p in known if p not in (None, UNKNOWN)), None) or UNKNOWN
+        return f"{file}:{line}" if line else file
+
+
+class Held:
+    """The attributes of all holders at one moment."""
+
+    def __init__(self, holders: Mapping[str, Any]) -> None:
+        self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.contents: list[tuple[Any, Any]] = []
+        self.values: dict[Key, Any] = {}  # described without identities
+        self.tensors: dict[Key, list[torch.Tensor]] = {}
+        self.structure: dict[Key, Any] = {}  # parameters and modules: identities
+        self.classes = {cls for x in holders.values() for cls in type(x).__mro__ if _is_users(cls)}
+        self.of_classes: list[tuple[type, str, Any]] = []
+        for cls in self.classes:
+            for name, value in vars(cls).items():
+                if isinstance(value, (*PLAIN, *CONTAINERS)) and name[:2] != "__":
+                    self.of_classes.append((cls, name, value))
+                    self.values[cls.__name__, name] = self._described(value, [], 0)
+        for path, holder in holders.items():
+            held = vars(holder)
+            self._copy(held)
+            if isinstance(holder, nn.Module):
+                for table in ("_parameters", "_modules", "_buffers"):
+                    self._copy(held[table])
+                for name, value in (*held["_parameters"].items(), *held["_modules"].items()):
+                    self.structure[path, name] = id(value)
+            buffers = held["_buffers"] if isinstance(holder, nn.Module) else {}
+            for name, value in (*held.items(), *buffers.items()):
+                if name not in OWN:
+                    self.tensors[path, name] = []
+                    key = path, name
+                    self.values[key] = self._described(value, self.tensors[key], 0)
+
+    def _copy(self, table: dict[str, Any]) -> None:
+        self.tables.append((table, dict(table)))
+
+    def _described(self, value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
+        """A description equal for values that a forward can't tell apart; `tensors` gets those in
+        it, in order."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return "tensor", tuple(value.shape), value.dtype
+        if isinstance(value, float):
+            return repr(value)
+        if isinstance(value, (*PLAIN, enum.Enum)):
+            return value
+        if isinstance(value, CONTAINERS) and depth < 2 * DEPTH:
+            if isinstance(value, (list, dict, set, deque)):
+                self.contents.append((value, value.copy()))
+            if isinstance(value, (set, frozenset)):
+                return kind, sorted(repr(x) for x in value)
+            items = value.items() if isinstance(value, dict) else value
+            return kind, [self._described(x, tensors, depth + 1) for x in items]
+        return kind, _own_state(value)
+
+    def restore(self) -> None:
+        """Give all holders, their classes, lists, dicts and sets what they held."""
+        for cls, name, value in self.of_classes:
+            if vars(cls).get(name) is not value:
+                setattr(cls, name, value)
+        for table, before in self.tables:
+            table.clear()
+            table.update(before)
+        for container, before in self.contents:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+    def changed(self, after: Held) -> set[Key]:
+        """The attributes that hold something else, or other tensors, in `after`."""
+
+        def differ(key: Key) -> bool:
+            own, others = self.tensors.get(key, []), after.tensors.get(key, [])
+            same = len(own) == len(others) and all(map(_is, own, others))
+            return not same or self.values.get(key, key) != after.values.get(key, key)
+
+        return {key for key in self.values.keys() | after.values.keys() if differ(key)}
+
+    def rebuilt(self, after: Held) -> set[Key]:
+        """The parameters and submodules that are others in `after`."""
+        return {key for key, _ in self.structure.items() ^ after.structure.items()}
+
+
+def _is_users(cls: type) -> bool:
+    """Whether a class may have attributes that a forward of it changes."""
+    return cls.__module__.partition(".")[0] not in ("torch", "builtins", "meshwright")
+
+
+def _in_class(holder: Any, name: str, value: Any) -> bool:
+    """Whether an attribute's value lies in the class: it was not computed by a property."""
+    return any(vars(cls).get(name) is value for cls in type(holder).__mro__)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _own_state(value: Any) -> Any:
+    """What tells two moments of one object apart, where it is known to."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return repr(value) if type(value).__module__ == "itertools" else None

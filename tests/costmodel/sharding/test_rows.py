@@ -1,0 +1,81 @@
+"""What becomes of rows on the way to the loss: known operator by operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.numbers_of_rows import with_numbers_of
+from meshwright.costmodel.sharding.rows import RowUse, row_use
+from meshwright.planner.tracing.trace import trace
+from tests.helpers.row_losses import EXACT, LENGTH, MEET, ROWS, WIDTH, Loss, Tensor
+
+
+class Rows(nn.Module):
+    """A linear map of x[b, s, w], and the loss of its result y, the mask [b, s] and the classes."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.register_buffer("weights", torch.rand(WIDTH))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.loss = loss
+
+    def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.map(x), mask, labels)
+
+
+def graph_of(loss: Loss | nn.Module, rows: int = ROWS) -> Graph:
+    batch = (
+        torch.randn(ROWS, LENGTH, WIDTH),
+        torch.ones(ROWS, LENGTH, dtype=torch.bool),
+        torch.zeros(ROWS, LENGTH, dtype=torch.int64),
+    )
+    model = loss if isinstance(loss, nn.Module) else Rows(loss)
+    return trace(model, batch, batch_size=rows)
+
+
+def use_of(loss: Loss | nn.Module) -> RowUse:
+    graph = graph_of(loss)
+    return row_use(graph, analyse(graph))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_stay_apart(name: str) -> None:
+    assert use_of(EXACT[name]).meetings == ()
+
+
+@pytest.mark.parametrize("name", MEET)
+def test_rows_meet(name: str) -> None:
+    loss, short = MEET[name]
+    meetings = use_of(loss).meetings
+    assert [m.target.split(".")[1] for m in meetings][:1] == [short]
+    assert ".py:" in meetings[0].source
+
+
+def test_sums_and_totals() -> None:
+    found = use_of(EXACT["masked mean, at least 1"])
+    assert len(found.sums) == 1 and list(found.totals.values()) == ["sum"]
+    assert use_of(EXACT["mean"]) == RowUse()
+    assert use_of(EXACT["cross-entropy"]) == RowUse(filling={"2": -100})
+    assert list(use_of(EXACT["scaled by the longest"]).totals.values()) == ["max"]
+    assert use_of(EXACT["by the batch's rows"]).numbers
+
+
+def test_batch_norm_is_exempt() -> None:
+    class Normed(Rows):
+        def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            return self.norm(self.map(x)).square().mean()
+
+    assert use_of(Normed(EXACT["mean"])).meetings == ()
+
+
+def test_numbers_of_the_whole_batch() -> None:
+    loss = EXACT["by the batch's rows"]
+    graph = with_numbers_of(graph_of(loss), graph_of(loss, rows=12))
+    assert [op.args[1] for op in graph.ops if op.short == "div"] == [12]
+    assert graph.batch_size == ROWS

@@ -1,0 +1,87 @@
+"""Losses of y[b, s, w], a mask [b, s] and classes [b, s], by what they make of the rows b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+ROWS, LENGTH, WIDTH = 4, 6, 8  # of a sample batch
+
+Tensor = torch.Tensor
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def tokens(y: Tensor) -> Tensor:
+    return y.square().sum(-1)
+
+
+def infonce(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    z = y.mean(1)
+    return F.cross_entropy(z @ z.T, torch.arange(len(z), device=z.device))
+
+
+def two_views(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    both = torch.cat([y, 3 * y.detach()]).flatten(1)
+    first, second = both.chunk(2)
+    rows = len(y)
+    return (first * second).mean() + both[rows:].mean() + (both[:rows] - second).square().mean()
+
+
+def balanced(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    choices = F.one_hot(y.argmax(-1), WIDTH).float().mean((0, 1))
+    return y.mean() + (choices * y.softmax(-1).mean((0, 1))).sum()
+
+
+def last_token(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    at = mask.long().sum(1) - 1
+    return F.cross_entropy(y[torch.arange(y.shape[0]), at], labels[:, 0])
+
+
+def thresholded(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    found = torch.where(y.amax(-1) > 0.5, y.argmax(-1), -100)
+    return F.cross_entropy(y.flatten(0, 1), found.flatten())
+
+
+EXACT: dict[str, Loss] = {
+    "mean": lambda y, m, t: y.square().mean(),
+    "cross-entropy": lambda y, m, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+    "class weights": lambda y, m, t: F.cross_entropy(
+        y.flatten(0, 1), t.flatten(), torch.arange(1, WIDTH + 1) / WIDTH
+    ),
+    "sum": lambda y, m, t: y.square().sum(),
+    "mean of row sums": lambda y, m, t: tokens(y).sum(1).mean(),
+    "by the batch's rows": lambda y, m, t: y.square().sum() / y.shape[0],
+    "masked mean": lambda y, m, t: (tokens(y) * m).sum() / m.sum(),
+    "masked mean, at least 1": lambda y, m, t: (tokens(y) * m).sum() / m.float().sum().clamp(min=1),
+    "masked by row": lambda y, m, t: ((tokens(y) * m).sum(1) / m.sum(1)).mean(),
+    "by weights of the batch": lambda y, m, t: (tokens(y) * (m / m.sum())).sum(),
+    "per position": lambda y, m, t: ((tokens(y) * m).sum(0) / m.sum(0)).mean(),
+    "several": lambda y, m, t: y.mean() + 0.1 * y.abs().sum() - torch.stack([y.sum(), y.mean()])[0],
+    "row by row": lambda y, m, t: torch.stack([x.softmax(-1).mean() for x in y]).mean(),
+    "row by number": lambda y, m, t: torch.stack([y[i].exp().mean() for i in range(len(y))]).mean(),
+    "two views": two_views,
+    "last token": last_token,
+    "scaled by the longest": lambda y, m, t: y.mean() / m.sum(1).max(),
+    "argmax as the target": lambda y, m, t: F.cross_entropy(
+        y.flatten(0, 1), y.argmax(-1).flatten()
+    ),
+    "attention": lambda y, m, t: F.scaled_dot_product_attention(y, y, y).mean(),
+}  # fmt: skip
+MEET: dict[str, tuple[Loss, str]] = {
+    "infonce": (infonce, "matmul"),
+    "dice": (lambda y, m, t: 1 - 2 * (y * y.detach()).sum() / y.abs().sum(), "div"),
+    "ratio of the model's": (lambda y, m, t: (y * (y > 0)).sum() / (y > 0).sum(), "div"),
+    "load balancing": (balanced, "mul"),
+    "statistics by hand": (lambda y, m, t: (y - y.mean(0)).square().mean(), "sub"),
+    "variance": (lambda y, m, t: y.var(), "var"),
+    "pairs": (lambda y, m, t: (y[:, None] - y[None]).square().mean(), "sub"),
+    "mixed up": (lambda y, m, t: (y * y.flip(0)).mean(), "flip"),
+    "halves": (lambda y, m, t: (y.chunk(2)[0] * y.chunk(2)[1]).mean(), "chunk"),
+    "scan over rows": (lambda y, m, t: y.cumsum(0).mean(), "cumsum"),
+    "exponential": (lambda y, m, t: y.mean().exp(), "exp"),
+    "labels by threshold": (thresholded, "cross_entropy_loss"),
+    "the first row": (lambda y, m, t: (y * y[0]).mean(), "select"),
+    "shuffled": (lambda y, m, t: (y * y[torch.arange(len(y)).flip(0)]).mean(), "index"),
+}  # fmt: skip

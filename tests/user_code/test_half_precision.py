@@ -1,0 +1,203 @@
+"""Half precision as `torch.autocast` has it: inputs and buffers are not rounded, operators cast.
+
+Gradients in bf16 miss those in fp32 by no more than torch's own autocast does, within a factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+
+ROWS, WIDTH, LENGTH = 4, 16, 8
+FACTOR = 1.5  # on torch's own error: parameters are rounded before a sum, not after
+
+
+class Denoiser(nn.Module):
+    """A diffusion model's head: sines of timesteps up to 1,000, which bf16 can't tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rates = torch.exp(-math.log(1e3) * torch.arange(WIDTH // 2) / WIDTH * 2)
+        angles = t[:, None] * rates
+        embedded = torch.cat([angles.sin(), angles.cos()], -1)
+        return F.mse_loss(self.out(F.silu(self.inside(embedded)) + x), y)
+
+
+class Positions(nn.Module):
+    """Positions as a float buffer, which multiply what a product made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("places", torch.arange(500.0, 500.0 + LENGTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = (self.places[:, None] * 0.7).sin()
+        return F.mse_loss(self.out(self.inside(x) * turned), y)
+
+
+class Counting(Positions):
+    """A float buffer that the forward counts up: 256 + 1 is 256 in bf16."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.places += 1
+        return super().forward(x, y)
+
+
+class Spectral(nn.Module):
+    """A Fourier transform, which has no kernel in bf16, between products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.inside(x)
+        return F.mse_loss(self.out(self.norm(torch.fft.fft(h).real + h)), y)
+
+
+class Frozen(nn.Module):
+    """A frozen batch norm of buffers behind a convolution: fp32 meets the next convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(LENGTH, LENGTH, 1), nn.Conv1d(LENGTH, LENGTH, 1)
+        self.register_buffer("scale", torch.rand(LENGTH, 1) + 0.5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.b((self.a(x) * self.scale).relu()), y)
+
+
+class Recurrent(nn.Module):
+    """An LSTM on what a buffer made float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.out(self.inner(x - self.mean)[0]), y)
+
+
+class Relative(nn.Module):
+    """Attention with a float32 bias of positions, as Transformer-XL adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+        self.register_buffer("bias", -0.1 * distance.abs().float())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inside(x).chunk(3, -1)
+        scores = torch.einsum("bid,bjd->bij", q, k) / WIDTH**0.5 + self.bias
+        return F.mse_loss(self.out(torch.bmm(scores.softmax(-1), v)), y)
+
+
+def sequences(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {"x": torch.randn(ROWS, LENGTH, WIDTH), "y": torch.randn(ROWS, LENGTH, WIDTH)}
+
+
+def noise(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    x, y = torch.randn(2, ROWS, WIDTH)
+    return {"x": x, "t": torch.tensor([3.0, 411.0, 713.0, 997.0]), "y": y}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "timesteps": (Denoiser, noise),
+    "positions": (Positions, sequences),
+    "buffer counted up": (Counting, sequences),
+    "Fourier transform": (Spectral, sequences),
+    "frozen norm": (Frozen, sequences),
+    "LSTM": (Recurrent, sequences),
+    "relative attention": (Relative, sequences),
+}
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def gradients(model: nn.Module, batch: Any, precision: torch.dtype | None) -> torch.Tensor:
+    enabled = precision is not None
+    with torch.autocast("cpu", dtype=precision or torch.bfloat16, enabled=enabled):
+        loss = model(**batch)
+    loss.backward()
+    return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+
+def planned(
+    model: nn.Module, batch: Any, precision: str | None, microbatches: int = 1
+) -> ParallelModel:
+    return auto_parallelize(
+        model,
+        Cluster.local(1, "cpu", measure=False),
+        example_inputs=batch,
+        global_batch_size=ROWS,
+        precision=precision,
+        overrides=Overrides(num_microbatches=microbatches),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_misses_no_more_than_autocast(name: str) -> None:
+    build, batch_of = CASES[name]
+    batch = batch_of(1)
+    exact = gradients(built(build), batch, None)
+    autocast = gradients(built(build), batch, torch.bfloat16)
+    made = planned(built(build), batch, "bf16")
+    made.train_step(batch)
+    ours = torch.cat([p.grad.flatten() for _, p in sorted_as(built(build), made)])
+
+    def error(of: torch.Tensor) -> float:
+        return float((of - exact).norm() / exact.norm())
+
+    assert error(ours) <= FACTOR * error(autocast) + 1e-3
+    assert error(ours) > 1e-6  # it is bf16
+
+
+def sorted_as(model: nn.Module, made: ParallelModel) -> list[tuple[str, nn.Parameter]]:
+    """The planned parameters in the order of the model's."""
+    held = dict(made.named_parameters())
+    return [(name, held[name]) for name, _ in model.named_parameters()]
+
+
+def test_buffers_come_back_in_their_own_dtype() -> None:
+    model = built(Counting)
+    places = model.places.clone()
+    batch = sequences(1)
+    made = planned(model, batch, "bf16", microbatches=2)
+    for _ in range(2):
+        made.train_step(batch)
+    after = made.full_state_dict()["places"]
+    assert after.dtype == torch.float32
+    assert torch.equal(after, places + 4)
+
+
+def test_the_default_precision_on_the_cpu_is_fp32() -> None:
+    batch = sequences(1)
+    assert planned(built(Positions), batch, None).plan.precision == "fp32"
+    on_gpus = auto_parallelize(
+        built(Positions),
+        Cluster.from_catalog("h100-sxm"),
+        example_inputs=batch,
+        global_batch_size=ROWS,
+    )
+    assert on_gpus.plan.precision == "bf16"
