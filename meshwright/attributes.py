@@ -24,13 +24,20 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any, graph: Graph) -> None:
-        roots = {"model": model, "loss_fn": loss_fn}
+        self._roots = {"model": model, "loss_fn": loss_fn}
+        self._seen: set[tuple[str, str]] = set()
+        self._known: list[tuple[str, Callable[[], Any], list[tuple[str, Any]]]] = []
+        self.add(graph)
+
+    def add(self, graph: Graph) -> None:
+        """Compare what another graph of the model has read, too."""
         names: dict[str, list[str]] = {}
         for path, name in graph.reads:
-            names.setdefault(path, []).append(name)
-        self._known = []
+            if (path, name) not in self._seen:
+                names.setdefault(path, []).append(name)
+        self._seen.update(graph.reads)
         for path, own in names.items():
-            find = _finder(roots, path)
+            find = _finder(self._roots, path)
             holder = find()
             told = [(name, _told(getattr(holder, name, _MISSING))) for name in own]
             self._known.append((path, find, told))

@@ -46,7 +46,7 @@ def _priced(
     _check_made_for(plan, problem, request.global_batch_size)
     check_plan_for(plan, problem.target)
     priced = Evaluator(problem).price(plan)
-    _check_memory(priced.prediction, problem.cluster)
+    check_memory(priced.prediction, problem.cluster)
     _check_margin(priced.prediction, problem.cluster, memory_margin)
     report = explain_plan(priced, problem, phases_s)
     return Decision(plan=plan, report=report, prediction=priced.prediction)
@@ -77,7 +77,7 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
         )
 
 
-def _check_memory(prediction: Prediction, cluster: Cluster) -> None:
+def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     """A given plan must fit as a searched one does."""
     room = cluster.device.memory_bytes
     short = prediction.shortfall_bytes(cluster)

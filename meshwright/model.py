@@ -17,9 +17,10 @@ from meshwright.executor.checkpoint import Saving, checkpoint, hand_over, take_o
 from meshwright.executor.parameters import WholeTensors, clip_
 from meshwright.executor.ranks import launch, progress
 from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed_step
-from meshwright.planner.batch import batch_rows, input_leaves
+from meshwright.executor.stages import CheckedPlan
+from meshwright.planner.batch import batch_rows
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import check_plan, check_runs
+from meshwright.shapes import OtherShapes
 from meshwright.traced import TracedModel
 from meshwright.world import why_not_here
 
@@ -86,24 +87,20 @@ class ParallelModel:
     def _lowered(self) -> Runtime:
         """The plan's part of this rank, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
-        check_runs(plan)
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
-        assignments = check_plan(plan, graph, factors)
+        checked = CheckedPlan.of(plan, graph, factors, traced.use)
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
         return Runtime(
-            plan,
-            graph,
-            factors,
-            assignments,
+            checked,
             traced.model,
-            use=traced.use,
             options=RunOptions(
                 compile=self._request.compile,
                 device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
                 check_replicas=self._request.check_replicas,
             ),
+            at_shape=OtherShapes(plan, self._problem, traced),
         )
 
     @property
@@ -122,15 +119,15 @@ class ParallelModel:
         """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
 
         `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may
-        be given apart. Every rank gives the same whole batch, and reads its rows of it. The last
-        batch may have fewer rows where labels or masks can keep others from counting. Numbers in it
+        be given apart. Every rank gives the same whole batch, and reads its rows of it. Other sizes
+        than planned, and fewer rows, are traced and lowered once a shape. Numbers in the batch
         may differ from step to step, unless the forward's course depends on them (ValueError, as
         for attributes of the model that were changed since it was planned). Gradients are added to
         `.grad`: zero them before, step your optimizer after. Where any of them on any rank is not
         finite, all are dropped (`skipped_steps`).
         """
         self._traced.attributes.check(training=True)
-        return self.runtime.train_step(self._given(batch, targets))
+        return self.runtime.train_step(_with_targets(batch, targets))
 
     def timeline(self, path: str | Path, batch: Any = None, targets: Any = None) -> MeasuredStep:
         """One training step as `train_step` makes it, timed: written to `path` as a Chrome trace of
@@ -144,24 +141,7 @@ class ParallelModel:
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
         self._traced.attributes.check(training=True)
-        return timed_step(self.runtime, self._given(batch, targets), path, self.report.timeline)
-
-    def _given(self, batch: Any, targets: Any) -> Any:
-        """The batch with its targets; ValueError for inputs that the model was not planned with."""
-        if targets is not None:
-            batch = (
-                {**batch, "targets": targets}
-                if isinstance(batch, Mapping)
-                else (*_tuple(batch), targets)
-            )
-        known = set(self.runtime.graph.inputs.values())
-        given = {path for path, x in input_leaves(batch)[0] if isinstance(x, torch.Tensor)}
-        if given - known:
-            raise ValueError(
-                f"batch: {sorted(given - known)} were not among example_inputs; the model was "
-                f"planned with inputs {sorted(known)}: drop them, or plan again with them"
-            )
-        return batch
+        return timed_step(self.runtime, _with_targets(batch, targets), path, self.report.timeline)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output in its current mode (call `model.eval()` before), without
@@ -174,7 +154,7 @@ class ParallelModel:
         dropout. Weights, buffers and gradients stay as they are. ValueError for models with batch
         norm, which is planned with the batch's own statistics. Collective."""
         self._traced.attributes.check(training=False)
-        return self.runtime.eval_step(self._given(batch, targets))
+        return self.runtime.eval_step(_with_targets(batch, targets))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the user's FQNs: the model's own objects where every rank holds
@@ -303,6 +283,14 @@ def repeated(example: Any, rows: int) -> Any:
         return x.repeat(-(-rows // sample), *[1] * (x.dim() - 1))[:rows]
 
     return pytree.tree_map(repeat, dict(example) if isinstance(example, Mapping) else example)
+
+
+def _with_targets(batch: Any, targets: Any) -> Any:
+    if targets is None:
+        return batch
+    if isinstance(batch, Mapping):
+        return {**batch, "targets": targets}
+    return (*_tuple(batch), targets)
 
 
 def _tuple(batch: Any) -> tuple[Any, ...]:

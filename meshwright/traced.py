@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -26,8 +27,15 @@ class TracedModel:
     """
 
     def __init__(
-        self, model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, precision: str
+        self,
+        model: nn.Module,
+        example: Any,
+        loss_fn: Callable[..., Any] | None,
+        precision: str,
+        *,
+        like: Graph | None = None,
     ) -> None:
+        """The model is cut into blocks as in the graph `like`, where there is one."""
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
         if split := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
@@ -37,10 +45,26 @@ class TracedModel:
             )
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
-        self.graph, self.factors = self._traced(model, max(2, batch_rows(example)), like=None)
+        self._modes = [(m, m.training) for m in model.modules()]
+        self.graph, self.factors = self._traced(model, max(2, batch_rows(example)), like=like)
         self.phases_s = {"trace": time.process_time() - started}
         self.use = row_use(self.graph, self.factors)
         self.attributes = Attributes(model, loss_fn, self.graph)
+
+    @property
+    def batched(self) -> frozenset[str]:
+        """The paths of the batch's tensors whose first dim is its rows."""
+        return frozenset(self.graph.inputs[name] for name in self.graph.batched)
+
+    def with_example(self, example: Any) -> TracedModel:
+        """The model traced with an example of other sizes. The attributes that it reads so are
+        among the compared from now on."""
+        with self._in_first_modes():
+            other = TracedModel(
+                self.model, example, self._loss_fn, self._precision, like=self.graph
+            )
+        self.attributes.add(other.graph)
+        return other
 
     def at(self, rows: int) -> tuple[Graph, FactorTable]:
         """The graph and the factors of its tensors' dims at so many rows, cut into blocks alike."""
@@ -59,7 +83,7 @@ class TracedModel:
     def _traced(
         self, model: nn.Module, rows: int, *, like: Graph | None
     ) -> tuple[Graph, FactorTable]:
-        with same_random_state():
+        with same_random_state(), self._in_first_modes():
             traced = trace(
                 model,
                 self.example,
@@ -70,3 +94,15 @@ class TracedModel:
         graph = verified(traced)
         factors = analyse(graph)
         return cut_blocks(graph, factors, like), factors
+
+    @contextmanager
+    def _in_first_modes(self) -> Iterator[None]:
+        """Context in which the model's modules train or evaluate as when they were first traced."""
+        now = [(m, m.training) for m in self.model.modules()]
+        try:
+            for m, training in self._modes:
+                m.training = training
+            yield
+        finally:
+            for m, training in now:
+                m.training = training

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules import Action, Instruction, build_schedule, stages_of_devices
-from meshwright.costmodel.sharding import Assignment, FactorTable, RowUse, loss_is_summed, row_use
+from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor.backward import WeightGradientQueue
-from meshwright.executor.lowering import backend_of, row_weight
+from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
     LossScale,
     Reducer,
@@ -44,20 +43,22 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime.evaluation import check_evaluable
 from meshwright.executor.runtime.state import RankState
+from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import (
-    Batches,
+    BatchShape,
     Builder,
     BuiltStage,
+    CheckedPlan,
+    LoweredStage,
     Observer,
     Phase,
     PipelineRun,
-    Rows,
     RunStage,
     UserModel,
     add_totals,
     replicated,
 )
-from meshwright.planner.plan import Plan, PlanError, check_runs, crossings, stages_of_parameters
+from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,36 +71,37 @@ class RunOptions:
     check_replicas: bool = False
 
 
+# the plan for batches of another shape than planned, the first of which is given
+AtShape = Callable[[BatchShape, Any], CheckedPlan]
+KEPT_SHAPES = 64  # lowered at a time
+
+
 class Runtime(RankState):
     """One rank of a running plan. Built collectively: every rank of the plan constructs it at the
     same time."""
 
     def __init__(
         self,
-        plan: Plan,
-        graph: Graph,
-        table: FactorTable,
-        assignments: list[dict[str, Assignment]],
+        checked: CheckedPlan,
         model: nn.Module,
         *,
-        use: RowUse | None = None,
         options: RunOptions | None = None,
+        at_shape: AtShape | None = None,
     ) -> None:
-        """`use` is what the loss makes of rows, read from the graph if it is None. Weights and
-        buffers are made equal to rank 0's, or compared with them (ValueError)."""
+        """Weights and buffers are made equal to rank 0's, or compared with them (ValueError).
+        `at_shape` gives the plan for batches of another shape; without it they are refused."""
         options = options or RunOptions()
-        check_runs(plan)
+        plan, graph = checked.plan, checked.graph
         device = options.device or device_here()
         backend = backend_of(options.compile, device.type)
         progress.stages = _stages_of_ranks(plan)
-        place = _join_plan(plan, graph, table, assignments, device)
-        use = row_use(graph, table) if use is None else use
+        place = _join_plan(checked, device)
         user = UserModel(model)
         if place.mesh is not None and options.check_replicas:
             check_equal(user.originals)
         elif place.mesh is not None:
             make_equal(user.originals, place.device)
-        builder = Builder(plan, graph, table, assignments, user, place, use=use, backend=backend)
+        self.builder = builder = Builder(checked, user, place, backend=backend)
         stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in place.stages}
         shared = tuple(builder.shared.values())
         super().__init__(plan, graph, place, user, stages, shared)
@@ -115,32 +117,16 @@ class Runtime(RankState):
             parameters = [*(p for p in shared if first[p.fqn] == k), *stage.parameters]
             self.gathers[k] = WeightGather(parameters, place, stage.reader)
             stage.program.ready = self.gathers[k].wait
-        self.reads = {k: stage.reads for k, stage in stages.items()}
-        self.stream = self._stream()
-        # stage -> the micro-batch of its last backward
-        self.last = {
-            i.stage: i.microbatch for i in self.stream if i.action is Action.REDUCE_GRADIENTS
-        }
+        self.planned = Step.of(checked, place, {k: s.lowered for k, s in stages.items()})
+        self.other_steps: dict[BatchShape, Step] = {}
+        self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.steps = 0
         self.seed = _shared_seed(place)
-        self.batches = Batches(plan, graph, place, use.filling)
         self.batch_check = BatchCheck()
         self.retired = False  # by a plan that took the model over
         if place.mesh is not None:
             reduce_in_optimizers()
-
-    def _stream(self) -> tuple[Instruction, ...]:
-        """This rank's instructions of a step, in order."""
-        counts = {"num_stages": len(self.plan.stages), "num_devices": len(self.plan.devices)}
-        placed = stages_of_devices(self.plan.schedule, **counts)
-        streams = build_schedule(
-            self.plan.schedule,
-            num_microbatches=self.plan.num_microbatches,
-            edges=crossings(self.plan, self.graph).keys(),
-            **counts,
-        )
-        return streams[placed.index(self.place.stages)]
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -160,7 +146,7 @@ class Runtime(RankState):
                 "train_step under no_grad or inference_mode makes no gradients; use eval_step for "
                 "the loss alone"
             )
-        inputs = self._checked(batch)
+        step, inputs = self._prepared(batch)
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.begin()
@@ -168,10 +154,10 @@ class Runtime(RankState):
         observed(Phase.REFRESH, self._gather_weights)
         seed = self._step_seed()
         run = PipelineRun(
-            {k: self._run_stage(k, inputs) for k in self.stages},
-            self.stream,
-            rng=lambda k: (seed, k * self.plan.microbatch_rows),
-            scale=self.guard.seed / self.plan.num_microbatches,
+            {k: self._run_stage(step, k, inputs) for k in self.stages},
+            step.stream,
+            rng=lambda k: (seed, k * step.plan.microbatch_rows),
+            scale=self.guard.seed / step.plan.num_microbatches,
             weight_gradients=self.weight_gradients,
             observe=observe,
         )
@@ -182,7 +168,7 @@ class Runtime(RankState):
             observed(Phase.DELIVER, self._accumulate_grads)
             self.settle_buffers()
             self.steps += 1
-            loss = self._mean_loss(losses)
+            loss = step.mean_loss(losses)
         loss.backward = _backward_is_done  # type: ignore[method-assign]
         return loss
 
@@ -191,19 +177,19 @@ class Runtime(RankState):
         """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
         self._check_ready()
         check_evaluable(self.graph)
-        inputs = self._checked(batch)
+        step, inputs = self._prepared(batch)
         self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
             self._gather_weights()
             run = PipelineRun(
-                {k: self._run_stage(k, inputs) for k in self.stages},
-                [i for i in self.stream if i.action in forward],
+                {k: self._run_stage(step, k, inputs) for k in self.stages},
+                [i for i in step.stream if i.action in forward],
                 rng=lambda k: (0, 0),
                 scale=1.0,
                 weight_gradients=self.weight_gradients,
             )
-            return self._mean_loss(run.run())
+            return step.mean_loss(run.run())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output in its current mode, without gradients. Collective: where this
@@ -227,18 +213,57 @@ class Runtime(RankState):
             for program in programs:
                 program.train(True)
 
-    def _checked(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The inputs by value name, the same on all ranks. Raises ValueError on all alike."""
-        paths, device = list(self.graph.inputs.values()), self.place.device
+    def _prepared(self, batch: Any) -> tuple[Step, Mapping[str, torch.Tensor]]:
+        """The step for a batch, which the programs run from now on, and the inputs by value name,
+        the same on all ranks. Raises ValueError on all alike."""
+        batches, device = self.planned.batches, self.place.device
+        paths = list(self.graph.inputs.values())
         try:
-            inputs = self.batches.checked(batch)
+            inputs = batches.checked(batch)
+            shape = batches.shape(inputs)
         except ValueError:
             with suppress(ValueError):  # this rank's own says more
                 self.batch_check.check(paths, None, device)
             raise
         by_path = {path: inputs[name] for name, path in self.graph.inputs.items()}
         self.batch_check.check(paths, by_path, device)
-        return inputs
+        try:
+            step = self._step_at(shape, batch)
+        except ValueError as error:
+            raise batches.unlike(inputs, str(error)) from error
+        for k, stage in self.stages.items():
+            stage.program.take(step.stages[k].graphs)
+        return step, step.batches.filled(inputs)
+
+    def _step_at(self, shape: BatchShape, batch: Any) -> Step:
+        """The step for batches of a shape, lowered for the first of them. Collective then."""
+        if shape == self.planned.batches.planned:
+            return self.planned
+        if shape not in self.other_steps:
+            if self.at_shape is None:
+                raise ValueError("plan for this batch")
+            progress.enter("lowering the plan for another shape of batches", waits=True)
+            with self.user.as_passed():
+                checked = self.at_shape(shape, batch)
+            lowering = self.builder.at(checked)
+            stages = {k: lowering.stage(k) for k in self.stages}
+            self._check_same_tensors(checked.graph, stages)
+            while len(self.other_steps) >= KEPT_SHAPES:
+                del self.other_steps[next(iter(self.other_steps))]
+            self.other_steps[shape] = Step.of(checked, self.place, stages)
+        return self.other_steps[shape]
+
+    def _check_same_tensors(self, graph: Graph, stages: Mapping[int, LoweredStage]) -> None:
+        """Raise ValueError unless stages read the weights, buffers and inputs of the planned."""
+        same = graph.inputs == self.graph.inputs and graph.batched == self.graph.batched
+        for k, stage in stages.items():
+            planned = self.stages[k].lowered
+            same &= (stage.stored, stage.buffers) == (planned.stored, planned.buffers)
+        if not same:
+            raise ValueError(
+                "with this shape the model reads other inputs, or weights in other parts, than "
+                "planned: plan for this batch"
+            )
 
     def _check_ready(self) -> None:
         """Raise ValueError where there are no weights, `requires_grad` was changed or a parameter
@@ -260,18 +285,18 @@ class Runtime(RankState):
             )
         self.user.check_places(self.stage_parameters)
 
-    def _run_stage(self, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
-        stage = self.stages[k]
-        rows = self.batches.rows(inputs, stage.data, self.reads[k])
-        add_totals(stage.totals, stage.program.tensors, rows)
+    def _run_stage(self, step: Step, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
+        lowered, program = step.stages[k], self.stages[k].program
+        rows = step.batches.rows(inputs, lowered.data, step.reads[k])
+        add_totals(lowered.totals, program.tensors, rows)
         return RunStage(
-            program=stage.program,
-            channels=stage.channels,
-            beside=stage.beside,
+            program=program,
+            channels=lowered.channels,
+            beside=lowered.beside,
             reducer=self.reducers[k],
             inputs=rows.__getitem__,
-            counts=self._loss_rows(stage, rows),
-            last=self.last[k],
+            counts=step.loss_rows(k, program.tensors, rows),
+            last=step.last[k],
         )
 
     def _gather_weights(self) -> None:
@@ -294,42 +319,6 @@ class Runtime(RankState):
         if self.guard.admit(self.stage_parameters):
             accumulate_grads(self.stage_parameters)
 
-    def _loss_rows(self, stage: BuiltStage, inputs: Rows) -> dict[str, torch.Tensor]:
-        """Per loss, its rows over the whole global batch, divided by the number of micro-batches:
-        the denominator that makes Σ over micro-batches and ranks the mean over the batch."""
-        if stage.counts is None:
-            return {}
-        device = self.place.device
-        totals = {n: torch.zeros((), dtype=torch.int64, device=device) for n in stage.losses}
-        with torch.no_grad():
-            for microbatch in inputs:
-                values = {**stage.program.tensors, **microbatch}
-                results = stage.counts.module(*[values[n] for n in stage.counts.arguments])
-                targets = dict(zip(stage.counts.outputs, results, strict=True))
-                for name, (target, ignored, weight) in stage.losses.items():
-                    found = row_weight(targets[target], ignored, targets.get(weight or ""))
-                    totals[name] = totals[name] + found
-        for name, (target, *_) in stage.losses.items():
-            if self.place.data.size > 1 and stage.data.states[target].sharded:
-                dist.all_reduce(totals[name], group=self.place.data.group)
-        return {name: total / self.plan.num_microbatches for name, total in totals.items()}
-
-    def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The mean over micro-batches and data ranks, broadcast from the last stage."""
-        place = self.place
-        total = torch.zeros((), dtype=torch.float32, device=place.device)
-        last = len(self.plan.stages) - 1
-        if losses:
-            total = (
-                torch.stack([x.float().reshape(()) for x in losses]).sum()
-                / self.plan.num_microbatches
-            )
-            if place.data.size > 1 and loss_is_summed(self.stages[last].data, self.graph):
-                dist.all_reduce(total, group=place.data.group)
-        if place.mesh is not None and last > 0:
-            dist.broadcast(total, src=place.meshes[last].ranks[0])
-        return total
-
     def _step_seed(self) -> int:
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
 
@@ -346,16 +335,11 @@ def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
     run()
 
 
-def _join_plan(
-    plan: Plan,
-    graph: Graph,
-    table: FactorTable,
-    assignments: list[dict[str, Assignment]],
-    device: torch.device,
-) -> Place:
+def _join_plan(checked: CheckedPlan, device: torch.device) -> Place:
     """Make this process' groups for a plan, together with all other ranks. Raises PlanError, on all
     alike and before any group is made, for a plan of another number of ranks."""
-    meshes = stage_meshes(plan, graph, table, assignments)
+    plan, graph = checked.plan, checked.graph
+    meshes = stage_meshes(plan, graph, checked.factors, checked.assignments)
     check_sharding(plan, meshes)
     if plan.num_ranks == 1 and world_size() == 1:
         return single_process(device, meshes)

@@ -214,7 +214,7 @@ def _targets(runtime: Runtime, what: Instruction | Phase) -> tuple[int, ...]:
     if not isinstance(what, Instruction) or what.action not in RECEIVE_OF:
         return ()
     assert what.peer is not None
-    channels = runtime.stages[what.stage].channels[what.action, what.peer]
+    channels = runtime.planned.stages[what.stage].channels[what.action, what.peer]
     return tuple(
         dict.fromkeys(piece.target for channel in channels.values() for piece in channel.outgoing)
     )

@@ -1,14 +1,17 @@
 """Pipeline stages on a rank: built, run by instruction streams, connected."""
 
-from meshwright.executor.stages.batches import Batches, Rows
+from meshwright.executor.stages.batches import Batches, BatchShape, Rows
 from meshwright.executor.stages.buffers import HeldBuffer
 from meshwright.executor.stages.build import Builder, BuiltStage
+from meshwright.executor.stages.checked import CheckedPlan
+from meshwright.executor.stages.lowered import LoweredStage
 from meshwright.executor.stages.parameters import replicated
 from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
 from meshwright.executor.stages.totals import add_totals
 from meshwright.executor.stages.user_model import UserModel, current, follow
 
 __all__ = [
-    "Batches", "Builder", "BuiltStage", "HeldBuffer", "Observer", "Phase", "PipelineRun", "Rows",
-    "RunStage", "UserModel", "add_totals", "current", "follow", "replicated",
+    "BatchShape", "Batches", "Builder", "BuiltStage", "CheckedPlan", "HeldBuffer", "LoweredStage",
+    "Observer", "Phase", "PipelineRun", "Rows", "RunStage", "UserModel", "add_totals", "current",
+    "follow", "replicated",
 ]  # fmt: skip

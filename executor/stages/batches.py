@@ -3,7 +3,8 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,18 @@ from meshwright.planner.plan import Plan
 Rows = list[dict[str, torch.Tensor]]  # per micro-batch, by value name
 
 
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The rows of a batch, and the other sizes of each input, in their order."""
+
+    rows: int
+    sizes: tuple[tuple[int, ...], ...]
+
+
 class Batches:
     """Cuts batches for the stages of one rank. A batch of fewer rows is filled up with rows that
-    count nothing, where the inputs of `filling` can say so, each by a value of its own."""
+    count nothing, where the inputs of `filling` can say so, each by a value of its own. `planned`
+    is the shape that the graph was traced at."""
 
     def __init__(
         self, plan: Plan, graph: Graph, place: Place, filling: Mapping[str, int] | None = None
@@ -28,10 +38,14 @@ class Batches:
         self.filling = filling
         self.graph = graph
         self.place = place
+        self.planned = BatchShape(
+            plan.global_batch_size,
+            tuple(self._sizes(name, graph.values[name].shape) for name in graph.inputs),
+        )
 
     def checked(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The inputs of a batch by value name. Raises ValueError for what is missing or not as
-        planned, which every rank that is given the same batch does."""
+        """The inputs of a batch by value name. Raises ValueError for what is missing or of another
+        kind than planned, which every rank that is given the same batch does."""
         leaves = dict(input_leaves(batch)[0])
         missing = sorted(set(self.graph.inputs.values()) - set(leaves))
         if missing:
@@ -40,14 +54,27 @@ class Batches:
                 f"{sorted(self.graph.inputs.values())}"
             )
         self._check_fixed(leaves)
-        tensors = {
+        return {
             name: self._tensor(name, path, leaves[path]) for name, path in self.graph.inputs.items()
         }
-        if self.filling:
-            tensors |= self._filled_up(tensors)
-        for name, path in self.graph.inputs.items():
-            self._check(name, path, tensors[name])
-        return tensors
+
+    def shape(self, tensors: Mapping[str, torch.Tensor]) -> BatchShape:
+        """The shape of a batch as it is run, filled up where that can be. Raises ValueError for
+        inputs of another number of dims, or of other rows than each other."""
+        batched = self.graph.batched
+        rows = {len(x) for name, x in tensors.items() if name in batched and x.dim()}
+        for name in self.graph.inputs:
+            given, dims = tensors[name], len(self.graph.values[name].shape)
+            if given.dim() != dims or 0 in given.shape or (name in batched and len(rows) > 1):
+                raise self.unlike(tensors, "pad or drop rows, or plan for this batch")
+        fewer = min(rows, default=self.planned.rows)
+        return BatchShape(
+            rows=self.planned.rows if self.filling and fewer < self.planned.rows else fewer,
+            sizes=tuple(self._sizes(name, x.shape) for name, x in tensors.items()),
+        )
+
+    def _sizes(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape[1:] if name in self.graph.batched else shape)
 
     def _check_fixed(self, leaves: Mapping[str, Any]) -> None:
         """Raise ValueError for entries that are fixed in the plan and differ, or are unknown."""
@@ -71,6 +98,11 @@ class Batches:
         """An input as a tensor; numbers are 0-dim ones."""
         planned = self.graph.values[name]
         if isinstance(given, torch.Tensor):
+            if given.is_floating_point() != planned.dtype.is_floating_point:
+                raise ValueError(
+                    f"batch: {path!r} is {given.dtype}, but the model was planned with "
+                    f"{planned.dtype}; convert it, or plan with inputs like it"
+                )
             return given
         if not is_number(given) or planned.shape:
             raise ValueError(
@@ -84,14 +116,13 @@ class Batches:
             )
         return torch.tensor(given, dtype=planned.dtype)
 
-    def _filled_up(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The batched inputs of a smaller batch, its first row repeated."""
-        assert self.filling is not None
+    def filled(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The inputs with as many rows as planned: the first one repeated, counting nothing."""
         batched = self.graph.batched
-        sizes = {len(tensors[name]) if tensors[name].dim() else 0 for name in batched}
-        missing = self.plan.global_batch_size - min(sizes)
-        if len(sizes) > 1 or not 0 < missing < self.plan.global_batch_size:
-            return {}
+        missing = self.planned.rows - min((len(tensors[n]) for n in batched), default=0)
+        if not missing or not batched:
+            return tensors
+        assert self.filling
         filled = {}
         for name in batched:
             given, path = tensors[name], self.graph.inputs[name]
@@ -99,33 +130,20 @@ class Batches:
             if path in self.filling:
                 rows = torch.full_like(rows, self.filling[path])
             filled[name] = torch.cat([given, rows])
-        return filled
+        return {**tensors, **filled}
 
-    def _check(self, name: str, path: str, tensor: torch.Tensor) -> None:
-        planned = self.graph.values[name]
-        expected = list(planned.shape)
-        if name in self.graph.batched:
-            expected[0] = self.plan.global_batch_size
-        if list(tensor.shape) != expected:
-            raise ValueError(
-                f"batch: {path!r} has shape {tuple(tensor.shape)}; the plan expects "
-                f"{tuple(expected)} (global_batch_size={self.plan.global_batch_size}); pad or drop "
-                f"rows, or plan for this batch{self._why_whole()}"
-            )
-        if tensor.is_floating_point() != planned.dtype.is_floating_point:
-            raise ValueError(
-                f"batch: {path!r} is {tensor.dtype}, but the model was planned with "
-                f"{planned.dtype}; convert it, or plan with inputs like it"
-            )
-
-    def _why_whole(self) -> str:
-        """Why a batch of fewer rows is not taken."""
-        if self.filling:
-            return ""
-        return (
-            " (fewer rows are taken where the loss is of cross-entropies of labels among the "
-            "inputs, which can be ignored, or of sums under a mask)"
-        )
+    def unlike(self, tensors: Mapping[str, torch.Tensor], why: str) -> ValueError:
+        """The error for a batch that has not the planned shape, and can't be run for a reason."""
+        shapes = []
+        for name, path in self.graph.inputs.items():
+            expected = self.graph.values[name].shape
+            if name in self.graph.batched:
+                expected = (self.planned.rows, *expected[1:])
+            if tuple(tensors[name].shape) != expected:
+                shapes.append(
+                    f"{path!r} has shape {tuple(tensors[name].shape)}; the plan expects {expected}"
+                )
+        return ValueError(f"batch: {shapes[0]} (global_batch_size={self.planned.rows}): {why}")
 
     def rows(
         self, inputs: Mapping[str, torch.Tensor], layout: DataLayout, read: Collection[str]

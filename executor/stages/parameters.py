@@ -19,6 +19,7 @@ from meshwright.executor.parameters import (
     make_parameter,
 )
 from meshwright.executor.ranks import Place
+from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.planner.plan import Plan, PlanError, expert_weights, stage_of, stages_of_parameters
 
 
@@ -30,23 +31,17 @@ class RankParameters:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        graph: Graph,
-        assignments: Sequence[Mapping[str, Assignment]],
-        model: nn.Module,
-        place: Place,
-        dtype: torch.dtype,
+        self, checked: CheckedPlan, model: nn.Module, place: Place, dtype: torch.dtype
     ) -> None:
-        self.plan = plan
-        self.graph = graph
+        self.plan = plan = checked.plan
+        self.graph = graph = checked.graph
         self.place = place
         self.dtype = dtype
         self.sources = dict(model.named_parameters())
         self.owners = stages_of_parameters(plan, graph)
         self.experts = expert_weights(graph)
         self.shared: dict[str, StageParameter] = {}
-        self.tied = _tied(plan, graph, assignments)
+        self.tied = _tied(plan, graph, checked.assignments)
         self._states: dict[str, State] = {}  # of the shared ones
         self._reached = _reached(graph)
 

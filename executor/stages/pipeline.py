@@ -125,8 +125,8 @@ class PipelineRun:
         received = self.activations.pop(unit, {})
         done = stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k))
         self.passes[unit] = done
-        if stage.program.loss is not None:
-            self.losses.append(done.produced[stage.program.loss].detach())
+        if (loss := stage.program.graphs.loss) is not None:
+            self.losses.append(done.produced[loss].detach())
         for target, names in stage.beside.items():
             into = self.activations.setdefault((target, k), {})
             into |= {name: done.produced[name].detach() for name in names}

@@ -30,11 +30,16 @@ class BlockModule(nn.Module):
 
     def __init__(self, lowered: Lowered, own: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self.lowered = lowered
-        self.given = tuple(n for n in lowered.arguments if n not in own)
+        self.own = frozenset(own).intersection(lowered.arguments)
         for name in lowered.arguments:
             if name in own:
                 self.register_parameter(_attribute(name), own[name])
+        self.take(lowered)
+
+    def take(self, lowered: Lowered) -> None:
+        """Run this graph from now on; it reads the same parameters."""
+        self.lowered = lowered
+        self.given = tuple(n for n in lowered.arguments if n not in self.own)
         at = {n: k for k, n in enumerate(self.given)}
         # per argument of the graph: a place among the given, or an attribute
         self.sources = tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
@@ -49,13 +54,17 @@ class BlockModule(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageValues:
-    """Names of the values that a stage treats apart.
+class StageGraphs:
+    """What a stage runs for batches of one shape.
 
-    `sends` are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the
-    values that replace them after each micro-batch; `differentiable` have a gradient.
+    `prologue` makes what the `blocks` read of raw inputs; `constants` are by value name. `sends`
+    are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the values
+    that replace them after each micro-batch; `differentiable` have a gradient.
     """
 
+    prologue: Lowered
+    blocks: tuple[Lowered, ...]
+    constants: Mapping[str, torch.Tensor]
     sends: tuple[str, ...]
     loss: str | None
     updates: Mapping[str, str]
@@ -72,28 +81,35 @@ class StageProgram(nn.Module):
 
     def __init__(
         self,
-        *,
-        prologue: Lowered,
+        graphs: StageGraphs,
         blocks: Sequence[BlockModule],
-        tensors: dict[str, torch.Tensor],
+        *,
+        tensors: Mapping[str, torch.Tensor],
         shared: Mapping[str, nn.Parameter],
-        values: StageValues,
         device: torch.device,
     ) -> None:
+        """`blocks` are those of the graphs, with parameters; `tensors` come without constants."""
         super().__init__()
-        self.prologue = prologue
         self.blocks = tuple(blocks)
         self.submodules = nn.ModuleList(blocks)  # for what looks for modules
-        self.tensors = tensors
+        self.tensors = {**tensors, **graphs.constants}
         self.shared = {name: _attribute(name) for name in shared}
         for name, leaf in shared.items():
             self.register_parameter(_attribute(name), leaf)
-        self.sends = values.sends
-        self.loss = values.loss
-        self.updates = values.updates
-        self.differentiable = values.differentiable
+        self.graphs = graphs
         self.device = device
         self.ready: Callable[[str], None] | None = None
+
+    def take(self, graphs: StageGraphs) -> None:
+        """Run these graphs from now on, on the same parameters and buffers."""
+        if graphs is self.graphs:
+            return
+        for name in self.graphs.constants:
+            del self.tensors[name]
+        self.tensors.update(graphs.constants)
+        for block, lowered in zip(self.blocks, graphs.blocks, strict=True):
+            block.take(lowered)
+        self.graphs = graphs
 
     def run(
         self,
@@ -105,7 +121,7 @@ class StageProgram(nn.Module):
         """Run one micro-batch. `inputs` are its raw inputs on this rank, `counts` the loss
         denominators."""
         for name, tensor in received.items():
-            if name in self.differentiable:
+            if name in self.graphs.differentiable:
                 tensor.requires_grad_()
         return Pass(received=received, produced=self(inputs, received, counts, rng))
 
@@ -118,7 +134,7 @@ class StageProgram(nn.Module):
     ) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {**self.tensors, **inputs, **received}
         values |= {name: getattr(self, attribute) for name, attribute in self.shared.items()}
-        prologue = self.prologue
+        prologue = self.graphs.prologue
         with torch.no_grad():
             made = prologue.module(*[values[n] for n in prologue.arguments])
         values |= dict(zip(prologue.outputs, made, strict=True))
@@ -133,11 +149,15 @@ class StageProgram(nn.Module):
             values |= dict(zip(lowered.outputs, block(*args), strict=True))
         if self.training:
             with torch.no_grad():
-                for buffer, update in self.updates.items():  # anew: a backward may need the old
+                for (
+                    buffer,
+                    update,
+                ) in self.graphs.updates.items():  # anew: a backward may need the old
                     new = torch.empty_like(self.tensors[buffer])
                     assert values[update].shape == new.shape, f"a part of the update of {buffer}"
                     self.tensors[buffer] = new.copy_(values[update])
-        kept = (*self.sends, self.loss) if self.loss else self.sends
+        sends, loss = self.graphs.sends, self.graphs.loss
+        kept = (*sends, loss) if loss else sends
         return {n: values[n] for n in kept}
 
     def train(self, mode: bool = True) -> StageProgram:
@@ -169,7 +189,7 @@ class StageProgram(nn.Module):
         for name, tensor in done.produced.items():
             if not tensor.requires_grad:
                 continue
-            if name == self.loss:
+            if name == self.graphs.loss:
                 roots.append(tensor)
                 seeds.append(torch.full_like(tensor, scale))
             elif name in gradients:
@@ -180,7 +200,7 @@ class StageProgram(nn.Module):
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in done.received.items()
-            if name in self.differentiable
+            if name in self.graphs.differentiable
         }
 
 

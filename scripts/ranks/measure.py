@@ -27,9 +27,10 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import FactorTable, analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import Runtime
+from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import Plan, check_plan
+from meshwright.planner.plan import Plan
 from meshwright.planner.search import Search
 from meshwright.planner.tracing import trace
 from scripts.ranks.baselines import Batch, Setting, Trainer, adamw, loss_of
@@ -183,7 +184,7 @@ def start_up(setting: Setting, overrides: Overrides) -> dict[str, Phase]:
 
     def lowered() -> Runtime:
         graph, table = at
-        return Runtime(plan, graph, table, check_plan(plan, graph, table), model)
+        return Runtime(CheckedPlan.of(plan, graph, table), model)
 
     graph, table = timed("trace", lambda: traced(2))
     plan = timed("plan", lambda: launch.agree_on(planned))

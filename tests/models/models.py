@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
+from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from tests.models.architectures import (
@@ -296,6 +296,5 @@ def parallelize(
     model: nn.Module, plan: Plan, of: Traced, *, compile: bool | str = False
 ) -> Runtime:
     """The one place where tests turn a plan into something that trains."""
-    assignments = check_plan(plan, of.graph, of.table)
-    options = RunOptions(compile=compile)
-    return Runtime(plan, of.graph, of.table, assignments, model, options=options)
+    checked = CheckedPlan.of(plan, of.graph, of.table)
+    return Runtime(checked, model, options=RunOptions(compile=compile))

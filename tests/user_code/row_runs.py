@@ -31,6 +31,7 @@ TOGETHER: Mapping[str, Overrides] = {
 FEWER = (
     "cross-entropy", "class weights", "masked mean", "masked mean, at least 1", "sum and count",
 )  # fmt: skip
+MEANS = ("mean", "infonce")  # in which every row counts
 FIXED = ("row by row", "row by number")  # a loop over rows is another program for each number
 
 

@@ -32,7 +32,7 @@ from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.lower import Lowered, Lowering
 from meshwright.executor.lowering.reshard import Axis, local_part
 from meshwright.executor.stages.parameters import parameter_states
-from meshwright.executor.stages.stage import BlockModule, StageProgram, StageValues
+from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.check import check_plan
 from meshwright.profiles.cluster import Cluster
@@ -292,22 +292,20 @@ def _forward(
 ) -> int:
     graph = of.of.graph
     wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
-    program = StageProgram(
+    graphs = StageGraphs(
         prologue=lowering.prologue(graph.derived, wanted),
-        blocks=[BlockModule(block, {}) for block in lowered],
-        tensors=held,
-        shared={},
-        values=StageValues(
-            sends=(),
-            loss=graph.loss,
-            updates={},
-            differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
-        ),
-        device=torch.device("cpu"),
+        blocks=tuple(lowered),
+        constants={},
+        sends=(),
+        loss=graph.loss,
+        updates={},
+        differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
     )
+    modules = [BlockModule(block, {}) for block in lowered]
+    program = StageProgram(graphs, modules, tensors=held, shared={}, device=torch.device("cpu"))
     apart = [*held.values(), *raw.values()]
     if not derived:
-        program.prologue.module.register_forward_hook(lambda _, args, made: apart.extend(made))
+        graphs.prologue.module.register_forward_hook(lambda _, args, made: apart.extend(made))
     for block in lowered:
         if block.random:  # the last argument of a block that draws is its random state
             block.module.register_forward_pre_hook(lambda _, args: apart.append(args[-1]))

@@ -23,8 +23,8 @@ from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.parameters import norms
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
+from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.plan_building import Knobs, build_plan
@@ -158,9 +158,9 @@ def dense_loop(run: Run) -> Reference:
 def build(run: Run) -> Runtime:
     of = graph_of(ROWS // run.microbatches, run.precision)
     plan = plan_of(run, of)
-    chosen = check_plan(plan, of.graph, of.table)
+    checked = CheckedPlan.of(plan, of.graph, of.table)
     model = language_model("routed", run.spread)
-    return Runtime(plan, of.graph, of.table, chosen, model, options=RunOptions(compile=run.compile))
+    return Runtime(checked, model, options=RunOptions(compile=run.compile))
 
 
 def train(runtime: Runtime, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Reference:

@@ -1,0 +1,229 @@
+"""Plan + graph -> the stages of a rank for batches of one shape, without weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.costmodel.blocks import recomputable
+from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.sharding import (
+    BlockLayouts,
+    DataLayout,
+    Placement,
+    RowUse,
+    TotalKind,
+    data_layout,
+)
+from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.lowering import Context, Lowered, Lowering, State
+from meshwright.executor.ranks import Place
+from meshwright.executor.stages.buffers import buffer_placements
+from meshwright.executor.stages.channels import Channels, stage_channels
+from meshwright.executor.stages.checked import CheckedPlan
+from meshwright.executor.stages.parameters import parameter_states
+from meshwright.executor.stages.stage import StageGraphs
+from meshwright.executor.stages.totals import Total
+from meshwright.planner.plan import crossings, stage_of, updates_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredStage:
+    """A stage for batches of one shape: its `graphs`, and what runs them.
+
+    `beside` are the sends that stages of this rank read, by stage, and `channels` carry the others.
+    `totals` are taken over the batch before the step, in this order; `counts` finds the targets of
+    one micro-batch, `losses` says which loss has which, with its ignored index and class weights.
+    `stored` gives the (data, tensor) state of each parameter, `buffers` the FQN and the placement
+    of each buffer, by value name.
+    """
+
+    graphs: StageGraphs
+    beside: Mapping[int, tuple[str, ...]]
+    channels: Channels
+    totals: tuple[Total, ...]
+    counts: Lowered | None
+    losses: Mapping[str, tuple[str, int, str | None]]
+    data: DataLayout
+    stored: Mapping[str, State]
+    buffers: Mapping[str, tuple[str, Placement]]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of values that its graphs are called with."""
+        called = [self.graphs.prologue, *self.graphs.blocks, *(t.program for t in self.totals)]
+        called += [self.counts] if self.counts is not None else []
+        return frozenset(name for lowered in called for name in lowered.arguments)
+
+
+class StageLowering:
+    """Lowers the stages of one rank. `backend` compiles the blocks; put-off weight gradients go to
+    `weight_gradients`."""
+
+    def __init__(
+        self,
+        checked: CheckedPlan,
+        place: Place,
+        *,
+        backend: str | None,
+        weight_gradients: WeightGradientQueue | None,
+    ) -> None:
+        self.plan = plan = checked.plan
+        self.graph = graph = checked.graph
+        self.table = checked.factors
+        self.assignments = checked.assignments
+        self.use = checked.use if plan.num_microbatches > 1 else RowUse()
+        self.place = place
+        self.backend = backend
+        self.weight_gradients = weight_gradients
+        self.owner = stage_of(plan)
+        self.edges = crossings(plan, graph)
+        self._layouts: dict[int, DataLayout] = {}
+
+    def blocks(self, k: int) -> list[Block]:
+        """The blocks of a stage."""
+        return [b for b in self.graph.blocks if self.owner[b.name] == k]
+
+    def stage(self, k: int) -> LoweredStage:
+        """One of this rank's stages."""
+        graph, place, chosen = self.graph, self.place, self.assignments[k]
+        blocks, mesh = self.blocks(k), place.meshes[k]
+        layouts = {b.name: BlockLayouts(graph, self.table, b, mesh.tp) for b in blocks}
+        data = self._data(mesh.dp)
+        stored = parameter_states(graph, blocks, chosen, data)
+        lowering = self._lowering(k, blocks, data)
+        updates = updates_of(graph, blocks)
+        prologue = _prologue(lowering, graph, blocks, updates)
+        buffers = buffer_placements(graph, blocks, layouts, chosen, prologue, updates)
+        held_as = {name: placement for name, (_, placement) in buffers.items()}
+        states: dict[str, Placement] = {}  # that the blocks before leave
+        lowered = []
+        for block in blocks:
+            inputs = {n: states[n] for n in block.inputs if n in states}
+            of, assignment = layouts[block.name], chosen[block.name]
+            lowered.append(lowering.block(block, of, assignment, inputs, stored, held_as))
+            states |= {n: assignment.states[n] for n in block.outputs}
+        counts, losses = _counts(graph, blocks, lowered, lowering)
+        targets = counts.outputs if counts else ()
+        graphs = StageGraphs(
+            prologue=prologue,
+            blocks=tuple(lowered),
+            constants={n: t.to(place.device) for n, t in graph.constants.items()},
+            sends=tuple(
+                dict.fromkeys(n for (s, _), ns in self.edges.items() if s == k for n in ns)
+            ),
+            loss=graph.loss if any(graph.loss in b.outputs for b in blocks) else None,
+            updates=updates,
+            differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
+        )
+        return LoweredStage(
+            graphs=graphs,
+            beside={
+                j: names
+                for (i, j), names in self.edges.items()
+                if i == k and place.meshes[j].ranks == mesh.ranks
+            },
+            channels=stage_channels(k, self.edges, graph, place, self._data),
+            totals=self._totals(lowering, (*prologue.outputs, *targets)),
+            counts=counts,
+            losses=losses,
+            data=data,
+            stored=stored,
+            buffers=buffers,
+        )
+
+    def _data(self, dp: int) -> DataLayout:
+        if dp not in self._layouts:
+            self._layouts[dp] = data_layout(self.graph, self.table, dp)
+        return self._layouts[dp]
+
+    def _lowering(self, k: int, blocks: Sequence[Block], data: DataLayout) -> Lowering:
+        place, stage = self.place, self.plan.stages[k]
+        policies = dict(zip(stage.blocks, stage.policies, strict=True))
+        context = Context(
+            graph=self.graph,
+            table=self.table,
+            data=data,
+            data_axis=place.data,
+            tensor_axis=place.tensor,
+            exchange=place.exchange,
+            device=place.device,
+            microbatches=self.plan.num_microbatches,
+            sums=self.use.sums,
+            totals=frozenset(r for op in self.graph.derived for r in self._kinds(op)),
+            weight_gradients=self.weight_gradients,
+            deferrable=self._deferrable(blocks),
+        )
+        return Lowering(
+            context=context,
+            backend=self.backend,
+            recompute={b.name: policies[b.name] for b in blocks if recomputable(b)},
+        )
+
+    def _kinds(self, op: Op) -> dict[str, TotalKind]:
+        """The totals that an operator makes."""
+        kind = self.use.totals.get(op.key)
+        return dict.fromkeys(op.results, kind) if kind else {}
+
+    def _totals(self, lowering: Lowering, wanted: Sequence[str]) -> tuple[Total, ...]:
+        """The totals behind values of raw inputs, in order."""
+        needed = _needed(self.graph.derived, wanted)
+        return tuple(
+            Total(value=value, kind=kind, program=_on_raw(lowering, self.graph, (value,), but=op))
+            for op in needed
+            for value, kind in self._kinds(op).items()
+        )
+
+    def _deferrable(self, blocks: Sequence[Block]) -> frozenset[str]:
+        """Parameters that one operator of the model reads: their gradient comes from it alone."""
+        reads = Counter(v for b in self.graph.blocks for op in b.ops for v in op.operands)
+        return frozenset(v for b in blocks for v in b.parameters if reads[v] == 1)
+
+
+def _prologue(
+    lowering: Lowering, graph: Graph, blocks: Sequence[Block], updates: Mapping[str, str]
+) -> Lowered:
+    """The operators on raw inputs that the blocks, or updates of buffers, read."""
+    made = {n for b in blocks for n in b.outputs}
+    wanted = dict.fromkeys(n for b in blocks for n in b.derived)
+    wanted |= dict.fromkeys(n for n in updates.values() if n not in made)
+    return _on_raw(lowering, graph, tuple(wanted))
+
+
+def _on_raw(
+    lowering: Lowering, graph: Graph, wanted: Sequence[str], but: Op | None = None
+) -> Lowered:
+    """The operators on raw inputs behind `wanted`, without those of totals `but` one."""
+    totals = lowering.context.totals
+    ops = [op for op in graph.derived if op is but or not totals & set(op.results)]
+    return lowering.prologue(_needed(ops, wanted), wanted)
+
+
+def _needed(ops: Sequence[Op], wanted: Iterable[str]) -> list[Op]:
+    """The operators behind `wanted`, in order."""
+    live = set(wanted)
+    kept = []
+    for op in reversed(ops):
+        if live & set(op.results):
+            live |= set(op.operands)
+            kept.append(op)
+    return kept[::-1]
+
+
+def _counts(
+    graph: Graph, blocks: Sequence[Block], lowered: Sequence[Lowered], lowering: Lowering
+) -> tuple[Lowered | None, dict[str, tuple[str, int, str | None]]]:
+    """A graph from raw inputs to the targets and class weights of the losses counted up front, and
+    per loss its target, ignored index and weights."""
+    losses: dict[str, tuple[str, int, str | None]] = {}
+    ops = {op.name: op for b in blocks for op in b.ops}
+    for block in lowered:
+        for name in block.losses:
+            op = ops[name]
+            ignored = op.kwargs.get("ignore_index", op.args[4] if len(op.args) > 4 else -100)
+            losses[name] = (op.operands[1], int(ignored), next(iter(op.operands[2:]), None))
+    if not losses:
+        return None, {}
+    read = dict.fromkeys(v for target, _, weight in losses.values() for v in (target, weight))
+    return _on_raw(lowering, graph, tuple(v for v in read if v is not None)), losses

@@ -1,0 +1,87 @@
+"""A plan for batches of other shapes than it was made for: other sequence lengths, fewer rows.
+
+The model is traced at the shape, and what was decided holds for it: stages, shardings, recompute.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from meshwright.costmodel.operators import Problem
+from meshwright.executor.ranks import launch
+from meshwright.executor.stages import BatchShape, CheckedPlan
+from meshwright.given_plan import check_memory
+from meshwright.planner.batch import batch_rows, input_leaves
+from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Evaluator
+from meshwright.traced import TracedModel
+
+
+class OtherShapes:
+    """Checks a plan at other shapes of batches."""
+
+    def __init__(self, plan: Plan, problem: Problem, traced: TracedModel) -> None:
+        self.plan = plan
+        self.problem = problem
+        self.traced = traced
+
+    def __call__(self, shape: BatchShape, batch: Any) -> CheckedPlan:
+        """The plan at the shape of a batch. Raises ValueError where it can't be run there, and
+        `InfeasibleError` where it would not fit the memory. Collective."""
+        plan, traced = plan_of_rows(self.plan, shape.rows), self.traced
+        planned = _sizes(traced.example, traced)
+        if (sizes := _sizes(batch, traced)) != planned:
+            traced = traced.with_example(_sample(batch, traced))
+            if any(map(_larger, sizes.values(), planned.values())):
+                self._check_memory(plan, traced)
+        graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
+        return CheckedPlan.of(plan, graph, factors, traced.use)
+
+    def _check_memory(self, plan: Plan, traced: TracedModel) -> None:
+        problem = replace(self.problem, graph=traced.graph, factors=traced.factors)
+        prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
+        check_memory(prediction, problem.cluster)
+
+
+def plan_of_rows(plan: Plan, rows: int) -> Plan:
+    """The plan for global batches of so many rows, in as many of its micro-batches as may be.
+    Raises ValueError where the rows can't be shared out."""
+    if rows > plan.global_batch_size:
+        raise ValueError("more rows than planned; plan for this batch")
+    dp = math.lcm(*(stage.dp for stage in plan.stages))
+    if rows % dp:
+        raise ValueError(
+            f"dp={dp} does not divide {rows} rows; give a multiple of {dp}, by padding or dropping "
+            "rows (drop_last=True of a DataLoader)"
+        )
+    parts = max(m for m in range(1, plan.num_microbatches + 1) if rows // dp % m == 0)
+    return replace(plan, global_batch_size=rows, num_microbatches=parts)
+
+
+def _sizes(batch: Any, traced: TracedModel) -> dict[str, tuple[int, ...]]:
+    """The sizes of the tensors that the model reads, by path, without rows."""
+    tensors = dict(input_leaves(batch)[0])
+    return {
+        path: tuple(x.shape[1:] if path in traced.batched else x.shape)
+        for path in traced.graph.inputs.values()
+        if isinstance(x := tensors[path], torch.Tensor)
+    }
+
+
+def _larger(sizes: tuple[int, ...], planned: tuple[int, ...]) -> bool:
+    return any(x > y for x, y in zip(sizes, planned, strict=True))
+
+
+def _sample(batch: Any, traced: TracedModel) -> Any:
+    """A batch of as many rows as the example."""
+    rows = batch_rows(traced.example)
+    leaves, spec = input_leaves(batch)
+    return pytree.tree_unflatten(
+        [x[torch.arange(rows) % len(x)] if path in traced.batched else x for path, x in leaves],
+        spec,
+    )
