@@ -17,7 +17,7 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.stages import BatchShape, CheckedPlan
 from meshwright.given_plan import check_memory
 from meshwright.planner.batch import batch_rows, input_leaves
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, fingerprint
 from meshwright.planner.pricing import Evaluator
 from meshwright.traced import TracedModel
 
@@ -37,9 +37,15 @@ class OtherShapes:
         planned = _sizes(traced.example, traced)
         if (sizes := _sizes(batch, traced)) != planned:
             traced = traced.with_example(_sample(batch, traced))
-            if any(map(_larger, sizes.values(), planned.values())):
-                self._check_memory(plan, traced)
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
+        if fingerprint(graph) != plan.model:
+            raise ValueError(
+                "at this shape the forward runs other operators (a branch on sizes, or a loop over "
+                "them), of which the plan says nothing; pad to the planned sizes, or plan for this "
+                "batch"
+            )
+        if any(map(_larger, sizes.values(), planned.values())):
+            self._check_memory(plan, traced)
         return CheckedPlan.of(plan, graph, factors, traced.use)
 
     def _check_memory(self, plan: Plan, traced: TracedModel) -> None:
