@@ -17,6 +17,7 @@ from meshwright.costmodel.blocks import (
     shortfall_bytes,
     stage_costs,
 )
+from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
@@ -31,14 +32,36 @@ from meshwright.profiles.cluster import Cluster
 class Prediction:
     """What a plan is expected to do: seconds per step, peak bytes of a device of each stage (of
     each device group, where a schedule runs several stages on one), share of the pipeline's time
-    that devices wait, model FLOPs utilisation of the whole cluster; `assumptions` say what was
-    taken for granted of a configuration that leaves something open."""
+    that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
+    were off for models like it; `assumptions` say what was taken for granted of a configuration
+    that leaves something open."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
     bubble_fraction: float
     mfu: float
+    step_error: Quantiles
+    memory_error: Quantiles
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def step_interval_s(self) -> tuple[float, float]:
+        """The seconds between which a step is with 80 %."""
+        return self.step_error.low * self.step_time_s, self.step_error.high * self.step_time_s
+
+    @property
+    def memory_interval_bytes(self) -> tuple[float, float]:
+        """The bytes between which the fullest device's peak is with 80 %."""
+        peak = max(self.peak_memory_bytes)
+        return self.memory_error.low * peak, self.memory_error.high * peak
+
+    def memory_verdict(self, cluster: Cluster) -> str:
+        """Whether the plan "fits", is "tight" (the upper end of the interval does not) or "does not
+        fit"."""
+        if any(self.shortfall_bytes(cluster)):
+            return "does not fit"
+        room = cluster.device.memory_bytes
+        return "fits" if self.memory_interval_bytes[1] <= room else "tight"
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
@@ -130,6 +153,8 @@ def price_stages(
         ),
         bubble_fraction=timeline.bubble_fraction,
         mfu=flops / (timeline.step_time_s * peak),
+        step_error=coster.errors[0],
+        memory_error=coster.errors[1],
     )
     return Evaluation(
         plan=plan,

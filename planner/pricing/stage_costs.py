@@ -26,6 +26,7 @@ from meshwright.costmodel.blocks import (
     repeated_by_policy,
 )
 from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import (
     Cost,
@@ -39,7 +40,7 @@ from meshwright.costmodel.operators import (
 )
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, moves
 from meshwright.planner.blocks import activations_at_cuts
-from meshwright.planner.plan import fingerprint
+from meshwright.planner.plan import expert_weights, fingerprint
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -105,6 +106,13 @@ class StageCoster:
     @cached_property
     def model_flops(self) -> ModelFlops:
         return model_flops(self.graph, self.problem.factors)
+
+    @cached_property
+    def errors(self) -> tuple[Quantiles, Quantiles]:
+        """How far step times and peak memory are off, of such models on such devices."""
+        of = self.cluster.device.name, self.problem.target.name
+        experts = bool(expert_weights(self.graph))
+        return step_quantiles(*of, experts=experts), memory_quantiles(*of, experts=experts)
 
     @cached_property
     def fingerprint(self) -> str:

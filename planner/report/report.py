@@ -123,8 +123,16 @@ class Report:
             f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
             f"peak memory {max(s['peak_memory_bytes']) / GIB:.1f} of "
             f"{s['memory_bytes'] / GIB:.1f} GiB",
+            self._intervals(),
             *self._proof(),
         ]
+
+    def _intervals(self) -> str:
+        """What other models' measurements make of the step and the memory."""
+        s = self.summary
+        step = " to ".join(map(seconds, s["step_interval_s"]))
+        low, high = (x / GIB for x in s["memory_interval_bytes"])
+        return f"  with 80 %: {step}; {low:.1f} to {high:.1f} GiB, which {s['memory_verdict']}"
 
     def _proof(self) -> list[str]:
         s = self.summary

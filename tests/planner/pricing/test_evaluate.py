@@ -176,3 +176,25 @@ def test_a_pipeline_inside_the_nodes_sends_there_and_reduces_between() -> None:
         return sum(transfer_seconds(of.plan, coster, edge, values) for edge, values in found)
 
     assert sends(between) > 100 * sends(inside)
+
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+def test_a_prediction_says_between_what_it_lies() -> None:
+    graph, _ = model()
+    found = priced(plan_for(graph, dp=2, tp=2)).prediction
+    low, high = found.step_interval_s
+    assert low < found.step_time_s < high
+    assert found.memory_interval_bytes[0] < max(found.peak_memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("room", "verdict"), [(0.99, "does not fit"), (1.01, "tight"), (3.0, "fits")]
+)
+def test_memory_fits_is_tight_or_does_not_fit(room: float, verdict: str) -> None:
+    graph, _ = model()
+    peak = max(priced(plan_for(graph, dp=2, tp=2)).prediction.peak_memory_bytes)
+    device = dataclasses.replace(NODE.device, memory_bytes=int(room * peak))
+    on = dataclasses.replace(NODE, device=device)
+    assert priced(plan_for(graph, dp=2, tp=2), on).prediction.memory_verdict(on) == verdict
