@@ -44,11 +44,13 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         phases_s={**phases_s, **result.phases_s},
         notes=(*_not_run_yet(result.best.plan), *_ties(result), *result.notes),
         searched=Searched(
-            runners_up=runners,
-            solver=proofs,
-            bound={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
+            runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
         ),
     )
+
+
+def _bound(result: SearchResult) -> dict[str, float]:
+    return {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
 
 
 def _ties(result: SearchResult) -> list[str]:

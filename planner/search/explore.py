@@ -19,6 +19,7 @@ from meshwright.planner.drafts import (
     PlanDraft,
     StageDraft,
 )
+from meshwright.planner.intra_op import TimeLimit
 
 T = TypeVar("T")
 
@@ -29,15 +30,10 @@ OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above
 class Effort:
     """CPU seconds spent by phase, and the time limit: `complete` until it cut something short."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: TimeLimit) -> None:
         self.phases_s: dict[str, float] = {}
-        self.deadline: float | None = None
+        self.limit = limit
         self.complete = True
-
-    def limit(self, seconds: float | None) -> None:
-        """From now on so many seconds of wall time."""
-        if seconds is not None:
-            self.deadline = time.monotonic() + seconds
 
     def timed(self, phase: str, work: Callable[..., T], *args: Any) -> T:
         started = time.process_time()
@@ -48,20 +44,22 @@ class Effort:
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + spent
 
     def late(self) -> bool:
-        late = self.deadline is not None and time.monotonic() > self.deadline
+        late = self.limit.over()
         self.complete &= not late
         return late
 
 
 class Queue:
     """What is left to explore, the most promising first: (seconds promised, number, what, its
-    cut)."""
+    cut). Meshes without a bound come last."""
 
     def __init__(self, choices: Iterable[MeshChoice] = ()) -> None:
         self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
         self._count = itertools.count()
-        for choice in choices:
-            self.add(choice.bound_s, choice)
+        own = list(choices)
+        last_s = max((choice.bound_s for choice in own), default=0.0)
+        for choice in own:
+            self.add(choice.bound_s or last_s, choice)
 
     def __len__(self) -> int:
         return len(self._heap)
