@@ -72,7 +72,7 @@ def _searched(
         try:
             result = search.run()
         except InfeasibleError as error:
-            raise with_advice(search, error) from None
+            raise (error if limit.over() else with_advice(search, error)) from None
     report = explain_search(result, problem, phases_s)
     return SearchedPlan(
         plan=result.best.plan,

@@ -84,8 +84,8 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
     if alternative.bound_s is not None:
         row["bound_s"] = alternative.bound_s
     if draft is None and alternative.bound_s is not None:
-        why = f"at least {seconds(alternative.bound_s)}; not explored in the time given"
-        return {**row, "why": why}
+        least = f"at least {seconds(alternative.bound_s)}; " if alternative.bound_s else ""
+        return {**row, "why": f"{least}not explored in the time given"}
     if draft is None:
         short = alternative.shortfall_bytes or 0.0
         lacks = f"the leanest lacks {short / GIB:.3g} GiB a device"

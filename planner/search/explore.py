@@ -24,6 +24,7 @@ from meshwright.planner.intra_op import TimeLimit
 T = TypeVar("T")
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
+LATE_TRIES = 12  # meshes, combinations and cuts looked at for a first plan when the time is over
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
@@ -100,12 +101,15 @@ class Explorer:
         """Step time to beat: that of the fastest draft that fits."""
         return min((d.step_time_s for d in self.drafts if d.fits), default=self.known_s)
 
-    def explore(self, queue: Queue) -> None:
-        """Draft what promises most until nothing left in the queue can be faster."""
+    def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
+        """Draft what promises most until nothing left in the queue can be faster. When the time is
+        over without a plan so many more are tried."""
         while queue:
             limit = self.limit_s()
-            if queue.promised_s >= limit or (limit < math.inf and self.effort.late()):
+            late = self.effort.late()
+            if queue.promised_s >= limit or (late and (limit < math.inf or tries == 0)):
                 break
+            tries -= late
             _, _, what, cut = queue.pop()
             if what.bound_s >= limit:
                 continue

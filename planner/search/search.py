@@ -28,7 +28,8 @@ from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
-from meshwright.planner.search.failure import failure
+from meshwright.planner.search.failure import LATE_MESHES, failure
+from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.taste import TIE, axes_of, by_taste
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
@@ -120,7 +121,7 @@ class Search(Drafter):
 
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
-        the time limit only a first plan is still looked for."""
+        the time limit a first plan is still looked for where it is likely."""
         limit, given_s = self.programs.time, self.time_limit_s
         ends_s = limit.after(given_s)
         bounds_s = None if given_s is None else max(given_s * BOUNDS_SHARE, BOUNDS_S)
@@ -145,6 +146,8 @@ class Search(Drafter):
         between = timed("bounds", self._between)
         equal_s = min([equal_s, *(choice.bound_s for choice in between)])
         self._explore(between)
+        if self._effort.late() and self._limit() == math.inf:
+            self._leanest()
         different_s = math.inf
         if self.space.may_differ:
             different_s = self._unequal(self.space.tried_counts())
@@ -194,6 +197,12 @@ class Search(Drafter):
         self._explorer.explore(queue)
         self._explore_simpler(queue)
         self.equal.forget()
+
+    def _leanest(self) -> None:
+        """A first plan, of those meshes that need least memory, when the time is over."""
+        for choice in least_memory_choices(self.space)[:LATE_MESHES]:
+            if any(need.excess_bytes <= 0 for need in memory_needs(self.equal, choice)):
+                self._explorer.explore(Queue([choice]))
 
     def _explore_simpler(self, queue: Queue) -> None:
         """Draft what is left and may tie with the best, of each kind that is simpler the most
@@ -245,7 +254,7 @@ class Search(Drafter):
         for bound, m, meshes in sorted(waiting):
             if bound >= self._limit() or m not in self._near_best(counts):
                 continue
-            if self._limit() < math.inf and self._effort.late():
+            if self._effort.late():
                 break
             self._effort.timed("inter-op DP", self._dp, m, meshes)
         self._effort.late()
