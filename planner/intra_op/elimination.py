@@ -201,6 +201,7 @@ class Elimination:
         later = {function for step in self._order.changing for function, _ in step.inputs}
         later.update(function for function, _ in self._order.left)
         self._known = {k: array for k, array in known.items() if k in later}
+        self._descended: list[dict[str, int]] = []  # states of the core that descent found last
 
     def solve(
         self, changes: Mapping[Scope, np.ndarray] | None = None, time: SolverTime | None = None
@@ -300,8 +301,8 @@ class Elimination:
             if not proved and not descends:
                 break
             if choice is None and not in_time:
-                like = [{str(n): s for n, s in found.items()} for found in solved.values()]
-                choice = descend(unary, rest.pairs, like[-1:])
+                choice = descend(unary, rest.pairs, self._descended)
+                self._descended = [choice] if choice else self._descended
             if choice is not None:
                 total[index] = constant + objective_of(choice, unary, rest.pairs)
                 solved[index] = {int(name): state for name, state in choice.items()}
