@@ -14,6 +14,7 @@ from tests.helpers.launching import Results, results_of
 from tests.helpers.row_losses import MEET, ROWS, WIDTH
 from tests.user_code.row_runs import (
     ALONE,
+    BY_ROWS,
     EXACT_NAMES,
     FEWER,
     LAYOUTS,
@@ -152,7 +153,7 @@ def test_the_last_smaller_batch(name: str, rows: int, layout: str) -> None:
     assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "mean of row sums", "infonce"])
+@pytest.mark.parametrize("name", ["mean", "sum", "mean of row sums", "infonce", *BY_ROWS])
 def test_the_last_smaller_batch_by_itself(name: str) -> None:
     """Where every row counts, the model is lowered for so many."""
     several = Overrides() if name in MEET else Overrides(num_microbatches=4)
