@@ -88,7 +88,7 @@ class ParallelModel:
         """The plan's part of this rank, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
-        checked = CheckedPlan.of(plan, graph, factors, traced.use)
+        checked = CheckedPlan.of(plan, graph, factors, traced.run_use)
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True

@@ -24,6 +24,7 @@ from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
 
 REPLACED_BY = "_meshwright_replaced_by"  # attribute of a parameter that left the model
+REFUSES_CALLS = "_meshwright_refuses_calls"  # attribute of a hook on a model of parts
 SHOWN = 3  # names in a message
 
 
@@ -294,6 +295,7 @@ def _refusal_of_calls(user: UserModel) -> Callable[..., None]:
                 "all ranks; or load result.full_state_dict() into a model of its own"
             )
 
+    setattr(refuse, REFUSES_CALLS, True)
     return refuse
 
 
