@@ -1,5 +1,5 @@
-"""What a traced forward took from the user's model beside its tensors: attributes, modules, what
-their calls run. A plan has them as they were, so that a step with others is refused."""
+"""Attributes of the user's model that the traced forward read: a plan has their values, so that a
+step with others is refused."""
 
 from __future__ import annotations
 
@@ -11,30 +11,20 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph
-from meshwright.executor.stages import REFUSES_CALLS
-from meshwright.planner.tracing import CALL_HOOKS, TENSOR_HOOKS
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MISSING = object()
-CALLS_PLANNED = (
-    "train_step and eval_step run what was traced: remove it for them, or call auto_parallelize "
-    "again"
-)
 
 
 class Attributes:
-    """The values that the attributes which a graph has read have now, and the model's modules.
+    """The values that the attributes which a graph has read have now.
 
-    Modules are not kept alive: of those that were freed no attribute is compared. Of objects the
+    Modules are not kept alive: of those that were freed nothing is compared. Of objects the
     identity is, and of tensors the version too.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any, graph: Graph) -> None:
         self._roots = {"model": model, "loss_fn": loss_fn}
-        self._model = model
-        self._calls = {
-            path: (weakref.ref(module), _called(module)) for path, module in model.named_modules()
-        }
         self._seen: set[tuple[str, str]] = set()
         self._known: list[tuple[str, Callable[[], Any], list[tuple[str, Any]]]] = []
         self.add(graph)
@@ -53,9 +43,7 @@ class Attributes:
             self._known.append((path, find, told))
 
     def check(self, *, training: bool) -> None:
-        """Raise ValueError for an attribute with another value, and for modules and hooks that no
-        step calls; modes matter to `training` only."""
-        self._check_calls()
+        """Raise ValueError for an attribute with another value; modes matter to `training` only."""
         for path, find, known in self._known:
             holder = find()
             if holder is None:
@@ -66,34 +54,6 @@ class Attributes:
                     continue
                 if name != "training" or training:
                     raise ValueError(_message(path, name, before, now))
-
-    def _check_calls(self) -> None:
-        for path, module in self._model.named_modules():
-            known, called = self._calls.get(path), _called(module)
-            what = f"module {path!r}" if path else "the model"
-            if known is None or known[0]() is not module:
-                raise ValueError(
-                    f"{what} was replaced after planning, which train_step can't see: call "
-                    f"auto_parallelize again"
-                )
-            if called != known[1]:
-                raise ValueError(
-                    f"{what} has other hooks, or another forward, than when it was planned, and "
-                    f"{CALLS_PLANNED}"
-                )
-        for name, p in self._model.named_parameters():
-            if any(getattr(p, hooks, None) for hooks in TENSOR_HOOKS):
-                raise ValueError(
-                    f"parameter {name!r} has a hook, and {CALLS_PLANNED}; gradients can be changed "
-                    f"between train_step and the optimizer's step"
-                )
-
-
-def _called(module: nn.Module) -> tuple[object, ...]:
-    """What a call of a module runs: a forward of its own, and hooks by their unique numbers."""
-    tables = (vars(module)[name] for name in CALL_HOOKS)
-    hooks = ((n for n, hook in t.items() if not hasattr(hook, REFUSES_CALLS)) for t in tables)
-    return vars(module).get("forward"), *map(tuple, hooks)
 
 
 def _finder(roots: Mapping[str, Any], path: str) -> Callable[[], Any]:

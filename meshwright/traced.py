@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.attributes import Attributes
+from meshwright.calls import Calls
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import (
     FactorTable,
@@ -59,6 +60,13 @@ class TracedModel:
         self.phases_s = {"trace": time.process_time() - started}
         self.use = row_use(self.graph, self.factors)
         self.attributes = Attributes(model, loss_fn, self.graph)
+        self.calls = Calls(model)
+
+    def check_unchanged(self, *, training: bool) -> None:
+        """Raise ValueError where the model is not what was traced; modes matter to `training`
+        only."""
+        self.calls.check()
+        self.attributes.check(training=training)
 
     @property
     def batched(self) -> frozenset[str]:

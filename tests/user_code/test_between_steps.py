@@ -192,8 +192,8 @@ def hooked_after_accumulation(model: nn.Module) -> None:
 
 
 CALLED = {
-    hooked_module: "module 'l' has other hooks, or another forward",
-    other_forward: "module 'l' has other hooks, or another forward",
+    hooked_module: "module 'l' has other hooks than planned",
+    other_forward: "module 'l' has another forward than planned",
     other_module: "module 'act' was replaced after planning",
     hooked_gradient: "parameter '.*' has a hook",
     hooked_after_accumulation: "parameter '.*' has a hook",
