@@ -84,12 +84,14 @@ def auto_parallelize(
     device, where it did. `objective="robust"` chooses, of the plans that prices can't tell from the
     best, the simplest; "fastest" the one of the least predicted step. `memory_margin` is the part
     of a device's memory that the plan leaves free, for what prices of memory miss: by default 5 %.
-    After `time_limit_s` the best plan found so far is returned, and the report says by how much it
-    may miss the best. `executable` leaves the search only what `train_step` runs so far; None
-    means: where ranks are running, for one device, and for CPU processes (gloo), and everything
-    that can be planned elsewhere. `expert_imbalance` says how uneven a mixture of experts routes:
-    tokens of the busiest of the ranks that share experts out, over the mean. It multiplies what
-    such ranks compute, exchange and keep; 1.0 is balanced.
+    After `time_limit_s`, wall seconds counted from the end of the trace, which can't be
+    interrupted, the best plan found so far is returned, and the report says by how much it may miss
+    the best; where none was found by then, a first one is still looked for on few meshes. Answers
+    that the report finds when it is read have as much time again. `executable` leaves the search
+    only what `train_step` runs so far; None means: where ranks are running, for one device, and for
+    CPU processes (gloo), and everything that can be planned elsewhere. `expert_imbalance` says how
+    uneven a mixture of experts routes: tokens of the busiest of the ranks that share experts out,
+    over the mean. It multiplies what such ranks compute, exchange and keep; 1.0 is balanced.
 
     Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
     the legal values, the way out.

@@ -88,7 +88,7 @@ class ParallelModel:
         """The plan's part of this rank, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
-        checked = CheckedPlan.of(plan, graph, factors, traced.use)
+        checked = CheckedPlan.of(plan, graph, factors, traced.run_use)
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
@@ -126,7 +126,7 @@ class ParallelModel:
         `.grad`: zero them before, step your optimizer after. Where any of them on any rank is not
         finite, all are dropped (`skipped_steps`).
         """
-        self._traced.attributes.check(training=True)
+        self._traced.check_unchanged(training=True)
         return self.runtime.train_step(_with_targets(batch, targets))
 
     def timeline(self, path: str | Path, batch: Any = None, targets: Any = None) -> MeasuredStep:
@@ -140,7 +140,7 @@ class ParallelModel:
         """
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
-        self._traced.attributes.check(training=True)
+        self._traced.check_unchanged(training=True)
         return timed_step(self.runtime, _with_targets(batch, targets), path, self.report.timeline)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class ParallelModel:
         """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
         dropout. Weights, buffers and gradients stay as they are. ValueError for models with batch
         norm, which is planned with the batch's own statistics. Collective."""
-        self._traced.attributes.check(training=False)
+        self._traced.check_unchanged(training=False)
         return self.runtime.eval_step(_with_targets(batch, targets))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

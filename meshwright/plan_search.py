@@ -67,10 +67,12 @@ def _searched(
         time_limit_s=request.time_limit_s,
         programs=programs,
     )
-    try:
-        result = search.run()
-    except InfeasibleError as error:
-        raise with_advice(search, error) from None
+    limit = search.programs.time
+    with limit.until(limit.after(request.time_limit_s)):
+        try:
+            result = search.run()
+        except InfeasibleError as error:
+            raise (error if limit.over() else with_advice(search, error)) from None
     report = explain_search(result, problem, phases_s)
     return SearchedPlan(
         plan=result.best.plan,

@@ -46,7 +46,7 @@ class OtherShapes:
             )
         if any(map(_larger, sizes.values(), planned.values())):
             self._check_memory(plan, traced)
-        return CheckedPlan.of(plan, graph, factors, traced.use)
+        return CheckedPlan.of(plan, graph, factors, traced.run_use)
 
     def _check_memory(self, plan: Plan, traced: TracedModel) -> None:
         problem = replace(self.problem, graph=traced.graph, factors=traced.factors)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from meshwright.attributes import Attributes
+from meshwright.calls import Calls
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding import FactorTable, analyse, row_use, with_numbers_of
+from meshwright.costmodel.sharding import (
+    FactorTable,
+    RowUse,
+    analyse,
+    row_use,
+    same_numbers,
+    with_numbers_of,
+)
 from meshwright.costmodel.user_rules import verified
 from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows
@@ -50,11 +60,31 @@ class TracedModel:
         self.phases_s = {"trace": time.process_time() - started}
         self.use = row_use(self.graph, self.factors)
         self.attributes = Attributes(model, loss_fn, self.graph)
+        self.calls = Calls(model)
+
+    def check_unchanged(self, *, training: bool) -> None:
+        """Raise ValueError where the model is not what was traced; modes matter to `training`
+        only."""
+        self.calls.check()
+        self.attributes.check(training=training)
 
     @property
     def batched(self) -> frozenset[str]:
         """The paths of the batch's tensors whose first dim is its rows."""
         return frozenset(self.graph.inputs[name] for name in self.graph.batched)
+
+    @cached_property
+    def run_use(self) -> RowUse:
+        """What a step makes of rows: as `use`, but smaller batches are not filled up where the loss
+        has their number of rows in it, as its trace at other rows tells."""
+        use = self.use
+        if not use.filling or not use.numbers:
+            return use
+        try:
+            same = same_numbers(self.graph, self.at(2 * self.graph.batch_size)[0])
+        except ValueError:  # it can't be traced there
+            same = False
+        return use if same else replace(use, filling=None)
 
     def with_example(self, example: Any) -> TracedModel:
         """The model traced with an example of other sizes. The attributes that it reads so are

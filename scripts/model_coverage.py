@@ -33,6 +33,7 @@ from meshwright import Cluster, auto_parallelize
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import analyse
 from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.errors import TraceError
 from meshwright.planner.plan import describe
 from meshwright.planner.tracing import trace
 from scripts.zoo.coverage_worker import LAYOUTS, RANKS
@@ -170,6 +171,10 @@ def row(name: str, plan: bool, run: bool) -> tuple[list[str], bool]:
     whatever is not traced or not at parity is."""
     try:
         small, published = traced(name, SMALL), traced(name, PUBLISHED)
+    except TraceError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        right = bool(ZOO[name].refused) and ZOO[name].refused in str(error)
+        return [name, ZOO[name].library, "refused" if right else "**not traced**"], right
     except Exception:  # noqa: BLE001 - of whatever kind: the table says that it failed
         print(f"{name}: {traceback.format_exc()}", file=sys.stderr)
         return [name, ZOO[name].library, "**not traced**"], False

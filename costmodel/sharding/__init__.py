@@ -24,7 +24,7 @@ from meshwright.costmodel.sharding.moves import (
     replicated_steps,
     routes,
 )
-from meshwright.costmodel.sharding.numbers_of_rows import with_numbers_of
+from meshwright.costmodel.sharding.numbers_of_rows import same_numbers, with_numbers_of
 from meshwright.costmodel.sharding.rows import Meeting, RowUse, TotalKind, row_use
 from meshwright.costmodel.sharding.strategies import (
     COPY_DIMS,
@@ -49,7 +49,7 @@ __all__ = [
     "Enter", "Entry", "FactorTable", "Leave", "Meeting", "Move", "P", "Placement", "R", "Role",
     "Route", "RowUse", "Run", "Step", "Strategy", "TotalKind", "analyse", "buffer_state",
     "can_hold", "data_layout", "default_state", "divides", "indivisible", "largest_part",
-    "loss_is_summed", "moves", "replicated_steps", "routes", "row_use", "signature",
-    "splitting_degrees", "stays_with_experts", "strategies", "transition", "translate",
+    "loss_is_summed", "moves", "replicated_steps", "routes", "row_use", "same_numbers",
+    "signature", "splitting_degrees", "stays_with_experts", "strategies", "transition", "translate",
     "with_numbers_of",
 ]  # fmt: skip

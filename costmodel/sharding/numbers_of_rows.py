@@ -36,11 +36,23 @@ def with_numbers_of(graph: Graph, whole: Graph) -> Graph:
     )
 
 
+def same_numbers(graph: Graph, other: Graph) -> bool:
+    """Whether two graphs of a model, traced at other rows, have the same plain numbers where they
+    are no sizes of tensors: nothing is divided by the number of rows."""
+    return _plain(graph) == _plain(other)
+
+
+def _plain(graph: Graph) -> list[object]:
+    ops = [op for op in (*graph.derived, *graph.ops) if _has_numbers(op)]
+    single = [x.item() for x in graph.constants.values() if x.numel() == 1]
+    return [*single, *((op.target, [a for a in op.args if is_number(a)]) for op in ops)]
+
+
 def _has_numbers(op: Op) -> bool:
     """Whether its plain numbers are no sizes."""
-    return (
-        is_pointwise(op) or op.short == "scalar_tensor" or (op.short == "full" and not op.args[0])
-    )
+    size = {"full": 0, "new_full": 1}.get(op.short)
+    single = size is not None and not op.args[size]
+    return single or is_pointwise(op) or op.short == "scalar_tensor"
 
 
 def _with_numbers(op: Op, other: Op) -> Op:

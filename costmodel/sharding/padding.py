@@ -41,6 +41,8 @@ def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | No
     found: dict[str, int] = {}
     ended = set()
     for op in ends:
+        if row_reduction(op) and graph.values[op.operands[1]].dtype.is_floating_point:
+            return None  # probabilities of classes, of which none is ignored
         filling = _filling(op, maker)
         if filling is None or filling[0] not in graph.batched:
             return None

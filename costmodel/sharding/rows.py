@@ -153,7 +153,7 @@ class _Reader:
         self.sums: list[Op] = []
         self.totals: dict[str, TotalKind] = {}
         self.meetings: list[Op] = []
-        self.scaled = False  # a share is multiplied by what may be the number of rows
+        self.scaled = False  # a share meets a number, which may be made of the number of rows
 
     def read(self) -> None:
         """Find the state of every value."""
@@ -187,17 +187,14 @@ class _Reader:
         rows = {i: state for i, state in enumerate(states) if isinstance(state, _Rows)}
         made = self.table.ops[op.name]
         if shares:
-            self.scaled |= is_pointwise(op) and any(map(self._may_be_rows, _numbers(op)))
+            others = CONSTANT in states
+            self.scaled |= is_pointwise(op) and (others or any(True for _ in _numbers(op)))
             return self._all(op, SHARE) if not rows and _affine(op, made, shares) else self._met(op)
         if row_reduction(op):
             return self._row_loss(op, rows)
         if not made.known or (traits_of(op).leaf and not leaf_of(op).rule):
             return self._without_rule(op)
         return self._of_rows(op, made, rows)
-
-    def _may_be_rows(self, number: float) -> bool:
-        multiples = (number / self.rows, 1 / (number * self.rows)) if number else ()
-        return any(abs(x) >= 0.5 and math.isclose(x, round(x)) for x in multiples)
 
     # --- results ---
 

@@ -22,7 +22,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.executor.lowering import local_part
-from meshwright.executor.parameters.partial_dtensors import StageGradient, read_whole_items
+from meshwright.executor.parameters.partial_dtensors import (
+    StageGradient,
+    read_strided_parts,
+    read_whole_items,
+)
 from meshwright.executor.ranks import Holders, Place
 
 
@@ -166,6 +170,7 @@ def expose(parameter: StageParameter, place: Place, own: nn.Parameter | None = N
     holds the whole model, else a DTensor."""
     if own is None or own.is_meta:
         read_whole_items()
+        read_strided_parts()
         local = parameter.stored if own is not None else wrap(parameter, parameter.stored, place)
         parameter.api = nn.Parameter(local, requires_grad=parameter.trainable)
         return

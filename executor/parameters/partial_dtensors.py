@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, _dtensor_spec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -136,6 +138,28 @@ def read_whole_items() -> None:
     is collective then."""
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _whole_item
+
+
+def read_strided_parts() -> None:
+    """Have torch 2.11 redistribute parts that are strided (rows of a fused q, k, v): it takes them
+    for orders of mesh axes alone, and raises where they are none; later versions don't."""
+    if hasattr(_dtensor_spec, "_StridedShardNotDecodableError") or _FOLLOWED:
+        return
+    spec: Any = DTensorSpec
+    _FOLLOWED.append(made := spec.__post_init__)
+
+    def post_init(self: Any) -> None:
+        if self.use_strided_shard_as_shard_order is None and any(
+            isinstance(p, _StridedShard) for p in self.placements
+        ):
+            order = spec._maybe_convert_StridedShard_to_shard_order(self.placements, self.mesh)
+            self.use_strided_shard_as_shard_order = order is not None
+        made(self)
+
+    spec.__post_init__ = post_init
+
+
+_FOLLOWED: list[Callable[..., None]] = []  # what was replaced
 
 
 def _whole_item(op: object, args: tuple[Any, ...], kwargs: object) -> Any:

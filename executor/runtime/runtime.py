@@ -169,8 +169,8 @@ class Runtime(RankState):
             self.settle_buffers()
             self.steps += 1
             loss = step.mean_loss(losses)
-        loss.backward = _backward_is_done  # type: ignore[method-assign]
-        return loss
+        backward_is_done: Callable[[torch.Tensor], torch.Tensor] = _BackwardIsDone.apply
+        return backward_is_done(loss.requires_grad_())
 
     @progress.during("evaluating a batch", waits=True)
     def eval_step(self, batch: Any) -> torch.Tensor:
@@ -323,12 +323,20 @@ class Runtime(RankState):
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
 
 
-def _backward_is_done(*args: object, **kwargs: object) -> None:
-    """What `backward()` of a step's loss does, by habit."""
-    raise RuntimeError(
-        "loss.backward(): train_step has run the backward already, and added the gradients to "
-        ".grad; drop this line, and step the optimizer"
-    )
+class _BackwardIsDone(torch.autograd.Function):
+    """A step's loss: `backward()` of it, or of what is made of it, says that it is done."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "loss.backward(): train_step has run the backward already, and added the gradients to "
+            ".grad; drop this line (and a GradScaler: train_step scales and unscales), and step "
+            "the optimizer"
+        )
 
 
 def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:

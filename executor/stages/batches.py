@@ -47,6 +47,13 @@ class Batches:
         """The inputs of a batch by value name. Raises ValueError for what is missing or of another
         kind than planned, which every rank that is given the same batch does."""
         leaves = dict(input_leaves(batch)[0])
+        known = {*self.graph.inputs.values(), *self.graph.fixed}
+        unknown = sorted(path for path in leaves.keys() - known if leaves[path] is not None)
+        if unknown:
+            raise ValueError(
+                f"batch: {unknown} were not among example_inputs; the model was planned with inputs "
+                f"{sorted(known)}: drop them, or plan again with them"
+            )
         missing = sorted(set(self.graph.inputs.values()) - set(leaves))
         if missing:
             raise ValueError(
@@ -77,7 +84,7 @@ class Batches:
         return tuple(shape[1:] if name in self.graph.batched else shape)
 
     def _check_fixed(self, leaves: Mapping[str, Any]) -> None:
-        """Raise ValueError for entries that are fixed in the plan and differ, or are unknown."""
+        """Raise ValueError for entries that are fixed in the plan and differ."""
         for path, planned in self.graph.fixed.items():
             given = leaves.get(path)
             if not same_entry(planned, given):
@@ -86,13 +93,6 @@ class Batches:
                     f"{given!r:.60} now: the plan is for one value of it, because the forward's "
                     "course depends on it; give that, or plan again"
                 )
-        known = {*self.graph.inputs.values(), *self.graph.fixed}
-        unknown = sorted(path for path in leaves.keys() - known if leaves[path] is not None)
-        if unknown:
-            raise ValueError(
-                f"batch: {unknown} were not among example_inputs, which had {sorted(known)}: drop "
-                "them, or plan again with them"
-            )
 
     def _tensor(self, name: str, path: str, given: Any) -> torch.Tensor:
         """An input as a tensor; numbers are 0-dim ones."""

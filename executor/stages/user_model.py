@@ -24,6 +24,7 @@ from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
 
 REPLACED_BY = "_meshwright_replaced_by"  # attribute of a parameter that left the model
+REFUSES_CALLS = "_meshwright_refuses_calls"  # attribute of a hook on a model of parts
 SHOWN = 3  # names in a message
 
 
@@ -45,11 +46,6 @@ class UserModel:
         self.on_meta = frozenset(fqn for fqn, x in self.originals.items() if x.is_meta)
         self.whole = True  # until `hold` says otherwise
         self._at: dict[str, tuple[nn.Module, str]] = {}
-        self._children = [
-            (path, module._modules, name, child)
-            for path, module in module.named_modules()
-            for name, child in module._modules.items()
-        ]
         self._replaced: dict[str, torch.Tensor] = {}  # what is now in the place of an original
         self._calls_allowed = False
         self._handles: list[RemovableHandle] = []
@@ -149,15 +145,9 @@ class UserModel:
                 x.data = x.data.to(device)
 
     def check_places(self, parameters: Iterable[StageParameter]) -> None:
-        """Raise ValueError for a module or a parameter that is another object since, or of another
-        dtype or device; a parameter that was given other memory (`.data = ...`) is read from there,
+        """Raise ValueError for a parameter that is another object since, or of another dtype or
+        device; a parameter that was given other memory (`.data = ...`) is read from there,
         and has its own again."""
-        for path, children, name, child in self._children:
-            if children.get(name) is not child:
-                raise ValueError(
-                    f"module {f'{path}.{name}'.lstrip('.')!r} was replaced after planning, which "
-                    f"train_step can't see: call auto_parallelize again"
-                )
         for p in parameters:
             if self.tensor(p.fqn) is not p.api:
                 raise ValueError(
@@ -294,6 +284,7 @@ def _refusal_of_calls(user: UserModel) -> Callable[..., None]:
                 "all ranks; or load result.full_state_dict() into a model of its own"
             )
 
+    setattr(refuse, REFUSES_CALLS, True)
     return refuse
 
 

@@ -30,14 +30,11 @@ KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores loa
 PAD_TO = 64  # which also fills their tiles
 
 
-def advice(
-    search: Search, result: SearchResult, time_limit_s: float | None = None
-) -> list[dict[str, Any]]:
-    """What is worth changing, as rows with a sentence each (`advice`) and its numbers; after the
-    time limit no further batch is searched."""
-    left_s = math.inf if time_limit_s is None else time_limit_s
+def advice(search: Search, result: SearchResult) -> list[dict[str, Any]]:
+    """What is worth changing, as rows with a sentence each (`advice`) and its numbers; when the
+    time is over no further batch is searched."""
     found = [each(search, result) for each in (_heads, _words, _logits)]
-    return [row for rows in (_batches(search, result, left_s), *found) for row in rows]
+    return [row for rows in (_batches(search, result), *found) for row in rows]
 
 
 # --- batch ---------------------------------------------------------------------------------------
@@ -56,16 +53,15 @@ def next_batches(batch: int, devices: int) -> list[int]:
     return sorted(better, key=lambda n: (-math.gcd(n, devices), abs(n - batch), n))[:MAX_BATCHES]
 
 
-def _batches(search: Search, result: SearchResult, left_s: float) -> Iterator[dict[str, Any]]:
+def _batches(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     """Batches that train more rows per second, most first."""
     batch, best = search.global_batch_size, result.best
     ours, found = batch / best.step_time_s, []
     started = time.process_time()
     for other in next_batches(batch, search.problem.cluster.num_devices):
-        spent_s = time.process_time() - started
-        if spent_s > 2 * SEARCH_S or spent_s >= left_s:
+        if time.process_time() - started > 2 * SEARCH_S or search.programs.time.over():
             break
-        step = _searched(search, other, min(SEARCH_S, left_s - spent_s))
+        step = _searched(search, other)
         if step is not None and other / step[0] > ours * (1 + BETTER):
             found.append((other / step[0], other, *step))
     for rows_per_s, other, step_s, plan in sorted(found, reverse=True):
@@ -80,7 +76,7 @@ def _batches(search: Search, result: SearchResult, left_s: float) -> Iterator[di
         }
 
 
-def _searched(search: Search, batch: int, seconds_left: float) -> tuple[float, str] | None:
+def _searched(search: Search, batch: int) -> tuple[float, str] | None:
     """Step time and plan of another batch, in a short search over equal meshes; None where none is
     found."""
     given = search.overrides
@@ -89,7 +85,7 @@ def _searched(search: Search, batch: int, seconds_left: float) -> tuple[float, s
             global_batch_size=batch,
             overrides=replace(given, forbid=sorted({*given.forbid, "unequal_meshes"})),
             objective="fastest",
-            time_limit_s=seconds_left,
+            time_limit_s=SEARCH_S,
         )
         best = other.run()
     except (InfeasibleError, OverrideError):

@@ -50,15 +50,12 @@ class Alternative:
     instead: PlanDraft | None = None
 
 
-def alternatives(
-    search: Search, result: SearchResult, time_limit_s: float | None = None
-) -> tuple[Alternative, ...]:
-    """The best of every family that the search could have chosen from and did not; after the time
-    limit nothing new is explored."""
+def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...]:
+    """The best of every family that the search could have chosen from and did not; when the time is
+    over nothing new is explored."""
     chosen = result.best.plan
     wanted = [family for family in families(search, result) if not family.has(chosen)]
-    explorer = _Families(search=search, result=result)
-    explorer.effort.limit(time_limit_s)
+    explorer = _Families(search=search, result=result, effort=Effort(search.programs.time))
     found = [explorer.best(family) for family in wanted]
     search.forget()
     graph, factors = search.problem.graph, search.problem.factors
@@ -76,8 +73,8 @@ class _Families:
 
     search: Search
     result: SearchResult
+    effort: Effort
     drafted: list[PlanDraft] = field(default_factory=list)
-    effort: Effort = field(default_factory=Effort)
 
     def best(self, family: Family) -> Alternative | None:
         """The best plan found, or why there is none; None where the space holds none anyway."""

@@ -8,7 +8,6 @@ limit the answers together take no more than the search was given.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -49,18 +48,18 @@ class Answers:
         return None if given_s is None else max(0.0, given_s - self._spent_s)
 
     def _timed(self, work: Callable[[], T]) -> T:
-        started = time.monotonic()
+        limit = self.search.programs.time
+        started = limit.clock()
         try:
-            return work()
+            with limit.until(limit.after(self._left_s())):
+                return work()
         finally:
-            self._spent_s += time.monotonic() - started
+            self._spent_s += limit.clock() - started
 
     @property
     def others(self) -> tuple[Alternative, ...]:
         if self._others is None:
-            self._others = self._timed(
-                lambda: alternatives(self.search, self.result, self._left_s())
-            )
+            self._others = self._timed(lambda: alternatives(self.search, self.result))
         return self._others
 
     def alternatives(self) -> list[dict[str, Any]]:
@@ -84,15 +83,17 @@ class Answers:
     def advice(self) -> list[dict[str, Any]]:
         """What the user may change for more rows per second, or less memory."""
         if self._advice is None:
-            self._advice = self._timed(lambda: advice(self.search, self.result, self._left_s()))
+            self._advice = self._timed(lambda: advice(self.search, self.result))
         return self._advice
 
     def proof(self) -> dict[str, Any]:
         """Lower bound on the step of plans with equal stages, and the chosen one's gap to it."""
         if self._proof is None:
-            bound_s = self._timed(lambda: self.search.equal_bound_s(self.result, self._left_s()))
-            gap = max(0.0, self.result.best.step_time_s / bound_s - 1.0)
-            self._proof = {"equal_bound_s": bound_s, "equal_gap": gap}
+            bound_s = self._timed(lambda: self.search.equal_bound_s(self.result))
+            step_s, self._proof = self.result.best.step_time_s, {}
+            if bound_s:
+                gap = max(0.0, step_s / bound_s - 1.0)
+                self._proof = {"equal_bound_s": bound_s, "equal_gap": gap}
         return self._proof
 
     # --- overrides ---

@@ -44,11 +44,13 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         phases_s={**phases_s, **result.phases_s},
         notes=(*_not_run_yet(result.best.plan), *_ties(result), *result.notes),
         searched=Searched(
-            runners_up=runners,
-            solver=proofs,
-            bound={"bound_s": result.bound_s, "gap": result.gap, "complete": result.complete},
+            runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
         ),
     )
+
+
+def _bound(result: SearchResult) -> dict[str, float]:
+    return {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
 
 
 def _ties(result: SearchResult) -> list[str]:
@@ -82,8 +84,8 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
     if alternative.bound_s is not None:
         row["bound_s"] = alternative.bound_s
     if draft is None and alternative.bound_s is not None:
-        why = f"at least {seconds(alternative.bound_s)}; not explored in the time given"
-        return {**row, "why": why}
+        least = f"at least {seconds(alternative.bound_s)}; " if alternative.bound_s else ""
+        return {**row, "why": f"{least}not explored in the time given"}
     if draft is None:
         short = alternative.shortfall_bytes or 0.0
         lacks = f"the leanest lacks {short / GIB:.3g} GiB a device"

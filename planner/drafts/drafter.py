@@ -71,10 +71,12 @@ class Drafter:
         self.unequal = UnequalStages(self.space, self.equal)
 
     def like(self, **changes: Any) -> Self:
-        """The same with other arguments. What was priced is used again, for another problem
-        nothing."""
+        """The same with other arguments, in the same time. What was priced is used again, for
+        another problem nothing."""
         programs = None if "problem" in changes else self.programs
-        return type(self)(**{**self._arguments(), "programs": programs, **changes})
+        made = type(self)(**{**self._arguments(), "programs": programs, **changes})
+        made.programs.time = self.programs.time
+        return made
 
     def _arguments(self) -> dict[str, Any]:
         """What it was made of, but for the programs."""

@@ -176,7 +176,8 @@ class EqualStages:
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
             turn = each[k] * (own.amortised_s(m) + sent)
             fill = float(_fill_s(schedule, own, shapes[k]))
-            estimate = m * turn * (work[1] * groups / work[0]) + (groups - 1) * fill
+            uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
+            estimate = m * turn * uneven + (groups - 1) * fill
             yield Combination(
                 setup=setup,
                 num_microbatches=m,

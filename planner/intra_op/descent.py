@@ -30,7 +30,7 @@ def descend(
     draw = np.random.default_rng(0)
     starts = [dict(choice) for choice in known]
     starts.append({name: int(np.argmin(costs)) for name, costs in unary.items()})
-    for _ in range(STARTS):
+    for _ in range(0 if starts[1:] else STARTS):  # of a like problem the states are good ones
         starts.append(
             {n: int(draw.choice(np.flatnonzero(np.isfinite(c)))) for n, c in unary.items()}
         )
@@ -49,14 +49,20 @@ def _sweep(
     around: Mapping[str, list[tuple[str, np.ndarray]]],
 ) -> None:
     """Improve a choice until no node has a cheaper state, or one with fewer illegal neighbours."""
+    stale = set(unary)  # nodes of which a neighbour has changed since they chose
     for _ in range(SWEEPS):
-        before = dict(choice)
         for name, own in unary.items():
+            if name not in stale:
+                continue
+            stale.discard(name)
             parts = np.stack([own, *(costs[:, choice[other]] for other, costs in around[name])])
             legal = np.isfinite(parts)
             illegal, costs = (~legal).sum(0), np.where(legal, parts, 0.0).sum(0)
-            choice[name] = int(np.lexsort((costs, illegal))[0])  # by the last key first
-        if choice == before:
+            state = int(np.lexsort((costs, illegal))[0])  # by the last key first
+            if state != choice[name]:
+                choice[name] = state
+                stale.update(other for other, _ in around[name])
+        if not stale:
             return
 
 

@@ -21,71 +21,28 @@ Problems that differ in few functions share the elimination of nodes in the scop
 these come first while their sums are SMALL, and are eliminated once (`Elimination`).
 
 Where a sum would have more than `largest` entries, only nodes with two neighbours at most are
-eliminated. That leaves pairs, and this core goes to the solver for every x_K.
+eliminated. That leaves pairs, and this core goes to the solver for every x_K, or to a descent where
+the solver's time is over.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from meshwright.planner.intra_op.descent import descend, least
+from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, restricted
 from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
+from meshwright.planner.intra_op.time_limit import SolverTime
 
-S = TypeVar("S", bound=Hashable)
-
-Pair = tuple[str, str]
-Scope = tuple[str, ...]  # the nodes that a cost depends on: one or two in a problem
 Index = tuple[int, ...]
 
 SMALL = 1_000  # entries that cost about as much as the call that sums them
 LARGEST = 2_000_000  # entries: 16 MB, milliseconds
-CORE_S = 10.0  # of the solver for one core, in all states of the kept nodes
-
-
-@dataclass(slots=True)
-class PairwiseProblem:
-    """Nodes with states, and costs in seconds; +inf is illegal.
-
-    `unary` are node costs (s,), `pairs` edge costs (s, t), over the states of their nodes.
-    """
-
-    states: dict[str, Sequence[Any]] = field(default_factory=dict)
-    unary: dict[str, np.ndarray] = field(default_factory=dict)
-    pairs: dict[Pair, np.ndarray] = field(default_factory=dict)
-
-    def node(self, name: str, states: Sequence[Any], costs: ArrayLike) -> None:
-        self.states[name] = states
-        self.unary[name] = np.asarray(costs, dtype=float)
-
-    def edge(self, a: str, b: str, costs: np.ndarray) -> None:
-        """Add costs (states of a, states of b) to those of the edge between a and b."""
-        if (b, a) in self.pairs:
-            self.pairs[b, a] = self.pairs[b, a] + costs.T
-        else:
-            self.pairs[a, b] = self.pairs.get((a, b), 0.0) + costs
-
-    def costs(self) -> dict[Scope, np.ndarray]:
-        """All costs, by the nodes that they depend on: first nodes', then edges'."""
-        nodes: dict[Scope, np.ndarray] = {(name,): costs for name, costs in self.unary.items()}
-        return nodes | dict(self.pairs.items())
-
-    def changed(self, changes: Mapping[Scope, np.ndarray]) -> PairwiseProblem:
-        """The same problem with these costs in the place of its own."""
-        unary, pairs = dict(self.unary), dict(self.pairs)
-        for scope, costs in changes.items():
-            if len(scope) == 1:
-                unary[scope[0]] = costs
-            else:
-                pairs[scope[0], scope[1]] = costs
-        return PairwiseProblem(states=self.states, unary=unary, pairs=pairs)
 
 
 # --- the order, from structure alone -------------------------------------------------------------
@@ -244,31 +201,61 @@ class Elimination:
         later = {function for step in self._order.changing for function, _ in step.inputs}
         later.update(function for function, _ in self._order.left)
         self._known = {k: array for k, array in known.items() if k in later}
+        self._descended: list[dict[str, int]] = []  # states of the core that descent found last
 
-    def solve(self, changes: Mapping[Scope, np.ndarray] | None = None) -> Minimum | None:
+    def solve(
+        self, changes: Mapping[Scope, np.ndarray] | None = None, time: SolverTime | None = None
+    ) -> Minimum | None:
         """The least cost for all states of the kept nodes; None where no assignment is legal.
-        Changing costs that are not given are as in the problem."""
-        known = dict(self._known)
-        for scope, costs in (changes or {}).items():
-            known[self._changing[scope]] = self._lined_up(scope, costs)
-        best = {**self._best, **_run(self._order.changing, known)}
+        Changing costs that are not given are as in the problem. A core is solved exactly in the
+        `time` that its solver has, by default CORE_S."""
+        known, best = self._eliminated(changes)
         solved: dict[Index, Mapping[int, int]] = {}
-        proved = True
-        if self._order.core:
-            costs, proved = self._solve_core(known, solved)
-        else:
-            costs = self._sum(known)
+        costs, bound = self._least(known, solved, time or SolverTime())
         if not np.isfinite(costs).any():
             return None
         return Minimum(
             costs=costs,
-            bound=float(costs.min()) if proved else least(known[f] for f, _ in self._order.left),
+            bound=bound,
             names=self._names,
             keep=self._keep,
             core=solved,
             best=best,
             steps=self._order.backwards,
         )
+
+    def bound(
+        self, changes: Mapping[Scope, np.ndarray] | None = None, time: SolverTime | None = None
+    ) -> float:
+        """No assignment costs less: the least cost, where the solver has the time to find it."""
+        known, _ = self._eliminated(changes)
+        return self._least(known, {}, time or SolverTime(), descends=False)[1]
+
+    def _eliminated(
+        self, changes: Mapping[Scope, np.ndarray] | None
+    ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+        """The functions known with these changes, and the best state of each node eliminated."""
+        known = dict(self._known)
+        for scope, costs in (changes or {}).items():
+            known[self._changing[scope]] = self._lined_up(scope, costs)
+        return known, {**self._best, **_run(self._order.changing, known)}
+
+    def _least(
+        self,
+        known: Mapping[int, np.ndarray],
+        solved: dict[Index, Mapping[int, int]],
+        time: SolverTime,
+        *,
+        descends: bool = True,
+    ) -> tuple[np.ndarray, float]:
+        """The least costs of the functions left, for all states of the kept nodes, and a bound."""
+        if not self._order.core:
+            costs = self._sum(known)
+            return costs, float(costs.min())
+        costs, proved = self._solve_core(known, solved, time, descends=descends)
+        if proved:
+            return costs, float(costs.min())
+        return costs, least(known[function] for function, _ in self._order.left)
 
     def _lined_up(self, scope: Scope, costs: np.ndarray) -> np.ndarray:
         """Costs with axes in the order of elimination, without nodes of one state."""
@@ -284,10 +271,16 @@ class Elimination:
         return total
 
     def _solve_core(
-        self, known: Mapping[int, np.ndarray], solved: dict[Index, Mapping[int, int]]
+        self,
+        known: Mapping[int, np.ndarray],
+        solved: dict[Index, Mapping[int, int]],
+        time: SolverTime,
+        *,
+        descends: bool,
     ) -> tuple[np.ndarray, bool]:
         """The minimum over the core of the functions left, for all states of the kept nodes, by the
-        solver; the core's states go to `solved`. Whether all of it was proved: time may be out."""
+        solver, and after its time by a descent where one is wanted; the core's states go to
+        `solved`. Whether all of it was proved."""
         constant, rest = 0.0, PairwiseProblem()
         for function, scope in self._order.left:
             costs, names = known[function], [str(n) for n in scope]
@@ -298,24 +291,37 @@ class Elimination:
             else:
                 rest.edge(names[0], names[1], costs)
         total, proved = np.full(self._shape, np.inf), True
-        ends_s = time.monotonic() + CORE_S
         for index in np.ndindex(self._shape):
             fixed = dict(zip(map(str, self._keep), index, strict=True))
             unary = restricted(rest.unary, fixed)
             if not all(np.isfinite(costs).any() for costs in unary.values()):
                 continue
-            choice = None
-            if (left_s := ends_s - time.monotonic()) > 0:
-                certificate = solve_pairwise(unary, rest.pairs, time_limit_s=left_s)
-                choice = certificate.choice if certificate else None
-            if time.monotonic() >= ends_s:
-                proved = False
-                like = [{str(n): s for n, s in found.items()} for found in solved.values()]
-                choice = choice or descend(unary, rest.pairs, like[-1:])
+            choice, in_time = _solved_in(time, unary, rest.pairs)
+            proved &= in_time
+            if not proved and not descends:
+                break
+            if choice is None and not in_time:
+                choice = descend(unary, rest.pairs, self._descended)
+                self._descended = [choice] if choice else self._descended
             if choice is not None:
                 total[index] = constant + objective_of(choice, unary, rest.pairs)
                 solved[index] = {int(name): state for name, state in choice.items()}
         return total, proved
+
+
+def _solved_in(
+    time: SolverTime, unary: Mapping[str, np.ndarray], pairs: Mapping[tuple[str, str], np.ndarray]
+) -> tuple[Mapping[str, int] | None, bool]:
+    """The solver's states, None where none are legal or it found none, and whether it had the time
+    to prove them."""
+    if time.left_s() == 0:
+        return None, False
+    try:
+        with time.spent():
+            found = solve_pairwise(unary, pairs, time_limit_s=time.left_s())
+    except TimeoutError:
+        return None, False
+    return (found.choice if found else None), time.left_s() > 0
 
 
 def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -372,20 +378,3 @@ class Minimum(Mapping[Index, Mapping[str, int]]):
         for step in self.steps:
             state[step.node] = self.best[step.node].item(*(state[n] for n in step.rest))
         return {name: state[n] for n, name in enumerate(self.names)}
-
-
-def restricted(unary: Mapping[str, np.ndarray], states: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Node costs by which these nodes must take these states: +inf for all others."""
-    fixed = dict(unary)
-    for name, state in states.items():
-        fixed[name] = np.where(np.arange(len(fixed[name])) == state, fixed[name], np.inf)
-    return fixed
-
-
-def for_all_pairs(
-    price: Callable[[S, S], float | tuple[float, ...]], left: Sequence[S], right: Sequence[S]
-) -> np.ndarray:
-    """(left, right) or (left, right, n): prices of all pairs, of equal pairs found once."""
-    rows, columns = ({s: k for k, s in enumerate(dict.fromkeys(side))} for side in (left, right))
-    prices = np.array([[price(s, t) for t in columns] for s in rows])
-    return prices[np.ix_([rows[s] for s in left], [columns[t] for t in right])]

@@ -43,13 +43,10 @@ from meshwright.costmodel.sharding import (
     default_state,
     routes,
 )
-from meshwright.planner.intra_op.elimination import (
-    Elimination,
-    PairwiseProblem,
-    Scope,
-    for_all_pairs,
-)
+from meshwright.planner.intra_op.elimination import Elimination
+from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, for_all_pairs
 from meshwright.planner.intra_op.table import BlockTable, Wait
+from meshwright.planner.intra_op.time_limit import SolverTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,16 +338,17 @@ class BlockProgram:
         allowed: Callable[[str, Placement], bool] = lambda value, state: True,
         *,
         microbatches: float | None = None,
+        time: SolverTime | None = None,
     ) -> BlockTable | None:
         """The cheapest assignment for every pair of boundary states; None if there is none at all.
 
         `pricer`, on any data axis with the program's tensor axis and rows, prices parameters and
         experts; `allowed` restricts how they are stored. Once-per-step work is spread over
-        `microbatches`, by default the pricer's; infinitely many leave it out.
+        `microbatches`, by default the pricer's. A block too large for `time` gets legal states.
         """
         m = microbatches or pricer.setting.num_microbatches
         factors = self._priced(pricer, allowed, m)
-        found = self._elimination.solve(factors)
+        found = self._elimination.solve(factors, time)
         if found is None:
             return None
         return BlockTable(
@@ -361,6 +359,11 @@ class BlockProgram:
             bound=found.bound,
             choices=found,
         )
+
+    def bound_s(self, pricer: Pricer, time: SolverTime | None = None) -> float:
+        """No assignment takes less per micro-batch, without what is paid once per step."""
+        factors = self._priced(pricer, lambda value, state: True, np.inf)
+        return self._elimination.bound(factors, time)
 
     def boundary_nodes(self) -> list[str]:
         """Nodes of the block's inputs and outputs that have a choice of states: at most one of

@@ -11,12 +11,15 @@ solved first; the integer program only where it is fractional. HiGHS first, CBC 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pulp
+
+HANDING = 0.5  # of the seconds that making a program takes, what handing it to HiGHS takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +46,17 @@ def solve_pairwise(
     *,
     time_limit_s: float | None = None,
 ) -> Certificate | None:
-    """Minimise node plus edge costs; None where no finite assignment exists, or none was found
-    within the time limit."""
+    """Minimise node plus edge costs; None where no finite assignment exists. Raises TimeoutError
+    where none was found within the time limit, of which making the program is part."""
     started = time.perf_counter()
+    ends_s = math.inf if time_limit_s is None else started + time_limit_s
     finite = [a[np.isfinite(a)] for a in (*unary.values(), *pairs.values())]
     scale = max((float(np.abs(a).max()) for a in finite if a.size), default=1.0) or 1.0
-    problem, states = _build(unary, pairs, scale)
+    problem, states = _build(unary, pairs, scale, ends_s)
     if problem is None:
         return None
-    solver, name = _solver(time_limit_s)
-    problem.solve(solver)
+    handing_s = HANDING * (time.perf_counter() - started)
+    name = _run(problem, ends_s, handing_s)
     if problem.status != pulp.LpStatusOptimal:
         return None
     bound = pulp.value(problem.objective) or 0.0
@@ -64,7 +68,7 @@ def solve_pairwise(
             for x in xs:
                 if x is not None:
                     x.cat = pulp.LpInteger
-        problem.solve(solver)
+        _run(problem, ends_s, handing_s)
     choice = {node: _chosen(xs) for node, xs in states.items()}
     objective = objective_of(choice, unary, pairs)
     if not np.isfinite(objective):  # a feasible relaxation does not promise an integral solution
@@ -95,8 +99,24 @@ def objective_of(
     return nodes + sum(float(costs[choice[a], choice[b]]) for (a, b), costs in pairs.items())
 
 
+def _run(problem: pulp.LpProblem, ends_s: float, handing_s: float) -> str:
+    """Solve until a `time.perf_counter()`, where handing the program over takes so many seconds;
+    the solver's name. Raises TimeoutError where it found nothing."""
+    left_s = ends_s - time.perf_counter() - handing_s
+    if left_s <= 0:
+        raise TimeoutError("no time left to solve the program")
+    solver, name = _solver(None if math.isinf(left_s) else left_s)
+    problem.solve(solver)
+    if problem.status != pulp.LpStatusOptimal and time.perf_counter() >= ends_s:
+        raise TimeoutError("the program was not solved in time")
+    return name
+
+
 def _build(
-    unary: Mapping[str, np.ndarray], pairs: Mapping[tuple[str, str], np.ndarray], scale: float
+    unary: Mapping[str, np.ndarray],
+    pairs: Mapping[tuple[str, str], np.ndarray],
+    scale: float,
+    ends_s: float,
 ) -> tuple[pulp.LpProblem | None, dict[str, list[pulp.LpVariable | None]]]:
     problem = pulp.LpProblem("pairwise", pulp.LpMinimize)
     number = {node: i for i, node in enumerate(unary)}
@@ -115,6 +135,8 @@ def _build(
             (x, float(c) / scale) for x, c in zip(states[node], costs, strict=True) if x is not None
         ]
     for (a, b), costs in pairs.items():
+        if time.perf_counter() >= ends_s:
+            raise TimeoutError("no time left to make the program")
         objective += _flow(
             problem, states[a], states[b], costs, f"e_{number[a]}_{number[b]}", scale
         )

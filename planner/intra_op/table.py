@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.costmodel.sharding import Placement
-from meshwright.planner.intra_op.elimination import PairwiseProblem, Scope, restricted
+from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, restricted
 from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
+from meshwright.planner.intra_op.time_limit import CORE_S
 
 if TYPE_CHECKING:
     from meshwright.planner.intra_op.program import BlockProgram
@@ -55,10 +56,12 @@ class BlockTable:
         state = self.program.problem.states[node][self.choices[index][node]]
         return state.state if isinstance(state, Wait) else state
 
-    def certify(
-        self, index: tuple[int, ...], time_limit_s: float | None = 30.0
-    ) -> Certificate | None:
-        """The whole program handed to the solver, without elimination: an independent proof."""
+    def certify(self, index: tuple[int, ...], time_limit_s: float = CORE_S) -> Certificate | None:
+        """The whole program handed to the solver, without elimination: an independent proof; None
+        where there is none within the time limit."""
         problem = self.problem
         unary = restricted(problem.unary, dict(zip(self.keep, index, strict=True)))
-        return solve_pairwise(unary, problem.pairs, time_limit_s=time_limit_s)
+        try:
+            return solve_pairwise(unary, problem.pairs, time_limit_s=time_limit_s)
+        except TimeoutError:
+            return None

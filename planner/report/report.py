@@ -137,7 +137,8 @@ class Report:
     def _proof(self) -> list[str]:
         s = self.summary
         if "bound_s" not in s:
-            return []
+            late = "the time limit ended the search before a bound on all other plans was found"
+            return [] if s.get("complete", True) else [f"  {late}"]
         early = "" if s["complete"] else "; the time limit ended the search before that was closed"
         bounds = f"{seconds(s['bound_s'])} at these prices: gap {s['gap']:.1%}"
         proof = self.deferred.proof() if self.deferred else {}

@@ -19,25 +19,22 @@ from meshwright.planner.drafts import (
     PlanDraft,
     StageDraft,
 )
+from meshwright.planner.intra_op import TimeLimit
 
 T = TypeVar("T")
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
+LATE_TRIES = 12  # meshes, combinations and cuts looked at for a first plan when the time is over
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
 class Effort:
     """CPU seconds spent by phase, and the time limit: `complete` until it cut something short."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: TimeLimit) -> None:
         self.phases_s: dict[str, float] = {}
-        self.deadline: float | None = None
+        self.limit = limit
         self.complete = True
-
-    def limit(self, seconds: float | None) -> None:
-        """From now on so many seconds of wall time."""
-        if seconds is not None:
-            self.deadline = time.monotonic() + seconds
 
     def timed(self, phase: str, work: Callable[..., T], *args: Any) -> T:
         started = time.process_time()
@@ -48,20 +45,22 @@ class Effort:
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + spent
 
     def late(self) -> bool:
-        late = self.deadline is not None and time.monotonic() > self.deadline
+        late = self.limit.over()
         self.complete &= not late
         return late
 
 
 class Queue:
     """What is left to explore, the most promising first: (seconds promised, number, what, its
-    cut)."""
+    cut). Meshes without a bound come last."""
 
     def __init__(self, choices: Iterable[MeshChoice] = ()) -> None:
         self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
         self._count = itertools.count()
-        for choice in choices:
-            self.add(choice.bound_s, choice)
+        own = list(choices)
+        last_s = max((choice.bound_s for choice in own), default=0.0)
+        for choice in own:
+            self.add(choice.bound_s or last_s, choice)
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -102,12 +101,15 @@ class Explorer:
         """Step time to beat: that of the fastest draft that fits."""
         return min((d.step_time_s for d in self.drafts if d.fits), default=self.known_s)
 
-    def explore(self, queue: Queue) -> None:
-        """Draft what promises most until nothing left in the queue can be faster."""
+    def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
+        """Draft what promises most until nothing left in the queue can be faster. When the time is
+        over without a plan so many more are tried."""
         while queue:
             limit = self.limit_s()
-            if queue.promised_s >= limit or (limit < math.inf and self.effort.late()):
+            late = self.effort.late()
+            if queue.promised_s >= limit or (late and (limit < math.inf or tries == 0)):
                 break
+            tries -= late
             _, _, what, cut = queue.pop()
             if what.bound_s >= limit:
                 continue

@@ -11,11 +11,15 @@ from meshwright.planner.plan import InfeasibleError, describe, kept_together
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices
 from meshwright.planner.search.relaxations import relaxations, way_out
 
+LATE_MESHES = 2  # of those that need least memory, looked at when the time is over
+
 
 def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | OverrideError:
     """The error to raise where none of the `drafts` fits: by how much the closest plan does not,
     and the way out; or which override leaves no plan."""
     cluster = drafter.problem.cluster
+    if drafter.programs.time.over():
+        return _late(drafter)
     closest = _closest(drafter, drafts)
     if closest is None and drafter.programs.refused:
         refused = drafter.programs.refused
@@ -37,6 +41,22 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
         f"shortfall in GiB by stage: {gib}. {way_out(found)}{_together(drafter)}",
         per_stage,
         found,
+    )
+
+
+def _late(drafter: Drafter) -> InfeasibleError:
+    """What is known when the time was over before a plan was found."""
+    said = f"no plan was found in the time given on {drafter.problem.cluster.describe()}"
+    choices = least_memory_choices(drafter.space)[:LATE_MESHES]
+    need = least_memory(drafter.equal, choices)
+    if need is None or need.excess_bytes <= 0:
+        return InfeasibleError(f"{said}; give it more: time_limit_s", ())
+    groups, mesh, lacks = need.choice.groups, need.choice.mesh, need.excess_bytes
+    return InfeasibleError(
+        f"{said}: {groups} equal stages on dp{mesh.dp}×tp{mesh.tp}, the leanest looked "
+        f"at, lack {lacks / 2**30:.3g} GiB a device; with more time (time_limit_s) the "
+        f"way out is looked for",
+        (lacks,),
     )
 
 

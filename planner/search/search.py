@@ -28,10 +28,13 @@ from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
-from meshwright.planner.search.failure import failure
+from meshwright.planner.search.failure import LATE_MESHES, failure
+from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.taste import TIE, axes_of, by_taste
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
+BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
+BOUNDS_S = 1.0  # seconds that they may take anyway
 MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
@@ -45,7 +48,8 @@ class SearchResult:
     chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
     why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
 
-    No plan that the search may choose takes less than `bound_s` under the cost model. `complete`
+    No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
+    there was no time to bound them all. `complete`
     says that no time limit cut the search, or a block's program, short.
     """
 
@@ -66,8 +70,9 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Fraction by which the chosen step may exceed the fastest there is."""
-        return max(0.0, self.best.step_time_s / self.bound_s - 1.0)
+        """Fraction by which the chosen step may exceed the fastest there is; inf without a
+        bound."""
+        return max(0.0, self.best.step_time_s / self.bound_s - 1.0) if self.bound_s else math.inf
 
 
 class Search(Drafter):
@@ -100,7 +105,7 @@ class Search(Drafter):
         )
         self.objective = objective
         self.time_limit_s = time_limit_s
-        self._effort = Effort()
+        self._effort = Effort(self.programs.time)
         self._explorer = Explorer(drafter=self, equal=self.equal, effort=self._effort)
         self._drafts = self._explorer.drafts
 
@@ -115,16 +120,34 @@ class Search(Drafter):
     # --- the search ---
 
     def run(self) -> SearchResult:
-        """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds."""
-        self._effort.limit(self.time_limit_s)
-        timed = self._effort.timed
+        """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
+        the time limit a first plan is still looked for where it is likely."""
+        limit, given_s = self.programs.time, self.time_limit_s
+        ends_s = limit.after(given_s)
+        bounds_s = None if given_s is None else max(given_s * BOUNDS_SHARE, BOUNDS_S)
+        with limit.until(limit.after(bounds_s)):
+            meshes = self._effort.timed("bounds", self._meshes)
+            self._effort.late()
+        try:
+            with limit.until(ends_s):
+                return self._searched(meshes)
+        finally:
+            self.programs.forget_hurried()
+
+    def _meshes(self) -> list[MeshChoice]:
         counts = self.space.microbatch_counts()
-        meshes = timed("bounds", lambda: [c for m in counts for c in self.equal.mesh_choices(m)])
+        return [choice for m in counts for choice in self.equal.mesh_choices(m)]
+
+    def _searched(self, meshes: Sequence[MeshChoice]) -> SearchResult:
+        """The search, on these meshes."""
+        timed = self._effort.timed
         equal_s = min((choice.bound_s for choice in meshes), default=math.inf)
         self._explore(meshes)
         between = timed("bounds", self._between)
         equal_s = min([equal_s, *(choice.bound_s for choice in between)])
         self._explore(between)
+        if self._effort.late() and self._limit() == math.inf:
+            self._leanest()
         different_s = math.inf
         if self.space.may_differ:
             different_s = self._unequal(self.space.tried_counts())
@@ -149,17 +172,15 @@ class Search(Drafter):
             return []
         return [
             f"the programs of {len(blocks)} blocks ({blocks[0]}, ...) were too large to be solved "
-            f"to the end in {CORE_S:g} s each: their shardings are legal, others may cost less"
+            f"to the end in {CORE_S:g} s a kind: their shardings are legal, others may cost less"
         ]
 
-    def equal_bound_s(self, result: SearchResult, time_limit_s: float | None = None) -> float:
+    def equal_bound_s(self, result: SearchResult) -> float:
         """No plan with equal stages takes less, but for the chosen one: a closer bound than that of
         the result, which takes seconds to find."""
-        effort = Effort()
-        effort.limit(time_limit_s)
         found_s = min([result.best.step_time_s, *(d.step_time_s for d in result.drafts if d.fits)])
         bounds = Bounds(space=self.space, equal=self.equal)
-        return bounds.of_equal(result.meshes, found_s, effort.late)
+        return bounds.of_equal(result.meshes, found_s, self.programs.time.over)
 
     def _limit(self) -> float:
         """Step time to beat: that of the fastest draft that fits."""
@@ -176,6 +197,12 @@ class Search(Drafter):
         self._explorer.explore(queue)
         self._explore_simpler(queue)
         self.equal.forget()
+
+    def _leanest(self) -> None:
+        """A first plan, of those meshes that need least memory, when the time is over."""
+        for choice in least_memory_choices(self.space)[:LATE_MESHES]:
+            if any(need.excess_bytes <= 0 for need in memory_needs(self.equal, choice)):
+                self._explorer.explore(Queue([choice]))
 
     def _explore_simpler(self, queue: Queue) -> None:
         """Draft what is left and may tie with the best, of each kind that is simpler the most
@@ -227,7 +254,7 @@ class Search(Drafter):
         for bound, m, meshes in sorted(waiting):
             if bound >= self._limit() or m not in self._near_best(counts):
                 continue
-            if self._limit() < math.inf and self._effort.late():
+            if self._effort.late():
                 break
             self._effort.timed("inter-op DP", self._dp, m, meshes)
         self._effort.late()
@@ -250,7 +277,7 @@ class Search(Drafter):
         setups = self.unequal.setups(m, meshes, limit)
         if not setups:
             return
-        deadline = self._effort.deadline if limit < math.inf else None  # first find something
+        deadline = self.programs.time.ends_s if limit < math.inf else None  # first find something
         if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
             setups = self.unequal.promising(m, setups, limit * OVERSHOOT, deadline)
             if not setups:
@@ -300,13 +327,12 @@ class Search(Drafter):
         """An independent proof of the block programs on the chosen meshes: the whole integer
         program of each class, with whole tensors at both ends and nothing forced."""
         found: dict[str, Certificate] = {}
-        if self._effort.late():
-            return found
+        limit = self.programs.time
         graph = self.problem.graph
         if check_plan(best.plan, graph, self.problem.factors) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
         for stage in best.plan.stages:
-            if stage.tp == 1:
+            if stage.tp == 1 or limit.over():
                 continue
             setting = self.programs.coster.setting(
                 stage,
@@ -317,10 +343,11 @@ class Search(Drafter):
             classes: set[str] = set()
             for block, table in zip(graph.blocks, chain.tables, strict=True):
                 new = block.class_id not in classes and len(found) < MAX_PROOFS
-                if block.name in stage.blocks and new and table is not None:
+                if block.name in stage.blocks and new and table is not None and table.proved:
                     classes.add(block.class_id)
                     index = boundary_index(table, 0, 0)
-                    proof = table.certify(index) if index in table.choices else None
+                    left_s = min(CORE_S, limit.left_s())
+                    proof = table.certify(index, left_s) if index in table.choices else None
                     if proof is not None:
                         found.setdefault(block.name, proof)
         return found

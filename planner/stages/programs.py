@@ -20,7 +20,7 @@ from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.operators import Pricer, Setting, op_flops
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import BlockLayouts, Entry, Placement, R, Strategy, divides
-from meshwright.planner.intra_op import BlockProgram, BlockTable
+from meshwright.planner.intra_op import BlockProgram, BlockTable, SolverTime, TimeLimit
 from meshwright.planner.pricing import MeshKey, StageCoster, mesh_key
 from meshwright.planner.stages.chain import Chain
 
@@ -30,6 +30,8 @@ MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherev
 BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
 # tp, cp, ep, rows, dp where statistics of a batch are summed over it
 Where: TypeAlias = tuple[int, int, int, float, int]
+# setting but ZeRO, micro-batches, mode, policies that the user decided
+ChainKey: TypeAlias = tuple[MeshKey, int, str, tuple[str | None, ...]]
 Cuts: TypeAlias = Sequence[Sequence[Placement]]
 
 
@@ -43,10 +45,7 @@ class _Solved:
     keys: dict[tuple[int, int], BlockKey] = field(default_factory=dict)
     # tp, policies that the user decided: the kinds of the blocks
     kinds: dict[tuple[int, tuple[str | None, ...]], list[int]] = field(default_factory=dict)
-    # setting but ZeRO, micro-batches, mode, policies that the user decided
-    chains: dict[tuple[MeshKey, int, str, tuple[str | None, ...]], Chain] = field(
-        default_factory=dict
-    )
+    chains: dict[ChainKey, Chain] = field(default_factory=dict)
     # program of a block without its key, several micro-batches: least seconds of every block
     least: dict[tuple[Where, bool], Floats] = field(default_factory=dict)
 
@@ -56,28 +55,35 @@ class BlockPrograms:
     """The block programs of one problem, and the chains of blocks that they make.
 
     `entries` are sharding decisions forced by the user, by operator or parameter value name. Stages
-    start and end at the boundaries `cut_at`, by default at all. `refused` says, by tensor-parallel
+    start and end at the boundaries `cut_at`, by default at all. Planning goes on until `time` is
+    over, and then only as far as it must. `refused` says, by tensor-parallel
     degree, why a sharding that the user decided is impossible.
     """
 
     coster: StageCoster
     entries: Mapping[str, Entry] = field(default_factory=dict)
     cut_at: Sequence[int] = ()
+    time: TimeLimit = field(default_factory=TimeLimit)
     refused: dict[int, str] = field(default_factory=dict, init=False)
     unproved: set[str] = field(default_factory=set, init=False)  # blocks too large to be proved
     _solved: _Solved = field(default_factory=_Solved, init=False)
-    # programs by what they depend on, and states by value and tp: the same under all entries
+    # programs by what they depend on, states by value and tp, the solver's time by class: the same
+    # under all entries
     _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
+    _times: dict[str, SolverTime] = field(default_factory=dict)
     _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
     _reading: dict[str, list[bool]] = field(default_factory=dict, init=False)
+    _hurried: set[ChainKey] = field(default_factory=set, init=False)
 
     def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
         """The programs under other sharding decisions of the user, with stages that start and end
         elsewhere; prices and unsolved programs are shared."""
         if entries == self.entries and tuple(cut_at) == tuple(self.cut_at):
             return self
-        return BlockPrograms(self.coster, entries, cut_at, self._programs, self._states)
+        return BlockPrograms(
+            self.coster, entries, cut_at, self.time, self._programs, self._states, self._times
+        )
 
     @property
     def graph(self) -> Graph:
@@ -150,6 +156,8 @@ class BlockPrograms:
         key = (mesh_key(setting), setting.num_microbatches, mode, forced)
         if key not in self._solved.chains:
             self._solved.chains[key] = self._chain(replace(setting, zero=0), mode, forced)
+            if self.time.over():
+                self._hurried.add(key)
         return self._solved.chains[key]
 
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
@@ -178,6 +186,13 @@ class BlockPrograms:
             shared=self._copies(pricer, stored, setting.num_microbatches),
             price=partial(self._priced, pricer),
         )
+
+    def forget_hurried(self) -> None:
+        """Forget the chains that were solved when the time was over: the next search may have more
+        of it."""
+        for key in self._hurried:
+            del self._solved.chains[key]
+        self._hurried.clear()
 
     def _tables(
         self, setting: Setting, mode: str, cuts: Cuts, stored: dict[str, Placement]
@@ -235,8 +250,8 @@ class BlockPrograms:
                 return all(not s.sharded for s in program.stored_states(value))
             return True
 
-        table = program.solve(pricer, allowed)
-        if table is not None and not table.proved:
+        table = program.solve(pricer, allowed, time=self._solver_time(k))
+        if table is not None and not table.proved and not self.time.over():
             self.unproved.add(self.graph.blocks[k].name)
         return table
 
@@ -342,7 +357,7 @@ class BlockPrograms:
     def least_of_blocks(self, setting: Setting) -> Floats:
         """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
         stage, for any data axis with these rows, under any ZeRO stage: without what is paid once
-        per step."""
+        per step. Zeros where no time is left to find out."""
         several = setting.num_microbatches > 1
         summed = setting.dp if self._sums_statistics else 1
         where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
@@ -351,12 +366,19 @@ class BlockPrograms:
             found: dict[BlockKey, float] = {}
             keys = self._keys(setting.tp)
             for k, key in enumerate(keys):
+                if self.time.over():
+                    return np.zeros(len(keys))
                 if key not in found:
                     program = self._program(k, setting, pricer, cuts)
-                    table = program.solve(pricer, microbatches=math.inf) if program else None
-                    found[key] = math.inf if table is None else table.bound
+                    found[key] = (
+                        program.bound_s(pricer, self._solver_time(k)) if program else math.inf
+                    )
             self._solved.least[where, several] = np.array([found[key] for key in keys])
         return self._solved.least[where, several]
+
+    def _solver_time(self, k: int) -> SolverTime:
+        """What is left of the solver's time for a block's class."""
+        return self._times.setdefault(self.graph.blocks[k].class_id, SolverTime(self.time))
 
 
 def _sums_statistics(block: Block) -> bool:

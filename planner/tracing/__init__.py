@@ -1,5 +1,6 @@
 """The user's model traced to a graph of operators."""
 
 from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing.user_module import CALL_HOOKS, TENSOR_HOOKS
 
-__all__ = ["trace"]
+__all__ = ["CALL_HOOKS", "TENSOR_HOOKS", "trace"]

@@ -29,6 +29,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.tracing.batch import FakeBatch, check_call
+from meshwright.planner.tracing.caches import emptied_caches
 from meshwright.planner.tracing.context import (
     DataAccess,
     explain,
@@ -240,6 +241,7 @@ def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
     """Context in which a forward is recorded as it is written."""
     with (
         quiet(),
+        emptied_caches(),
         torch.enable_grad(),
         adapted(module.model),
         recorded_gradients(),

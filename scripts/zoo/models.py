@@ -7,6 +7,8 @@ Each comes in a small size, to be run, and in a published one, to be planned (bu
 from __future__ import annotations
 
 from scripts.zoo import (  # noqa: F401 - an import adds to the zoo
+    dense,
+    fields,
     from_torchvision,
     from_transformers,
     more_transformers,

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scripts.zoo.from_transformers import (
-    BERT_PLAIN,
-    NO_DROPOUT,
-    built,
-    decoder,
-    language,
-    transformers_library,
-    vision,
-)
+from scripts.zoo.from_transformers import BERT_PLAIN, NO_DROPOUT, built, decoder, language, vision
 from scripts.zoo.registry import (
     IMAGES,
     SMALL,
@@ -41,8 +33,8 @@ ENCODER_DECODER: Options = {
 }  # fmt: skip
 BERT_SMALL: Options = {**BERT_PLAIN, "max_position_embeddings": 64}
 
-# name, stem of the classes, options of the small size
-CAUSAL: tuple[tuple[str, str, Options], ...] = (
+Models = tuple[tuple[str, str, Options], ...]  # name, stem of the classes, the small size
+CAUSAL: Models = (
     ("BLOOM", "Bloom", {"hidden_size": 64, "n_layer": 4, "n_head": 4}),
     ("OPT", "OPT", {**decoder(), "ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0}),
     ("GPT-NeoX", "GPTNeoX", decoder(rotary_pct=0.25)),
@@ -90,10 +82,8 @@ CAUSAL: tuple[tuple[str, str, Options], ...] = (
     ("XGLM", "XGLM", {"d_model": 64, "ffn_dim": 128, "num_layers": 4, "attention_heads": 4,
                       "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}),
 )  # fmt: skip
-for _name, _stem, _small in CAUSAL:
-    language(_name, _stem, small=_small, published={})
 
-MASKED: tuple[tuple[str, str, Options], ...] = (
+MASKED: Models = (
     ("RoBERTa", "Roberta", BERT_SMALL),
     ("ALBERT", "Albert", {**BERT_SMALL, "embedding_size": 32}),
     ("ELECTRA", "Electra", {**BERT_SMALL, "embedding_size": 32}),
@@ -110,30 +100,22 @@ MASKED: tuple[tuple[str, str, Options], ...] = (
     ("FNet", "FNet", BERT_SMALL),
     ("ModernBERT", "ModernBert", {**BERT_SMALL, "pad_token_id": 0}),
 )  # fmt: skip
-for _name, _stem, _small in MASKED:
-    language(
-        _name, _stem, head="ForMaskedLM", length=512, make=masked_batch, small=_small, published={}
-    )
-
-TRANSLATION: tuple[tuple[str, str, Options], ...] = (
+TRANSLATION: Models = (
     ("Pegasus", "Pegasus", ENCODER_DECODER),
     ("M2M-100", "M2M100", {**ENCODER_DECODER, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}),
     ("LED", "LED", {**ENCODER_DECODER, "attention_window": 4, "max_encoder_position_embeddings": 64,
                     "max_decoder_position_embeddings": 64}),
 )  # fmt: skip
-for _name, _stem, _small in TRANSLATION:
-    language(
-        _name,
-        _stem,
-        head="ForConditionalGeneration",
-        length=512,
-        make=masked_batch,
-        small=_small,
-        published={},
-    )
+for _name, _stem, _small in CAUSAL:
+    language(_name, _stem, small=_small, published={})
+for _head, _models in (("ForMaskedLM", MASKED), ("ForConditionalGeneration", TRANSLATION)):
+    for _name, _stem, _small in _models:
+        language(
+            _name, _stem, head=_head, length=512, make=masked_batch, small=_small, published={}
+        )
 
 PATCHES: Options = {**BERT_PLAIN, "image_size": 32, "patch_size": 8}
-CLASSIFIERS: tuple[tuple[str, str, Options], ...] = (
+CLASSIFIERS: Models = (
     ("DeiT", "DeiT", PATCHES),
     ("BEiT", "Beit", {**PATCHES, "drop_path_rate": 0.0, "use_relative_position_bias": True}),
     ("DINOv2", "Dinov2", {**PATCHES, "drop_path_rate": 0.0}),
@@ -183,10 +165,11 @@ def other(
     batch: Callable[[int, bool], dict[str, Tensor]],
     rows: int = IMAGES,
     loss_fn: Callable[..., Any] | None = None,
+    refused: str = "",
 ) -> None:
     """Any other model of transformers; `batch(rows, small)` are its inputs."""
 
-    @entry(name, "transformers", rows)
+    @entry(name, "transformers", rows, refused)
     def build(size: str, rows: int) -> Built:
         made = built(config, model, small if size == SMALL else {})
         for module in made.modules():  # some configs have no word for it
@@ -216,6 +199,14 @@ for _name, _stem in (("Wav2Vec2", "Wav2Vec2"), ("HuBERT", "Hubert"), ("WavLM", "
         {**AUDIO, "apply_spec_augment": False},
         spoken,
     )
+other(
+    "Wav2Vec2, defaults",
+    "Wav2Vec2Config",
+    "Wav2Vec2ForSequenceClassification",
+    {**AUDIO, "mask_time_length": 2},
+    spoken,
+    refused="calls numpy.random.rand",
+)
 
 
 def clips(rows: int, small: bool) -> dict[str, Tensor]:
@@ -243,33 +234,6 @@ other(
     "SiglipModel",
     {"text_config": {**BERT_SMALL, "vocab_size": 128}, "vision_config": PATCHES},
     towers,
-)
-
-
-def depths(rows: int, small: bool) -> dict[str, Tensor]:
-    side = 32 if small else 384
-    return {
-        "pixel_values": pixels(rows, side),
-        "labels": ids(rows, side * side, 4).view(-1, side, side),
-    }
-
-
-other(
-    "DPT",
-    "DPTConfig",
-    "DPTForSemanticSegmentation",
-    {
-        **PATCHES,
-        "backbone_out_indices": [0, 1, 2, 3],
-        "neck_hidden_sizes": [16, 16, 16, 16],
-        "fusion_hidden_size": 16,
-        "is_hybrid": False,
-        "num_labels": 4,
-        "reassemble_factors": [4, 2, 1, 0.5],
-        "auxiliary_loss_weight": 0.4,
-        "semantic_classifier_dropout": 0.0,
-    },
-    depths,
 )
 
 
@@ -316,39 +280,3 @@ other(
     },
     series,
 )
-
-
-def detected(rows: int, small: bool) -> dict[str, Tensor]:
-    return {"pixel_values": pixels(rows, 64 if small else 800), "targets": ids(rows, 5, 4)}
-
-
-def detection_loss(output: Any, classes: Tensor) -> Tensor:
-    """The classes of queries, matched in order: DETR's own matching is scipy's."""
-    logits = output["logits"] if isinstance(output, dict) else output.logits
-    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), classes)
-
-
-DETECTOR: Options = {
-    "use_timm_backbone": False, "use_pretrained_backbone": False, "d_model": 32,
-    "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 5, "num_labels": 3,
-    "dropout": 0.0,
-}  # fmt: skip
-
-
-@entry("DETR", "transformers", IMAGES)
-def _detr(size: str, rows: int) -> Built:
-    backbone = transformers_library().ResNetConfig(
-        depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16], embedding_size=8, out_features=["stage4"]
-    )
-    options = (
-        {**DETECTOR, "backbone_config": backbone}
-        if size == SMALL
-        else {
-            "use_timm_backbone": False,
-            "use_pretrained_backbone": False,
-            "backbone_config": transformers_library().ResNetConfig(out_features=["stage4"]),
-        }
-    )
-    model = built("DetrConfig", "DetrForObjectDetection", options)
-    return Built(model=model, batch=detected(rows, size == SMALL), loss_fn=detection_loss)

@@ -27,21 +27,23 @@ class Built:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One model: where it comes from, how it is built in a size for a number of rows, and how many
-    rows of a global batch a device has in published trainings of its kind, about."""
+    rows of a global batch a device has in published trainings of its kind, about. `refused` is what
+    the refusal says of one that can't be traced as it is."""
 
     library: str
     build: Callable[[str, int], Built]
     rows_per_device: int
+    refused: str = ""
 
 
 ZOO: dict[str, Entry] = {}
 
 
 def entry(
-    name: str, library: str, rows: int = SEQUENCES
+    name: str, library: str, rows: int = SEQUENCES, refused: str = ""
 ) -> Callable[[Callable[[str, int], Built]], None]:
     def add(build: Callable[[str, int], Built]) -> None:
-        ZOO[name] = Entry(library=library, build=build, rows_per_device=rows)
+        ZOO[name] = Entry(library=library, build=build, rows_per_device=rows, refused=refused)
 
     return add
 

@@ -53,6 +53,15 @@ EXACT: dict[str, Loss] = {
     "sum": lambda y, m, t: y.square().sum(),
     "mean of row sums": lambda y, m, t: tokens(y).sum(1).mean(),
     "by the batch's rows": lambda y, m, t: y.square().sum() / y.shape[0],
+    "cross-entropy by rows": lambda y, m, t: (
+        F.cross_entropy(y.flatten(0, 1), t.flatten(), reduction="sum") / y.shape[0]
+    ),
+    "cross-entropy by a tensor of rows": lambda y, m, t: (
+        F.cross_entropy(y.flatten(0, 1), t.flatten()) * torch.tensor(float(len(y))).sqrt()
+    ),
+    "cross-entropy by a root of rows": lambda y, m, t: (
+        F.cross_entropy(y.flatten(0, 1), t.flatten()) * len(y) ** 0.5
+    ),
     "masked mean": lambda y, m, t: (tokens(y) * m).sum() / m.sum(),
     "masked mean, at least 1": lambda y, m, t: (tokens(y) * m).sum() / m.float().sum().clamp(min=1),
     "masked by row": lambda y, m, t: ((tokens(y) * m).sum(1) / m.sum(1)).mean(),

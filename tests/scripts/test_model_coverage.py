@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.planner.errors import TraceError
 from scripts.model_coverage import EXACT, error_of, executed, traced
 from scripts.zoo.models import SMALL, ZOO
 
@@ -38,7 +39,14 @@ def test_the_zoo_holds_models_of_every_kind() -> None:
     assert {"torchvision", "timm", "transformers"} < {entry.library for entry in ZOO.values()}
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.refused])
+def test_a_refusal_says_the_line_and_the_way_out(name: str) -> None:
+    with pytest.raises(TraceError, match=ZOO[name].refused) as refusal:
+        traced(name, SMALL)
+    assert ".py:" in str(refusal.value) and "meshwright.leaf" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [name for name in INSTALLED if not ZOO[name].refused])
 def test_every_operator_has_a_rule(name: str) -> None:
     found = traced(name, SMALL)
     assert set(found.unruled) <= WHOLE

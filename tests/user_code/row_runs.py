@@ -31,6 +31,10 @@ TOGETHER: Mapping[str, Overrides] = {
 FEWER = (
     "cross-entropy", "class weights", "masked mean", "masked mean, at least 1", "sum and count",
 )  # fmt: skip
+# whose labels could, but whose loss is divided by the number of rows
+BY_ROWS = tuple(
+    f"cross-entropy by {what}" for what in ("rows", "a tensor of rows", "a root of rows")
+)
 MEANS = ("mean", "infonce")  # in which every row counts
 FIXED = ("row by row", "row by number")  # a loop over rows is another program for each number
 

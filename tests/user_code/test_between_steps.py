@@ -166,3 +166,60 @@ def test_ordinary_use_changes_nothing() -> None:
     torch.testing.assert_close(result.train_step((x,)), before)
     del model
     result.train_step((x,))
+
+
+# --- what calls run -------------------------------------------------------------------------------
+
+
+def hooked_module(model: nn.Module) -> None:
+    model.l.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def other_forward(model: nn.Module) -> None:
+    vars(model.l)["forward"] = torch.tanh
+
+
+def other_module(model: nn.Module) -> None:
+    model.act = nn.ReLU()
+
+
+def hooked_gradient(model: nn.Module) -> None:
+    next(model.parameters()).register_hook(lambda gradient: gradient * 0.1)
+
+
+def hooked_after_accumulation(model: nn.Module) -> None:
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+
+
+CALLED = {
+    hooked_module: "module 'l' has other hooks than planned",
+    other_forward: "module 'l' has another forward than planned",
+    other_module: "module 'act' was replaced after planning",
+    hooked_gradient: "parameter '.*' has a hook",
+    hooked_after_accumulation: "parameter '.*' has a hook",
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("change", CALLED)
+def test_what_calls_run_since_planning_is_refused(
+    change: Callable[[nn.Module], None], trained: bool
+) -> None:
+    """Before the first step as after it."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.act(self.l(x)).square().mean()
+        return loss
+
+    def acting(model: nn.Module) -> None:
+        model.act = nn.Tanh()
+
+    x = torch.randn(4, WIDTH)
+    model, result = result_of(forward, (x,), acting)
+    if trained:
+        result.train_step((x,))
+    change(model)
+    with pytest.raises(ValueError, match=CALLED[change]):
+        result.train_step((x,))
+    with pytest.raises(ValueError, match=CALLED[change]):
+        result.eval_step((x,))

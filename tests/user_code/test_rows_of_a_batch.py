@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from meshwright import Cluster, InfeasibleError, OverrideError, Overrides, auto_parallelize
 from meshwright.planner.plan.plan import PlanError
@@ -14,6 +16,7 @@ from tests.helpers.launching import Results, results_of
 from tests.helpers.row_losses import MEET, ROWS, WIDTH
 from tests.user_code.row_runs import (
     ALONE,
+    BY_ROWS,
     EXACT_NAMES,
     FEWER,
     LAYOUTS,
@@ -152,9 +155,26 @@ def test_the_last_smaller_batch(name: str, rows: int, layout: str) -> None:
     assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "mean of row sums", "infonce"])
+@pytest.mark.parametrize("name", ["mean", "sum", "mean of row sums", "infonce", *BY_ROWS])
 def test_the_last_smaller_batch_by_itself(name: str) -> None:
     """Where every row counts, the model is lowered for so many."""
     several = Overrides() if name in MEET else Overrides(num_microbatches=4)
     found = run(name, several, rows=6)
     assert max(found.values()) < TOLERANCE, found
+
+
+def test_a_smaller_batch_of_probabilities() -> None:
+    """Targets that are no class numbers can't be ignored: every row counts."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 4)
+    x, targets = torch.randn(8, WIDTH), torch.rand(8, 4).softmax(1)
+    result = auto_parallelize(
+        model,
+        Cluster.local(1, measure=False),
+        example_inputs=(x, targets),
+        global_batch_size=8,
+        loss_fn=F.cross_entropy,
+        precision="fp32",
+    )
+    wanted = float(F.cross_entropy(model(x[:6]), targets[:6]).detach())
+    assert float(result.train_step((x[:6], targets[:6]))) == pytest.approx(wanted, rel=1e-5)

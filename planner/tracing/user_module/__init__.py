@@ -9,6 +9,8 @@ from meshwright.planner.tracing.user_module.attributes import (
 )
 from meshwright.planner.tracing.user_module.fake_copy import fake_copy
 from meshwright.planner.tracing.user_module.hooks import (
+    CALL_HOOKS,
+    TENSOR_HOOKS,
     check_hooks,
     hooked,
     hooks_in,
@@ -35,9 +37,9 @@ from meshwright.planner.tracing.user_module.sources import (
 from meshwright.planner.tracing.user_module.untraceable import more_leaves, running_module
 
 __all__ = [
-    "MEMORY_ONLY", "PLAIN", "STATE", "TRACE", "Amount", "AttributePath", "Declaration", "Held",
-    "Key", "Place", "SimilarLayers", "Watch", "calling_place", "check_hooks", "condition",
-    "declared", "describe", "fake_copy", "find_similar_layers", "held_state", "holders_of",
-    "hooked", "hooks_in", "leaf", "more_leaves", "refused_hooks", "running_module", "snapshot",
-    "taken_hooks", "user_frame",
+    "CALL_HOOKS", "MEMORY_ONLY", "PLAIN", "STATE", "TENSOR_HOOKS", "TRACE", "Amount",
+    "AttributePath", "Declaration", "Held", "Key", "Place", "SimilarLayers", "Watch",
+    "calling_place", "check_hooks", "condition", "declared", "describe", "fake_copy",
+    "find_similar_layers", "held_state", "holders_of", "hooked", "hooks_in", "leaf", "more_leaves",
+    "refused_hooks", "running_module", "snapshot", "taken_hooks", "user_frame",
 ]  # fmt: skip

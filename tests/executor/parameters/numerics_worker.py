@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.torch_version import TorchVersion
 
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
@@ -121,7 +122,11 @@ OPTIMIZERS: Mapping[str, Callable[[Groups], optim.Optimizer]] = {
     "adagrad": lambda g: optim.Adagrad(g, lr=1e-2, eps=EPS, foreach=True),
     "rmsprop": lambda g: optim.RMSprop(g, lr=1e-3, eps=EPS, momentum=0.5, foreach=True),
     "adafactor": lambda g: optim.Adafactor(g, lr=1e-2, eps=(EPS, 1e-3)),
-    "adafactor_foreach": lambda g: optim.Adafactor(g, lr=1e-2, eps=(EPS, 1e-3), foreach=True),
+    **(
+        {"adafactor_foreach": lambda g: optim.Adafactor(g, lr=1e-2, eps=(EPS, 1e-3), foreach=True)}
+        if TorchVersion(torch.__version__) >= "2.13"  # which has _foreach_lerp_ of DTensors
+        else {}
+    ),
     "lamb": lambda g: Lamb(g, lr=1e-2),
     "muon": lambda g: optim.Muon([g[0]], lr=1e-2),  # takes matrices only
     "shampoo": lambda g: Shampoo(g, lr=1e-2),

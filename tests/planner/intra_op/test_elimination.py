@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.intra_op import elimination
-from meshwright.planner.intra_op.elimination import (
-    Elimination,
-    Minimum,
-    Pair,
-    PairwiseProblem,
-    restricted,
-)
+from meshwright.planner.intra_op.elimination import Elimination, Minimum
+from meshwright.planner.intra_op.pairwise import Pair, PairwiseProblem, restricted
 from meshwright.planner.intra_op.solvers import Certificate, objective_of, solve_pairwise
+from meshwright.planner.intra_op.time_limit import SolverTime
 
 Draw = st.DrawFn
 
@@ -208,8 +203,7 @@ def test_no_sum_over_a_long_chain_is_larger_than_a_link(calls: list[int]) -> Non
 def test_a_core_without_time_left_gets_legal_states(problem: PairwiseProblem, count: int) -> None:
     keep = kept_of(problem, count, turn=False)
     best = enumerated(problem, keep)
-    with mock.patch.object(elimination, "CORE_S", 0.0):
-        found = Elimination(problem, keep, largest=1).solve()
+    found = Elimination(problem, keep, largest=1).solve(time=SolverTime(own_s=0.0))
     if found is None:
         return  # descent may meet no legal state; the solver would
     legal = np.isfinite(found.costs)
@@ -229,8 +223,7 @@ def test_a_large_core_ends_in_time() -> None:
     for a, b in itertools.combinations(range(24), 2):
         problem.edge(f"n{a}", f"n{b}", rng.random((12, 12)))
     started = time.monotonic()
-    with mock.patch.object(elimination, "CORE_S", 0.5):
-        found = Elimination(problem, ["n0"]).solve()
+    found = Elimination(problem, ["n0"]).solve(time=SolverTime(own_s=0.5))
     assert found is not None and len(found) == 12
     assert found.bound < found.costs.min()
     assert time.monotonic() - started < 30  # building a program for the solver takes seconds

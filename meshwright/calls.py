@@ -1,0 +1,74 @@
+"""What calls of the user's model ran when it was planned: modules, forwards of their own, hooks. A
+step runs what was traced, so others that came since are refused."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from meshwright.executor.stages import REFUSES_CALLS
+from meshwright.planner.tracing import CALL_HOOKS, TENSOR_HOOKS
+
+_PLANNED = (
+    "train_step and eval_step run what was traced: remove it for them, or call auto_parallelize "
+    "again"
+)
+
+
+class Calls:
+    """The modules of a model, which are not kept alive, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [*model.named_modules()]
+        # (FQN, the table that it is in, its name there, what was there)
+        self._children = [
+            (f"{path}.{name}".lstrip("."), module._modules, name, weakref.ref(child))
+            for path, module in modules
+            for name, child in module._modules.items()
+            if child is not None
+        ]
+        self._parameters = [
+            (f"{path}.{name}".lstrip("."), module._parameters, name)
+            for path, module in modules
+            for name in module._parameters
+        ]
+        self._forwards = [(path, vars(m), vars(m).get("forward")) for path, m in modules]
+        self._hooks = [
+            (path, vars(module)[kind], _numbers(vars(module)[kind]))
+            for path, module in modules
+            for kind in CALL_HOOKS
+        ]
+
+    def check(self) -> None:
+        """Raise ValueError for a module that was replaced, and for hooks and forwards that no step
+        calls."""
+        for what, table, name, child in self._children:
+            if table.get(name) is not child():
+                raise ValueError(
+                    f"module {what!r} was replaced after planning, which train_step can't see: "
+                    f"call auto_parallelize again"
+                )
+        for path, own, forward in self._forwards:
+            if own.get("forward") is not forward:
+                raise ValueError(f"{_named(path)} has another forward than planned, and {_PLANNED}")
+        for path, hooks, known in self._hooks:
+            if (hooks or known) and _numbers(hooks) != known:
+                raise ValueError(f"{_named(path)} has other hooks than planned, and {_PLANNED}")
+        for what, table, name in self._parameters:
+            p = table.get(name)
+            if p is not None and any(getattr(p, hooks, None) for hooks in TENSOR_HOOKS):
+                raise ValueError(
+                    f"parameter {what!r} has a hook, and {_PLANNED}; gradients can be changed "
+                    f"between train_step and the optimizer's step"
+                )
+
+
+def _numbers(hooks: dict[int, Any]) -> tuple[int, ...]:
+    """The numbers of a table's hooks, each given once, but for ours."""
+    return tuple(n for n, hook in hooks.items() if not hasattr(hook, REFUSES_CALLS))
+
+
+def _named(path: str) -> str:
+    return f"module {path!r}" if path else "the model"
