@@ -120,6 +120,14 @@ _PADDLE = Framework(
     assumptions=("eager kernels, fused attention, nothing overlapped",),
 )
 
+# FSDP2 with Transformer Engine's kernels where the name says so
+_AUTOMODEL = replace(
+    _FSDP,
+    target=replace(
+        TORCHTITAN, name="automodel", fusion="full", tuned_attention=True, host_scale=FSDP_HOST
+    ),
+    assumptions=("fused attention and norms", *_FSDP.assumptions[1:]),
+)
 _TITAN = replace(
     _FSDP, target=TORCHTITAN, assumptions=(*_FSDP.assumptions, "gradients reduced in fp32")
 )
@@ -146,6 +154,7 @@ _KNOWN = (
     (r"torchtitan", _TITAN),
     (r"Nanotron", _NANOTRON),
     (r"llm-foundry", _FOUNDRY),
+    (r"Automodel.*\bTE\b", _AUTOMODEL),
     (r"FSDP", _FSDP),
     (r"NeMo/|Megatron-Bridge", _CORE),
     (r"Megatron-Core|Mcore|core_r\d", _CORE_SCRIPT),
@@ -199,6 +208,12 @@ def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Fra
             target = replace(target, dispatch="per_node", message_s=seconds)
             assumptions.append("a token is sent once to each node that has experts for it")
             break
+    else:
+        if "Megatron-Bridge" in text and not re.search(r"all-?to-?all", text):
+            target = replace(target, dispatch="per_node")
+            assumptions.append(
+                "dispatcher unknown: the recipes' DeepEP, which sends a token once to each node"
+            )
     if re.search(r"CUDA graphs?(?! off)|TE graphs", text):
         target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
         assumptions.append("part of each layer captured in CUDA graphs")
