@@ -1,8 +1,8 @@
 """How far prices are off: quantiles of measured over predicted, of published rows that nothing was
 fitted on.
 
-`residuals.json` is written by `python -m scripts.fit_intervals`. Its quantiles are conformal, by
-model: each model's rows weigh 1 together, and one more model counts as beyond all of them (Vovk,
+`residuals.json` is written by `python -m scripts.fits.fit_intervals`. Its quantiles are conformal,
+by model: each model's rows weigh 1 together, and one more model counts as beyond all of them (Vovk,
 Gammerman, Shafer: Algorithmic Learning in a Random World, 2005, for exchangeable ones).
 """
 

@@ -16,6 +16,7 @@ ALONE_BYTES = BUCKET_BYTES // 8  # to copy such a tensor to a bucket costs more 
 ZEROS = (0, 1, 2, 3)
 UNITS = ("bucket", "parameter", "block")
 DISPATCH = ("per_expert", "per_node")
+IN_PARTS = ("all_gather", "reduce_scatter")  # of the tensor axis, as one product's parts come
 FUSION = ("none", "pointwise", "full")
 _CHOICES = {"fusion": FUSION, "unit": UNITS, "gathered_unit": UNITS, "dispatch": DISPATCH}
 
@@ -28,8 +29,10 @@ class Target:
     pointwise operators and softmax (hand-written kernels as Megatron's); "full" norms and
     reductions, too (a compiler). `host_scale` is the host's work per operator relative to plain
     eager PyTorch (0 with CUDA graphs), `expert_host` for each operator of an expert layer's data
-    path (counting, sorting, splitting); `attention_scale` the speed of fused attention relative to
-    the device's. `counter_dropout`: masks are a function of global indices, as this project's
+    path (counting, sorting, splitting). `tuned_attention`: fused attention is the kernel written
+    for each device (cuDNN's); `attention_scale` is its speed relative to the device's.
+    `fused_accumulation`: the product that makes a weight's gradient adds it to those of earlier
+    micro-batches. `counter_dropout`: masks are a function of global indices, as this project's
     executor draws them, kept as numbers, and attention with dropout is written out; else kernels
     keep bytes, and fused attention draws its own. `defers_weights`: whether a backward can put
     weight gradients off, for schedules that split it; else its first part takes all the time.
@@ -44,10 +47,11 @@ class Target:
     `overlap_gradients` the reduction of gradients behind the backward, `overlap_parameters` ZeRO's
     gathers, a block ahead, `overlap_replicas` the reduction among replicas of a shard, for these
     ZeRO stages; `overlap_passes` the communication of a forward and a backward that a schedule runs
-    together. Fractions: `overlap_tensor` of tensor-parallel communication, behind the products it
-    belongs to, `overlap_experts` of the exchange of tokens between experts, behind other
-    micro-batches. `overlap_sends`: a stage computes on while it sends; `scatter_sends`:
-    tensor-parallel ranks send a part each, gathered by the receivers.
+    together; `overlap_tensor` these kinds of collectives of the tensor axis behind the products
+    they belong to, part by part (`costmodel/operators/beside.py`). `overlap_experts` is the
+    fraction of the exchange of tokens between experts behind other micro-batches. `overlap_sends`:
+    a stage computes on while it sends; `scatter_sends`: tensor-parallel ranks send a part each,
+    gathered by the receivers.
 
     Gradients: `gradient_bytes` per element as accumulated and reduced, `bucket_bytes` of them
     together, and no less than `bucket_bytes_per_rank` for each data-parallel rank, from buffers of
@@ -56,7 +60,8 @@ class Target:
     weights are kept; `optimizer_passes` is how often the optimizer's traffic passes through memory
     (1 for one fused kernel; unscaling, norm and clipping add to it).
 
-    ZeRO: what one collective moves, a bucket, each parameter by itself, or all parameters of a
+    ZeRO: of what stage 3 could hide behind compute, the part `hidden_zero3` is hidden. What one
+    collective moves, a bucket, each parameter by itself, or all parameters of a
     block, is `unit` for stages 1 and 2, `gathered_unit` for 3, whose collectives reach the part
     `zero_bandwidth` of the links. `copies_weights`: 16-bit weights, and all of ZeRO-3's, are
     copied from where they were gathered to where they are read.
@@ -77,12 +82,15 @@ class Target:
     overlap_parameters: bool = False
     overlap_replicas: tuple[int, ...] = ZEROS
     overlap_passes: bool = False
-    overlap_tensor: float = 0.0
+    overlap_tensor: tuple[str, ...] = ()
     overlap_experts: float = 0.0
     overlap_sends: bool = True
     scatter_sends: bool = False
     attention_scale: float = 1.0
+    tuned_attention: bool = False
+    fused_accumulation: bool = False
     zero_bandwidth: float = 1.0
+    hidden_zero3: float = 1.0
     copies_weights: bool = False
     dispatch: str = "per_expert"
     expert_host: float = 1.0
@@ -114,7 +122,12 @@ class Target:
                     f"target {self.name!r}: {name}={getattr(self, name)!r}; "
                     f"legal: {', '.join(legal)}"
                 )
-        for name in ("overlap_tensor", "overlap_experts"):
+        if not set(self.overlap_tensor) <= set(IN_PARTS):
+            raise ValueError(
+                f"target {self.name!r}: overlap_tensor={self.overlap_tensor!r}; "
+                f"legal: of {', '.join(IN_PARTS)}"
+            )
+        for name in ("overlap_experts", "hidden_zero3"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"target {self.name!r}: {name}={getattr(self, name)!r}; legal: 0 to 1"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from meshwright.costmodel.target import ALONE_BYTES, Target
+from meshwright.costmodel.target import ALONE_BYTES, IN_PARTS, Target
 
 # the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
 # checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed
@@ -71,7 +71,8 @@ MEGATRON_LM = Target(
     excludes=("zero", "cp", "ep", "gpipe", *_ZERO_BUBBLE, *_USUAL),
 )
 # Megatron-Core with its usual options: buckets of 40 million gradients, a million more for each
-# data-parallel rank, lying in one buffer; half of the tensor-parallel communication overlapped.
+# data-parallel rank, lying in one buffer; tensor-parallel communication beside its products, which
+# add up weights' gradients themselves (`gradient_accumulation_fusion`).
 # Its cross-entropy (core/tensor_parallel/cross_entropy.py) turns the softmax that it keeps into the
 # gradient; sequence parallelism keeps parts (Korthikanti et al. 2022, section 4.2.2).
 # Beside tensor or pipeline parallelism ZeRO is its distributed optimizer, stage 1; 2 and 3 are
@@ -83,7 +84,9 @@ MEGATRON = Target(
     host_scale=0.5,
     overlap_gradients=True,
     overlap_parameters=True,
-    overlap_tensor=0.5,
+    overlap_tensor=IN_PARTS,
+    tuned_attention=True,
+    fused_accumulation=True,
     bucket_bytes=160_000_000,
     bucket_bytes_per_rank=4_000_000,
     bucket_copies=0,

@@ -64,6 +64,7 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "memory_bandwidth": "bytes/s",
             "matmul_efficiency": "fraction over FLOP",
             "attention_efficiency": "fraction over tokens",
+            "tuned_attention_efficiency?": "fraction over tokens",
             "memory_efficiency": "fraction over bytes",
             "compute_units": "count",
             "tiles?": "tiles",
@@ -150,6 +151,10 @@ class Entry:
         value = self.quantities[key].value if key in self.quantities else FULL
         assert isinstance(value, Curve)
         return value
+
+    def optional_curve(self, key: str) -> Curve | None:
+        """A curve, in SI units on both axes, None where the file leaves it out."""
+        return self.curve(key) if key in self.quantities else None
 
     def tiles(self) -> Tiles:
         """The output tiles of a device's matrix products, none where the file leaves them out."""

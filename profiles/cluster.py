@@ -204,6 +204,7 @@ def _device(entry: Entry, host_s: float | None) -> Device:
             memory_bandwidth=entry.value("memory_bandwidth"),
             matmul_efficiency=entry.curve("matmul_efficiency"),
             attention_efficiency=entry.curve("attention_efficiency"),
+            tuned_attention_efficiency=entry.optional_curve("tuned_attention_efficiency"),
             memory_efficiency=entry.curve("memory_efficiency"),
             compute_units=round(entry.value("compute_units")),
             tiles=entry.tiles(),

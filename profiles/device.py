@@ -51,12 +51,13 @@ class Device:
     `peak_flops` is by dtype ("fp32", "bf16", "fp16"; fp32 always present). Fractions of it:
     `matmul_efficiency`, over the FLOPs of one matrix product and before its output is cut into
     `tiles` (largest first) that `compute_units` share in waves; `attention_efficiency`, over the
-    sequence length, for fused attention. `memory_efficiency` is the fraction of `memory_bandwidth`,
-    over the bytes moved. Each kernel costs the device `launch_overhead_s`, and the host
-    `host_overhead_s` to issue where operators run eagerly. While a collective runs, compute is
-    slower by the fraction `overlap_slowdown`. `reserved_bytes` is never available to tensors
-    (driver context, buffers of two communicators: the world's, and an axis'); each communicator
-    more that a rank takes part in takes `communicator_bytes`.
+    sequence length, for fused attention, and `tuned_attention_efficiency` for kernels written for
+    this device (cuDNN's), the same where there are none. `memory_efficiency` is the fraction of
+    `memory_bandwidth`, over the bytes moved. Each kernel costs the device `launch_overhead_s`, and
+    the host `host_overhead_s` to issue where operators run eagerly. While a collective runs,
+    compute is slower by the fraction `overlap_slowdown`. `reserved_bytes` is never available to
+    tensors (driver context, buffers of two communicators: the world's, and an axis'); each
+    communicator more that a rank takes part in takes `communicator_bytes`.
 
     The defaults describe a device without the effect: one compute unit and no tiles, so that no
     product is rounded up; a host that is never waited for; no slowdown.
@@ -72,6 +73,7 @@ class Device:
     launch_overhead_s: float
     reserved_bytes: int
     attention_efficiency: Curve = FULL
+    tuned_attention_efficiency: Curve | None = None
     compute_units: int = 1
     tiles: tuple[tuple[int, int], ...] = ()
     host_overhead_s: float = 0.0
@@ -93,6 +95,10 @@ class Device:
         check_number(f"{what}: memory_bandwidth", self.memory_bandwidth)
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             object.__setattr__(self, name, efficiency_curve(f"{what}: {name}", getattr(self, name)))
+        tuned = self.tuned_attention_efficiency
+        if tuned is not None:
+            tuned = efficiency_curve(f"{what}: tuned_attention_efficiency", tuned)
+            object.__setattr__(self, "tuned_attention_efficiency", tuned)
         check_number(f"{what}: launch_overhead_s", self.launch_overhead_s, zero=True)
         check_number(f"{what}: host_overhead_s", self.host_overhead_s, zero=True)
         check_number(f"{what}: overlap_slowdown", self.overlap_slowdown, zero=True, most=1.0)

@@ -4,9 +4,10 @@
 
 DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
-... (`fit`); the others are scored (`score`). Errors are (predicted - measured) / measured, with no
-shift and no constant per row. `regret` is the measured time of the plan predicted to be best, over
-the best measured one, within groups of the same model, GPUs and batch.
+... (`fit`); the others are scored (`score`). A second table has the same rows by GPU, by dense
+models and mixtures of experts, and by framework. Errors are (predicted - measured) / measured, with
+no shift and no constant per row. `regret` is the measured time of the plan predicted to be best,
+over the best measured one, within groups of the same model, GPUs and batch.
 
 `--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
 which communication is less than 5 % of the predicted step, for `costmodel/errors.py`, and of the
@@ -17,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import math
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +37,14 @@ FAMILIES = (
     ("vTrain multi-node", "vTrain", lambda row: int(row["num_gpus"]) > 8),
     ("vTrain single-node", "vTrain", lambda row: int(row["num_gpus"]) <= 8),
     ("Megatron SC21", "SC21", lambda row: True),
+    ("llm-foundry H100 FSDP", "llm-foundry", lambda row: "H100" in row["gpu"]),
     ("llm-foundry A100 FSDP", "llm-foundry", lambda row: True),
+    ("DGXC, Grok-1", "DGXC", lambda row: "Grok" in row["model"]),
     ("DGXC, Megatron-Bridge H100", "DGXC", lambda row: True),
+    ("Megatron-Bridge, GPT-OSS", "Megatron-Bridge (Apache", lambda row: "OSS" in row["model"]),
     ("DGXC, Megatron-Bridge H100", "Megatron-Bridge (Apache", lambda row: True),
-    ("torchtitan", "torchtitan", lambda row: True),
+    ("torchtitan", "torchtitan benchmarks", lambda row: True),
+    ("torchtitan A100, asynchronous TP", "torchtitan", lambda row: True),
     ("Alpa V100", "Alpa OSDI22", lambda row: True),
 )
 
@@ -61,6 +68,24 @@ def family_of(row: Mapping[str, str]) -> str:
         if text in row["source"] and fits(row):
             return name
     return row["source"].split(" (")[0][:40]
+
+
+def halves(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, bool, Mapping[str, str]]]:
+    """Rows by family, each with its family and whether constants may have been fitted on it."""
+    families = collections.defaultdict(list)
+    for row in rows:
+        families[family_of(row)].append(row)
+    for name, members in families.items():
+        fitted = used_to_fit(members)
+        for row in sorted(members, key=lambda row: (row["model"], row["seq_len"])):
+            yield name, row["model"] in fitted, row
+
+
+def kind_of(row: Mapping[str, str]) -> str:
+    """GPU, dense or experts, and the framework's first word."""
+    gpu = re.split(r"[- ]", row["gpu"])[0]
+    experts = "experts" if row["moe_experts"] not in ("", "0", "1") else "dense"
+    return f"{gpu} {experts}, {re.split(r'[ (;/]', row['framework'])[0]}"
 
 
 def used_to_fit(rows: Sequence[Mapping[str, str]]) -> set[str]:
@@ -149,43 +174,64 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--errors", action="store_true", help="print errors by GPU")
     args = parser.parse_args()
-    rows = published_rows(args.source, args.data)
     refused: collections.Counter[str] = collections.Counter()
-    families = collections.defaultdict(list)
-    for row in rows:
-        families[family_of(row)].append(row)
-    print(f"{'':34} {'':6} {'rows':>5} {'|err| %':>7} {'bias %':>7} {'worst %':>7} ", end="")
-    print(f"{'Spearman':>9} {'regret%':>7} {'|mem| %':>7}")
     parts: dict[str, list[Scored]] = {"fit": [], "score": []}
-    for name, members in families.items():
-        fitted = used_to_fit(members)
+    heading()
+    for name, members in itertools.groupby(
+        halves(published_rows(args.source, args.data)), key=lambda each: each[0]
+    ):
         found: dict[str, list[Scored]] = {"fit": [], "score": []}
-        for row in sorted(members, key=lambda row: (row["model"], row["seq_len"])):
+        for _, fitted, row in members:
             try:
                 scored = score(row)
             except Unpriced as reason:
                 refused[f"{name}: {reason}"] += 1
                 continue
-            found["fit" if row["model"] in fitted else "score"].append(scored)
+            found["fit" if fitted else "score"].append(scored)
             if args.rows:
-                degrees = " ".join(
-                    f"{c}{row[c]}" for c in ("tp", "pp", "cp", "vp", "dp", "micro_batch")
-                )
-                print(
-                    f"  {row['model']} {row['num_gpus']} GPUs {degrees}: "
-                    f"{scored.measured_s:.4g} s, predicted {scored.predicted_s:.4g} "
-                    f"({100 * scored.error:+.1f} %)"
-                )
+                print(described(scored))
         for part, scores in found.items():
             print(line(name, part, scores), flush=True)
             parts[part] += scores
     for part, scores in parts.items():
         print(line("all", part, scores))
+    by_kind(parts)
     if args.errors:
         print("", *error_lines(parts["score"]), sep="\n")
     print(f"\nnot priced: {sum(refused.values())} rows")
     for reason, count in refused.most_common():
         print(f"  {count:4} {reason}")
+
+
+def heading() -> None:
+    print(f"{'':34} {'':6} {'rows':>5} {'|err| %':>7} {'bias %':>7} {'worst %':>7} ", end="")
+    print(f"{'Spearman':>9} {'regret%':>7} {'|mem| %':>7}")
+
+
+def by_kind(parts: Mapping[str, Sequence[Scored]]) -> None:
+    """The table by GPU, dense or experts, and framework; without the last for what has several."""
+    print()
+    heading()
+    kinds: dict[str, dict[str, list[Scored]]] = {}
+    for part, scores in parts.items():
+        for scored in scores:
+            kind = kind_of(scored.row)
+            for name in (kind, kind.split(",")[0]):
+                of = kinds.setdefault(name, {"fit": [], "score": []})
+                of[part].append(scored)
+    for name in sorted(kinds):
+        for part, scores in kinds[name].items():
+            if scores:
+                print(line(name, part, scores))
+
+
+def described(scored: Scored) -> str:
+    row = scored.row
+    degrees = " ".join(f"{c}{row[c]}" for c in ("tp", "pp", "cp", "vp", "dp", "micro_batch"))
+    return (
+        f"  {row['model']} {row['num_gpus']} GPUs {degrees}: {scored.measured_s:.4g} s, "
+        f"predicted {scored.predicted_s:.4g} ({100 * scored.error:+.1f} %)"
+    )
 
 
 if __name__ == "__main__":

@@ -122,9 +122,9 @@ def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Sett
         """Seconds that a communication adds to compute."""
         if not overlapped or device.kind == "cpu":
             return comm
-        body = comm * (1 - edge)
+        body = comm * (1 - edge) * (target.hidden_zero3 if setting.zero == 3 else 1.0)
         beside = np.maximum(compute + device.overlap_slowdown * np.minimum(compute, body), body)
-        more: Floats = beside + comm * edge - compute
+        more: Floats = beside + (comm - body) - compute
         return more
 
     def replicated(compute: Floats, scatter: Floats, replicate: Floats, hidden: bool) -> Floats:

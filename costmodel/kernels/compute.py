@@ -60,10 +60,14 @@ def matmul_seconds(
 
 
 def attention_seconds(
-    device: Device, dtype: str, flops: float, seq_len: float, nbytes: float
+    device: Device, dtype: str, flops: float, seq_len: float, nbytes: float, *, tuned: bool = False
 ) -> float:
-    """Seconds of a fused attention kernel over keys of `seq_len`, without the launch."""
-    busy_s = flops / (device.flops(dtype) * device.attention_efficiency(seq_len))
+    """Seconds of a fused attention kernel over keys of `seq_len`, one `tuned` for the device or
+    not, without the launch."""
+    efficiency = device.attention_efficiency
+    if tuned and device.tuned_attention_efficiency is not None:
+        efficiency = device.tuned_attention_efficiency
+    busy_s = flops / (device.flops(dtype) * efficiency(seq_len))
     return max(busy_s, stream_seconds(device, nbytes))
 
 

@@ -6,7 +6,11 @@ a token once to every node that wants it, which spreads it there; of N - 1 other
 
     (N-1) · (1 - (1 - 1/N)^k)
 
-want a token, of whose k copies (p-1)/p are for others of their node. Both legs run at once.
+want a token, which goes inside its node once to each rank with experts for it: of k copies
+
+    n · (1 - (1 - 1/n)^k)
+
+travel, (p-1)/p of them to others of the node. Both legs run at once.
 """
 
 from __future__ import annotations
@@ -27,15 +31,19 @@ def exchange_seconds(
 ) -> float:
     """Seconds to exchange a rank's `nbytes` of copies, `copies` of each of its `tokens`; a token
     sent to another node takes `message_s` at least."""
-    if not once_per_node or group.nodes == 1:
+    if not once_per_node:
         return float(collective_time("all_to_all", nbytes * group.size, group, cluster))
     nodes, per_node = group.nodes, group.per_node
-    wanted = 1.0 - (1.0 - 1.0 / nodes) ** copies
-    between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
+    travelling = group.size * (1.0 - (1.0 - 1.0 / group.size) ** copies) / copies
     inside = Group(size=per_node, per_node=per_node)
     # an all-to-all of M in full sends M/n² to each rank
+    inside_s = float(collective_time("all_to_all", per_node * travelling * nbytes, inside, cluster))
+    if nodes == 1:
+        return inside_s
+    wanted = 1.0 - (1.0 - 1.0 / nodes) ** copies
+    between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
     return max(
         float(collective_time("all_to_all", nodes**2 * wanted * nbytes / copies, between, cluster)),
-        float(collective_time("all_to_all", per_node * nbytes, inside, cluster)),
+        inside_s,
         tokens * (nodes - 1) * wanted * message_s,
     )

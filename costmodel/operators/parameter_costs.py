@@ -74,7 +74,7 @@ class ParameterPricer:
         again = self._group(value, placement, holders.size // shards.size, shards.size)
         buffered = target.bucket_copies > 0 and holders.size > 1
         copied = stream_seconds(device, 2 * reduced) * buffered
-        several = setting.num_microbatches > 1
+        adds = setting.num_microbatches > 1 and not target.fused_accumulation
 
         def share(kind: str, nbytes: float, unit: str, group: Group, part: int = 1) -> float:
             """Its share of the seconds of a collective over 1/part of a whole unit."""
@@ -85,7 +85,7 @@ class ParameterPricer:
             return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, shards)
 
         return Cost(
-            backward_s=stream_seconds(device, 2 * reduced + weights) * several,
+            backward_s=stream_seconds(device, 2 * reduced + weights) * adds,
             reduce_s=copied + share("all_reduce", reduced, "bucket", holders),
             scatter_s=copied + share("reduce_scatter", reduced, target.unit, shards),
             gather_s=share("all_gather", weights, target.unit, shards),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds
+from meshwright.costmodel.operators.cost import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, traits_of
-from meshwright.costmodel.sharding import Strategy, largest_part
+from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 
 
 def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
@@ -37,6 +38,16 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float
     return seconds(m, n, k), seconds(m, k, n) * left + second, weight
 
 
+def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
+    """Seconds of Y = XW with W split over the tensor axis, without the launch."""
+    setting = sizes.setting
+    m, n, k, batch, scale = _extents(sizes, op, replicated(op))
+    n /= setting.tp
+    moved = (m * n + m * k + k * n) * batch * DTYPE_BYTES[setting.precision]
+    device = setting.cluster.device
+    return scale * matmul_seconds(device, sizes.dtype(op), m, n, k, batch, moved)
+
+
 def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
     """Seconds of fused attention, forward and backward; it has no weights."""
     device, made = sizes.setting.cluster.device, sizes.table.ops[op.name]
@@ -48,12 +59,10 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, flo
     moved = sizes.moved_bytes(op, strategy)
     dtype = sizes.dtype(op)
     flops /= sizes.setting.target.attention_scale
-    launch = device.launch_overhead_s
-    return (
-        attention_seconds(device, dtype, flops, keys, moved) + launch,
-        attention_seconds(device, dtype, 2.5 * flops, keys, 2 * moved) + 2 * launch,
-        0.0,
-    )
+    launch, tuned = device.launch_overhead_s, sizes.setting.target.tuned_attention
+    forward = attention_seconds(device, dtype, flops, keys, moved, tuned=tuned)
+    backward = attention_seconds(device, dtype, 2.5 * flops, keys, 2 * moved, tuned=tuned)
+    return forward + launch, backward + 2 * launch, 0.0
 
 
 def _extents(

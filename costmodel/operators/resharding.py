@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import Group
+from meshwright.costmodel.operators.beside import exposed_seconds, products_beside
 from meshwright.costmodel.operators.cost import NOTHING, Cost
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.sharding import Placement, R, stays_with_experts, transition
@@ -18,9 +21,12 @@ class ReshardPricer(LocalSizes):
     tensor_group: Group = field(init=False)
     _comm: dict[tuple[str, float], float] = field(default_factory=dict)
     _moves: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
+    _beside: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         LocalSizes.__post_init__(self)
+        if self.setting.tp > 1 and self.setting.target.overlap_tensor:
+            self._beside = products_beside(self.graph, self.table)
         self.tensor_group = self.setting.group(size=self.setting.tp, stride=1)
 
     def comm(self, kind: str, nbytes: float) -> float:
@@ -29,8 +35,7 @@ class ReshardPricer(LocalSizes):
             return 0.0
         key = (kind, nbytes)
         if key not in self._comm:
-            exposed = 1.0 - self.setting.target.overlap_tensor
-            self._comm[key] = exposed * self.setting.collective_s(kind, nbytes, self.tensor_group)
+            self._comm[key] = self.setting.collective_s(kind, nbytes, self.tensor_group)
         return self._comm[key]
 
     def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
@@ -52,7 +57,7 @@ class ReshardPricer(LocalSizes):
             backward = ""
         if not forward and not backward:
             return NOTHING
-        f, b = self.comm(forward, nbytes), self.comm(backward, nbytes)
+        f, b = (self._exposed(value, kind, nbytes) for kind in (forward, backward))
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
         return Cost(
             forward_s=f,
@@ -62,6 +67,14 @@ class ReshardPricer(LocalSizes):
             forward_host_s=host * bool(forward),
             backward_host_s=host * bool(backward),
         )
+
+    def _exposed(self, value: str, kind: str, nbytes: float) -> float:
+        """Seconds of a value's collective that no product beside it hides."""
+        seconds = self.comm(kind, nbytes)
+        products = self._beside.get(value, ())
+        if not seconds or not products or kind not in self.setting.target.overlap_tensor:
+            return seconds
+        return exposed_seconds(self, seconds, products)
 
     def reshard_parameter(self, value: str, source: Placement, target: Placement) -> Cost | None:
         """Moving a parameter: as `reshard`, but a gradient that comes out partial is reduced once

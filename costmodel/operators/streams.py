@@ -61,7 +61,8 @@ def stream(
         for i in saves
         if i < 0 or (op.name, i) not in fusion.free_reads
     )
-    return forward + launch, stream_seconds(device, out + saved + wanted) + launch, 0.0
+    backward = stream_seconds(device, out + saved + wanted)
+    return forward + launch, backward + launch, 0.0
 
 
 def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:

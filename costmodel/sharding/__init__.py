@@ -38,6 +38,7 @@ from meshwright.costmodel.sharding.strategies import (
     divides,
     indivisible,
     largest_part,
+    replicated,
     splitting_degrees,
     stays_with_experts,
     strategies,
@@ -49,7 +50,7 @@ __all__ = [
     "Enter", "Entry", "FactorTable", "Leave", "Meeting", "Move", "P", "Placement", "R", "Role",
     "Route", "RowUse", "Run", "Step", "Strategy", "TotalKind", "analyse", "buffer_state",
     "can_hold", "data_layout", "default_state", "divides", "indivisible", "largest_part",
-    "loss_is_summed", "moves", "replicated_steps", "routes", "row_use", "same_numbers",
-    "signature", "splitting_degrees", "stays_with_experts", "strategies", "transition", "translate",
-    "with_numbers_of",
+    "loss_is_summed", "moves", "replicated", "replicated_steps", "routes", "row_use",
+    "same_numbers", "signature", "splitting_degrees", "stays_with_experts", "strategies",
+    "transition", "translate", "with_numbers_of",
 ]  # fmt: skip

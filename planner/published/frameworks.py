@@ -10,19 +10,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.target import Target
+from meshwright.costmodel.target import IN_PARTS, Target
 from meshwright.costmodel.targets import (
     ALPA,
     COMPILED_HOST,
     DEEPSPEED,
     EXPERT_HOST,
     FSDP,
+    FSDP_HOST,
     MEGATRON,
     MEGATRON_LM,
     MEGATRON_MOE,
     TORCHTITAN,
 )
 
+# The part that FSDP of torch 2.1 and earlier, under Composer's limit of gathers in flight, hides of
+# what it could: fitted to llm-foundry on A100 and on H100, which agree (the rest, 0.7 to 0.9 of the
+# gathers' and scatters' seconds, adds to a micro-batch's, however many rows that has)
+HIDDEN_FSDP = 0.2
 # Triton's attention with ALiBi against FlashAttention-2: fitted to llm-foundry
 TRITON_ATTENTION = 0.5
 # Mixtures of experts: the seconds a message of DeepEP over EFA lie between what DeepSeek-V3 (0.4 to
@@ -37,12 +42,15 @@ MESSAGE_S = ((r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6), (r"DeepEP|HybridEP|Hybrid-EP",
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """`attention` and `dropout` as the framework's recipes of that time have them;
-    `sequence_parallel` where tp > 1."""
+    `sequence_parallel` where tp > 1; `balances_stages`: the head counts when layers are shared
+    out among stages; `interleaves`: its users choose the number of virtual stages."""
 
     target: Target
     attention: str = "fused"
     dropout: float = 0.0
     sequence_parallel: bool = False
+    balances_stages: bool = False
+    interleaves: bool = False
     assumptions: tuple[str, ...] = ()
 
 
@@ -58,15 +66,29 @@ _MEGATRON = Framework(
 _CORE = Framework(
     target=MEGATRON,
     sequence_parallel=True,
+    interleaves=True,
     assumptions=(
         "fused attention and norms, no dropout, sequence parallelism where tp > 1",
-        "gradient reduction and parameter gathering overlapped, half of the tensor-parallel "
-        "communication overlapped",
+        "gradient reduction and parameter gathering overlapped, tensor-parallel communication "
+        "beside its products",
+    ),
+)
+# `--tp-comm-overlap` is off unless asked for: NVIDIA's recipes do
+_CORE_SCRIPT = replace(
+    _CORE,
+    target=replace(MEGATRON, overlap_tensor=()),
+    assumptions=(
+        _CORE.assumptions[0],
+        "gradient reduction and parameter gathering overlapped, not tensor-parallel communication",
     ),
 )
 _FSDP = Framework(
-    target=replace(FSDP, attention_scale=TRITON_ATTENTION),
+    target=FSDP,
+    sequence_parallel=True,
     assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
+)
+_FOUNDRY = replace(
+    _FSDP, target=replace(FSDP, attention_scale=TRITON_ATTENTION, hidden_zero3=HIDDEN_FSDP)
 )
 _XLA = Framework(
     target=ALPA,
@@ -98,41 +120,79 @@ _PADDLE = Framework(
     assumptions=("eager kernels, fused attention, nothing overlapped",),
 )
 
+# FSDP2 with Transformer Engine's kernels where the name says so
+_AUTOMODEL = replace(
+    _FSDP,
+    target=replace(
+        TORCHTITAN, name="automodel", fusion="full", tuned_attention=True, host_scale=FSDP_HOST
+    ),
+    assumptions=("fused attention and norms", *_FSDP.assumptions[1:]),
+)
 _TITAN = replace(
     _FSDP, target=TORCHTITAN, assumptions=(*_FSDP.assumptions, "gradients reduced in fp32")
 )
+# one engine in Python per micro-batch; fused norms and rotary embeddings; its ZeRO-1 and its
+# reduction follow the last backward (nanotron/optim/zero.py, parallel/data_parallel/utils.py)
+_NANOTRON = Framework(
+    target=Target(
+        name="nanotron",
+        fusion="full",
+        host_scale=FSDP_HOST,
+        bucket_copies=0,
+        overlap_tensor=("all_gather",),
+    ),
+    sequence_parallel=True,
+    balances_stages=True,  # nanotron/models/base.py: by each block's FLOPs
+    assumptions=(
+        "fused attention, norms and pointwise kernels, no dropout, fp32 gradients reduced after "
+        "the last backward, sequence parallelism where tp > 1",
+    ),
+)
 
-# the first name that the row's framework contains
+# the first pattern found in "framework; gpu; model"
 _KNOWN = (
-    ("torchtitan", _TITAN),
-    ("FSDP", _FSDP),
-    ("Megatron-Core", _CORE),
-    ("Megatron-Bridge", _CORE),
-    ("NeMo Megatron launcher", _NEMO_LAUNCHER),
-    ("ZeRO-3", _ZERO_3),
-    ("Megatron-DeepSpeed", _MEGATRON),
-    ("Megatron", _MEGATRON),
-    ("Alpa", _XLA),
-    ("Paddle", _PADDLE),
-    ("HF", _HF),
+    (r"torchtitan", _TITAN),
+    (r"Nanotron", _NANOTRON),
+    (r"llm-foundry", _FOUNDRY),
+    (r"Automodel.*\bTE\b", _AUTOMODEL),
+    (r"FSDP", _FSDP),
+    (r"NeMo/|Megatron-Bridge", _CORE),
+    (r"Megatron-Core|Mcore|core_r\d", _CORE_SCRIPT),
+    (r"NeMo Megatron launcher", _NEMO_LAUNCHER),
+    (r"ZeRO-3", _ZERO_3),
+    (r"Megatron-DeepSpeed", _MEGATRON),
+    # what trains Llamas, or on GPUs since Hopper, is Megatron-Core
+    (r"Megatron.*(\b(GH|GB|H|B)\d00|Llama|Qwen)", _CORE_SCRIPT),
+    (r"Megatron", _MEGATRON),
+    (r"Alpa", _XLA),
+    (r"Paddle", _PADDLE),
+    (r"HF", _HF),
 )
 
 
-def framework_of(name: str, notes: str = "") -> Framework:
-    """The framework of a published name, with its assumptions; notes that say "torch.compile" or
-    "flash" count. Raises ValueError for one that is not known."""
-    framework = next((known for part, known in _KNOWN if part in name), None)
+def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") -> Framework:
+    """The framework of a published name, with its assumptions; notes that say "torch.compile",
+    "compile" or "flash" count, and the GPU and the model, which date it. Raises ValueError for one
+    that is not known."""
+    text = f"{name}; {gpu}; {model}"
+    framework = next((known for pattern, known in _KNOWN if re.search(pattern, text)), None)
     if framework is None:
         raise ValueError(
             f"framework {name!r} is not known; known: {', '.join(part for part, _ in _KNOWN)}"
         )
-    if framework in (_FSDP, _TITAN) and "torch.compile" in f"{name} {notes}":
+    if framework in (_FSDP, _TITAN) and re.search(r"\bcompile\b", f"{name}; {notes}"):
         target = replace(framework.target, fusion="full", host_scale=COMPILED_HOST)
         framework = replace(
             framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
         )
     if "flash" in notes:
         framework = replace(framework, attention="fused")
+    if re.search(r"async TP|overlaps:.*TP comm|tp[-_]comm[-_]overlap", notes):
+        framework = replace(
+            framework,
+            target=replace(framework.target, overlap_tensor=IN_PARTS),
+            assumptions=(*framework.assumptions, "tensor-parallel communication beside products"),
+        )
     return framework
 
 
@@ -148,6 +208,12 @@ def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Fra
             target = replace(target, dispatch="per_node", message_s=seconds)
             assumptions.append("a token is sent once to each node that has experts for it")
             break
+    else:
+        if "Megatron-Bridge" in text and not re.search(r"all-?to-?all", text):
+            target = replace(target, dispatch="per_node")
+            assumptions.append(
+                "dispatcher unknown: the recipes' DeepEP, which sends a token once to each node"
+            )
     if re.search(r"CUDA graphs?(?! off)|TE graphs", text):
         target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
         assumptions.append("part of each layer captured in CUDA graphs")

@@ -53,15 +53,28 @@ def predict(setup: Setup) -> Prediction:
 
 
 def evaluate(setup: Setup) -> Evaluation:
-    """The priced plan of a configuration; of one without micro-batch size, the fastest power of two
-    that fits. Raises `Unpriced`."""
-    if setup.micro_batch:
-        return _price(setup)
-    share = setup.global_batch // setup.dp
-    sizes = [2**k for k in range(share.bit_length()) if share % 2**k == 0]
-    tried = [_price(dataclasses.replace(setup, micro_batch=size)) for size in sizes]
+    """The priced plan of a configuration; of one without micro-batch size or stages per device, the
+    fastest power of two, and divisor of a stage's layers, that fit. Raises `Unpriced`."""
+    tried = [_price(each) for each in _readings(setup)]
     fitting = [e for e in tried if not any(e.prediction.shortfall_bytes(setup.cluster))]
     return min(fitting, key=lambda e: e.prediction.step_time_s, default=tried[0])
+
+
+def _readings(setup: Setup) -> list[Setup]:
+    """The configurations that a setup may stand for."""
+    share, layers = setup.global_batch // setup.dp, setup.dims.layers // setup.pp
+    sizes, counts = [setup.micro_batch], [setup.chunks]
+    if not setup.micro_batch:
+        sizes = [2**k for k in range(share.bit_length()) if share % 2**k == 0]
+    if not setup.chunks:
+        even = setup.dims.layers % setup.pp == 0
+        counts = [n for n in range(1, layers + 1) if n == 1 or (even and layers % n == 0)]
+    return [
+        dataclasses.replace(setup, micro_batch=size, chunks=count)
+        for size in sizes
+        for count in counts
+        if count == 1 or share // size % setup.pp == 0
+    ]
 
 
 def _price(setup: Setup) -> Evaluation:

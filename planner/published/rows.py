@@ -19,12 +19,14 @@ from meshwright.planner.published.families import facts_of
 from meshwright.planner.published.frameworks import Framework, framework_of, with_experts
 from meshwright.planner.published.models import TransformerDims
 from meshwright.planner.published.setup import Setup, Unpriced
-from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.cluster import Cluster, Link
 
 # the first pattern that "gpu | interconnect" matches, to a catalog node
 _NODES = (
     (r"H100-96GB", "grand-teton-h100"),
     (r"p5\.48xlarge", "p5.48xlarge"),
+    (r"H800", "hgx-h800"),
+    (r"A800", "hgx-a800"),
     (r"H100.*PCIe", "pcie-8-h100"),
     (r"H100", "dgx-h100"),
     (r"H200", "dgx-h200"),
@@ -87,13 +89,20 @@ def read_row(row: Mapping[str, str]) -> Setup:
     """The configuration of a row, with its assumptions. Raises `Unpriced` with the reason."""
     cells = _Cells(row)
     try:
-        framework = framework_of(cells.text("framework"), cells.text("notes"))
+        framework = framework_of(
+            cells.text("framework"),
+            cells.text("notes"),
+            gpu=cells.text("gpu"),
+            model=cells.text("model"),
+        )
     except ValueError as error:
         raise Unpriced(str(error)) from None
     if "offload" in cells.text("zero_stage_fsdp") + cells.text("notes"):
         raise Unpriced("offloading to the host is not modelled")
     tp, pp = cells.whole("tp"), cells.whole("pp")
-    cp, chunks, gpus = cells.whole("cp", 1), cells.whole("vp", 1), cells.whole("num_gpus")
+    cp, gpus = cells.whole("cp", 1), cells.whole("num_gpus")
+    chosen = framework.interleaves and pp > 1 and not cells.text("vp")
+    chunks = 0 if chosen else cells.whole("vp", 1)
     dp = cells.whole("dp", max(1, gpus // (tp * pp * cp)))
     if cp > 1 and framework.attention == "written":
         raise Unpriced(f"cp={cp}: context parallelism is priced for fused attention alone")
@@ -104,12 +113,15 @@ def read_row(row: Mapping[str, str]) -> Setup:
         raise Unpriced(f"global_batch={batch} is not a multiple of micro_batch={micro} × dp={dp}")
     if not micro:
         cells.assume("micro_batch is unknown: the power of two predicted fastest of those that fit")
-    if not cells.text("vp") and pp > 1:
+    if chosen:
+        cells.assume("vp is unknown: the divisor of a stage's layers predicted fastest")
+    elif not cells.text("vp") and pp > 1:
         cells.assume("vp is unknown: taken as 1")
     dims = _dims(cells, framework, tp)
-    if dims.layers < pp * chunks:
+    if dims.layers < pp * max(1, chunks):
         raise Unpriced(f"{dims.layers} layers can't fill pp={pp} × vp={chunks} stages")
     adapted = _adapted(framework, cells, pp)
+    recompute, part = _recompute(cells)
     return Setup(
         dims=dims,
         cluster=_cluster(cells, gpus),
@@ -122,7 +134,8 @@ def read_row(row: Mapping[str, str]) -> Setup:
         dp=dp,
         chunks=chunks,
         zero=_zero(cells),
-        recompute=_recompute(cells),
+        recompute=recompute,
+        recompute_part=part,
         micro_batch=micro,
         global_batch=batch,
         assumptions=(*cells.assumptions, *framework.assumptions),
@@ -195,9 +208,26 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
     cluster = Cluster.from_catalog(
         node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
     )
+    cluster = dataclasses.replace(cluster, inter_link=_network(cells, cluster.inter_link))
     # published peaks are an allocator's: without the driver's context and NCCL's buffers
     device = dataclasses.replace(cluster.device, reserved_bytes=0, communicator_bytes=0)
     return dataclasses.replace(cluster, device=device)
+
+
+def _network(cells: _Cells, link: Link) -> Link:
+    """The catalog's network, slower or faster where the row says how many Gb/s a node has."""
+    stated = re.search(r"^(\d+) ?Gb/s per node", cells.text("interconnect"))
+    usual = re.search(r"(\d+) x (\d+) Gb/s", link.name)
+    if not stated or not usual:
+        return link
+    share = float(stated[1]) / (float(usual[1]) * float(usual[2]))
+    each = link.per_rank_bandwidth
+    cells.assume(f"{link.name} at {share:.3g} of its bandwidth")
+    return dataclasses.replace(
+        link,
+        bandwidth=link.bandwidth * share,
+        per_rank_bandwidth=None if each is None else each * share,
+    )
 
 
 def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
@@ -241,17 +271,40 @@ def _zero(cells: _Cells) -> int:
     return int(found[1])
 
 
-def _recompute(cells: _Cells) -> str:
+def _recompute(cells: _Cells) -> tuple[str, float]:
+    """The policy of layers, and the part of them that it is for."""
     text = cells.text("recompute").lower()
     if text == "selective (op)":
-        return "alternate"
+        return "alternate", 1.0
+    if "every 2nd layer" in text:
+        return "full", 0.5
+    if "fraction of blocks" in text:
+        return "full", _repeated_part(cells)
     for known in ("none", "full", "selective"):
         if text.startswith(known):
             if text not in ("none", "full", "selective"):
                 cells.assume(f"recompute {text!r} taken as {known}")
-            return known
+            return known, 1.0
     if "use recompute" in text:
         cells.assume(f"recompute {text!r} taken as full")
-        return "full"
+        return "full", 1.0
     cells.assume(f"recompute {text!r} is unknown: taken as none")
-    return "none"
+    return "none", 1.0
+
+
+def _repeated_part(cells: _Cells) -> float:
+    """The part of the layers whose forward, a third of a step's FLOPs, is repeated: from the FLOPs
+    that a row says the hardware did (HFU, by GPU in its notes) over the model's (MFU)."""
+    found = re.search(r"HFU ([\w/]+) = ([\d./]+)", cells.text("notes"))
+    mfu = re.search(r"MFU = ([\d.]+)", f"{cells.text('notes')} MFU = {cells.text('mfu')}")
+    if not found or not mfu:
+        cells.assume("recompute of an unknown part of the layers: taken as half of them")
+        return 0.5
+    done = dict(zip(found[1].split("/"), found[2].split("/"), strict=True))
+    gpu = next((name for name in done if name in cells.text("gpu")), "")
+    part = 3 * (float(done.get(gpu) or "nan") / float(mfu[1]) - 1)
+    if math.isnan(part):
+        raise Unpriced(f"notes give HFU of {found[1]}, not of {cells.text('gpu')}")
+    part = min(1.0, max(0.0, part))
+    cells.assume(f"recompute of {part:.0%} of the layers, by HFU over MFU")
+    return part

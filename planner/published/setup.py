@@ -6,6 +6,7 @@ inside them. `rows.py` reads rows into a `Setup`; here it becomes a `Plan`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Unpriced(ValueError):
 class Setup:
     """A published configuration: model, cluster, framework and degrees.
 
-    `chunks` are stages per device; `micro_batch` (rows) is 0 where it is unknown.
+    `chunks` are stages per device; they and `micro_batch` (rows) are 0 where they are unknown.
+    `recompute` is the policy of `recompute_part` of the layers.
     """
 
     dims: TransformerDims
@@ -44,6 +46,7 @@ class Setup:
     micro_batch: int
     global_batch: int
     assumptions: tuple[str, ...]
+    recompute_part: float = 1.0
 
 
 def make_plan(setup: Setup, graph: Graph) -> Plan:
@@ -52,7 +55,8 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
     names = [block.name for block in graph.blocks]
     stages = setup.pp * setup.chunks
     size = setup.dp * setup.cp * setup.tp
-    cuts = _cuts(names, setup.dims.layers, stages)
+    head = head_in_layers(setup.dims) if setup.framework.balances_stages else 0.0
+    cuts = _cuts(names, setup.dims.layers, stages, head)
     shardings = _shardings(setup)
     plans = []
     for k in range(stages):
@@ -67,7 +71,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
                 ep=setup.ep if setup.dims.experts else 1,
                 tp=setup.tp,
                 zero=setup.zero,
-                recompute=of_layers(setup.recompute, blocks),
+                recompute=of_layers(setup.recompute, blocks, setup.recompute_part),
                 shardings={
                     pattern: decision
                     for pattern, (decision, where) in shardings.items()
@@ -85,25 +89,42 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
     )
 
 
-def of_layers(policy: str, blocks: Sequence[str]) -> Any:
-    """A stage's `recompute` with this policy for its layers: frameworks wrap these alone, not the
-    embedding or the head."""
-    return recompute_of(
-        blocks, [policy if name.startswith("layers.") else "none" for name in blocks]
-    )
+def of_layers(policy: str, blocks: Sequence[str], part: float = 1.0) -> Any:
+    """A stage's `recompute` with this policy for its layers, or for a part of them spread evenly:
+    frameworks wrap these alone, not the embedding or the head."""
+    return recompute_of(blocks, [policy if _wrapped(name, part) else "none" for name in blocks])
 
 
-def _cuts(names: list[str], layers: int, stages: int) -> list[int]:
-    """Block index at which each stage starts, and the end. Where layers don't divide, the stages at
-    the ends, which have the embedding and the head, get fewer."""
+def _wrapped(block: str, part: float) -> bool:
+    if not block.startswith("layers."):
+        return False
+    number = int(block.split(".")[1])
+    return math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9)
+
+
+def head_in_layers(dims: TransformerDims) -> float:
+    """The products of the head over those of a layer."""
+    wide = (2 * dims.heads + 2 * dims.kv_heads) * dims.head_dim
+    width = dims.ffn * (3 if dims.activation == "swiglu" else 2)
+    return dims.vocab / (wide + width)
+
+
+def _cuts(names: list[str], layers: int, stages: int, head: float = 0.0) -> list[int]:
+    """Block index at which each stage starts, and the end. The last stage has fewer layers where
+    the `head` counts as so many; where layers don't divide, the stages at the ends, which have the
+    embedding and the head, get fewer."""
     is_layer = [bool(re.fullmatch(r"layers\.\d+", name)) for name in names]
     if sum(is_layer) != layers:
         raise Unpriced(f"the model was cut into {names}, not into {layers} layers")
-    base, extra = divmod(layers, stages)
+    fewer = round(head * (stages - 1) / stages) if stages > 1 else 0
+    base, extra = divmod(layers + fewer, stages)
     counts = [base] * stages
     middle_first = sorted(range(stages), key=lambda k: (k in (0, stages - 1), k))
     for k in middle_first[:extra]:
         counts[k] += 1
+    counts[-1] -= fewer
+    if counts[-1] < 0:
+        raise Unpriced(f"the head is worth {head:.1f} layers, more than a stage of {layers} has")
     cuts, position = [0], is_layer.index(True)
     for count in counts[:-1]:
         position += count

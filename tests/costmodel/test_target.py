@@ -19,7 +19,8 @@ from meshwright.planner.overrides.values import FORBIDDABLE
         ({"unit": "layer"}, "unit='layer'; legal: bucket, parameter, block"),
         ({"gathered_unit": "layer"}, "gathered_unit='layer'; legal: bucket, parameter, block"),
         ({"dispatch": "per_rank"}, "dispatch='per_rank'; legal: per_expert, per_node"),
-        ({"overlap_tensor": 1.5}, "overlap_tensor=1.5; legal: 0 to 1"),
+        ({"hidden_zero3": 1.5}, "hidden_zero3=1.5; legal: 0 to 1"),
+        ({"overlap_tensor": ("sum",)}, r"overlap_tensor=\('sum',\); legal: of all_gather, reduce_"),
         ({"overlap_experts": -0.1}, "overlap_experts=-0.1; legal: 0 to 1"),
         ({"host_scale": -1.0}, "host_scale=-1.0; legal: 0 or more"),
         ({"bucket_bytes": -1}, "bucket_bytes=-1; legal: 0 or more"),
@@ -45,7 +46,8 @@ def test_eager_is_what_the_executor_does() -> None:
     assert (EAGER.fusion, EAGER.host_scale) == ("none", 1.0)
     assert EAGER.overlap_gradients
     assert EAGER.overlap_parameters
-    assert EAGER.overlap_tensor == EAGER.overlap_experts == 0
+    assert EAGER.overlap_tensor == ()
+    assert EAGER.overlap_experts == 0
     assert not EAGER.overlap_passes
     assert (EAGER.bucket_bytes, EAGER.alone_bytes) == (BUCKET_BYTES, ALONE_BYTES)
     assert not EAGER.excludes

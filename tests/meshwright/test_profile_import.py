@@ -90,8 +90,7 @@ def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_
         profile=profile,
     )
     prices = Pricer(graph=graph, table=table, setting=setting)
-    exposed = 1.0 - setting.target.overlap_tensor
-    assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(exposed * 70e-6)
+    assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(70e-6)
 
 
 @pytest.mark.parametrize(

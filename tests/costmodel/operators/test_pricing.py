@@ -378,9 +378,8 @@ def test_measurements_come_before_models() -> None:
     ].forward_s == pytest.approx(UP / 2)
 
 
-def test_a_target_may_hide_part_of_the_tensor_axis() -> None:
-    half = dataclasses.replace(EAGER, overlap_tensor=0.75)
-    plain, hidden = pricer(net(), talking(), tp=4), pricer(net(), talking(), tp=4, target=half)
-    assert plain.comm("all_reduce", 100.0) == pytest.approx(2 * 100 * 3 / 4)
-    assert hidden.comm("all_reduce", 100.0) == pytest.approx(2 * 100 * 3 / 4 / 4)
+def test_collectives_of_the_tensor_axis() -> None:
+    assert pricer(net(), talking(), tp=4).comm("all_reduce", 100.0) == pytest.approx(
+        2 * 100 * 3 / 4
+    )
     assert pricer(net(), talking()).comm("all_reduce", 100.0) == 0

@@ -16,7 +16,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.published.frameworks import framework_of
 from meshwright.planner.published.predict import predict_row, traced
 from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, Unpriced, make_plan
+from meshwright.planner.published.setup import Setup, Unpriced, _cuts, make_plan
 
 BAND = 0.3
 MEGATRON = {
@@ -179,6 +179,8 @@ def test_a_row_says_what_is_built() -> None:
         ({"pp": "2", "dp": "16", "vp": ""}, "vp is unknown: taken as 1"),
         ({"micro_batch": ""}, "micro_batch is unknown: the power of two predicted fastest"),
         ({"recompute": ""}, "recompute '' is unknown: taken as none"),
+        ({"recompute": "selective (fraction of blocks)"}, "unknown part of the layers: taken as"),
+        ({"interconnect": "400Gb/s per node"}, "InfiniBand HDR at 0.25 of its bandwidth"),
         ({"recompute": "full (uniform)"}, "recompute 'full (uniform)' taken as full"),
         ({"zero_stage_fsdp": "?"}, "ZeRO stage '?' is unknown: taken as 0"),
         ({"zero_stage_fsdp": "FSDP2"}, "ZeRO stage 'FSDP2' is unknown: taken as 3"),
@@ -192,6 +194,51 @@ def test_what_is_assumed_is_listed(changes: dict[str, str], says: str) -> None:
     assert says in found
     assert set(framework_of("Megatron-LM").assumptions) <= set(setup.assumptions)
     assert says not in assumed({})[1]
+
+
+def test_frameworks_are_known_by_name_gpu_and_model() -> None:
+    core = framework_of("NeMo/Megatron-Core")
+    script = framework_of("Megatron-LM (Mcore v0.6)")
+    assert (core.attention, script.attention) == ("fused", "fused")
+    assert core.target.overlap_tensor
+    assert not script.target.overlap_tensor
+    assert framework_of("Megatron-LM", gpu="H100-80GB") == script
+    assert framework_of("Megatron-LM", model="Llama3-8B") == script
+    assert framework_of("Megatron-LM", gpu="A100-80GB").attention == "written"
+    assert framework_of("torchtitan", "async TP; compile").target.overlap_tensor
+    assert framework_of("torchtitan", "async TP; compile").target.fusion == "full"
+
+
+@pytest.mark.parametrize(
+    ("text", "notes", "wanted"),
+    [
+        ("selective (every 2nd layer)", "", ("full", 0.5)),
+        # a forward is a third of the model's FLOPs
+        ("selective (fraction of blocks)", "MFU = 0.6; HFU A100/H100 = .7/.5", ("full", 0.5)),
+        ("full", "", ("full", 1.0)),
+    ],
+)
+def test_part_of_the_layers_is_recomputed(text: str, notes: str, wanted: tuple[str, float]) -> None:
+    setup, _ = assumed({"recompute": text, "notes": notes})
+    assert (setup.recompute, pytest.approx(setup.recompute_part)) == wanted
+
+
+def test_unknown_virtual_stages_are_the_fastest_that_fit() -> None:
+    row = {
+        **LLAMA, "layers": "8", "hidden": "512", "heads": "8", "kv_heads": "8", "ffn": "2048",
+        "vocab": "1024", "seq_len": "512", "num_gpus": "2", "pp": "2", "cp": "1", "dp": "1",
+        "global_batch": "4",
+    }  # fmt: skip
+    times = [predict_row({**row, "vp": count}).step_time_s for count in ("1", "2", "4")]
+    chosen = predict_row({**row, "vp": ""})
+    assert chosen.step_time_s == min(times)
+    assert any("vp is unknown: the divisor" in text for text in chosen.assumptions)
+
+
+def test_a_balanced_pipeline_counts_the_head() -> None:
+    names = ["embed", *(f"layers.{k}" for k in range(8)), "head"]
+    assert _cuts(names, 8, 2) == [0, 5, 10]
+    assert _cuts(names, 8, 2, head=4.0) == [0, 6, 10]  # 5 | 3 and a head worth 4
 
 
 @pytest.mark.parametrize(

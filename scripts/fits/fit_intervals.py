@@ -1,6 +1,6 @@
 """Fits the intervals of predictions (`costmodel/residuals.json`) to published measurements.
 
-    python -m scripts.fit_intervals [--write]
+    python -m scripts.fits.fit_intervals [--write]
 
 Rows of the half that nothing was fitted on (`scripts/validate_costmodel`) are priced; of each
 group (GPU, dense or experts, target) the 80 % interval of measured over predicted is printed, and

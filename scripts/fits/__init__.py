@@ -1,0 +1,1 @@
+"""Fits of the catalog's constants to published steps."""
