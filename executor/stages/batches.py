@@ -51,8 +51,8 @@ class Batches:
         unknown = sorted(path for path in leaves.keys() - known if leaves[path] is not None)
         if unknown:
             raise ValueError(
-                f"batch: {unknown} were not among example_inputs; the model was planned with inputs "
-                f"{sorted(known)}: drop them, or plan again with them"
+                f"batch: {unknown} were not among example_inputs; the model was planned with "
+                f"inputs {sorted(known)}: drop them, or plan again with them"
             )
         missing = sorted(set(self.graph.inputs.values()) - set(leaves))
         if missing:
