@@ -14,56 +14,64 @@ from meshwright.planner.intra_op.solvers import objective_of
 
 SWEEPS = 50
 STARTS = 4  # random ones, of a fixed seed
+ILLEGAL = 1e9  # seconds: more than any legal assignment costs
+
+Pairs = Mapping[tuple[str, str], np.ndarray]
 
 
-def descend(
-    unary: Mapping[str, np.ndarray],
-    pairs: Mapping[tuple[str, str], np.ndarray],
-    known: Iterable[Mapping[str, int]] = (),
-) -> dict[str, int] | None:
-    """A cheap assignment, from the states `known` for like problems and from random ones; None
-    where none that was met is legal."""
-    around: dict[str, list[tuple[str, np.ndarray]]] = {name: [] for name in unary}
-    for (a, b), costs in pairs.items():  # (own state, the other's)
-        around[a].append((b, costs))
-        around[b].append((a, costs.T))
-    draw = np.random.default_rng(0)
-    starts = [dict(choice) for choice in known]
-    starts.append({name: int(np.argmin(costs)) for name, costs in unary.items()})
-    for _ in range(0 if starts[1:] else STARTS):  # of a like problem the states are good ones
-        starts.append(
-            {n: int(draw.choice(np.flatnonzero(np.isfinite(c)))) for n, c in unary.items()}
-        )
-    best: tuple[float, dict[str, int] | None] = np.inf, None
-    for choice in starts:
-        _sweep(choice, unary, around)
-        cost = objective_of(choice, unary, pairs)
-        if cost < best[0]:
-            best = cost, choice
-    return best[1]
+class Descent:
+    """Descents in problems with the same `pairs`."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        self._around: dict[str, list[tuple[str, np.ndarray]]] = {}  # (the other's state, own)
+        for (a, b), costs in pairs.items():
+            finite = _finite(costs)
+            self._around.setdefault(a, []).append((b, np.ascontiguousarray(finite.T)))
+            self._around.setdefault(b, []).append((a, finite))
+
+    def best(
+        self, unary: Mapping[str, np.ndarray], known: Iterable[Mapping[str, int]] = ()
+    ) -> dict[str, int] | None:
+        """A cheap assignment, from the states `known` for like problems or from random ones; None
+        where none that was met is legal."""
+        draw = np.random.default_rng(0)
+        starts = [dict(choice) for choice in known]
+        starts.append({name: int(np.argmin(costs)) for name, costs in unary.items()})
+        for _ in range(0 if starts[1:] else STARTS):  # of a like problem the states are good ones
+            starts.append(
+                {n: int(draw.choice(np.flatnonzero(np.isfinite(c)))) for n, c in unary.items()}
+            )
+        own = {name: _finite(costs) for name, costs in unary.items()}
+        best: tuple[float, dict[str, int] | None] = np.inf, None
+        for choice in starts:
+            self._sweep(choice, own)
+            cost = objective_of(choice, unary, self.pairs)
+            if cost < best[0]:
+                best = cost, choice
+        return best[1]
+
+    def _sweep(self, choice: dict[str, int], unary: Mapping[str, np.ndarray]) -> None:
+        """Improve a choice until no node has a cheaper state, or one with fewer illegal
+        neighbours."""
+        stale = set(unary)  # nodes of which a neighbour has changed since they chose
+        for _ in range(SWEEPS):
+            for name, own in unary.items():
+                if name not in stale:
+                    continue
+                stale.discard(name)
+                around = self._around.get(name, [])
+                costs = sum((rows[choice[other]] for other, rows in around), own)
+                state = int(costs.argmin())
+                if state != choice[name]:
+                    choice[name] = state
+                    stale.update(other for other, _ in around)
+            if not stale:
+                return
 
 
-def _sweep(
-    choice: dict[str, int],
-    unary: Mapping[str, np.ndarray],
-    around: Mapping[str, list[tuple[str, np.ndarray]]],
-) -> None:
-    """Improve a choice until no node has a cheaper state, or one with fewer illegal neighbours."""
-    stale = set(unary)  # nodes of which a neighbour has changed since they chose
-    for _ in range(SWEEPS):
-        for name, own in unary.items():
-            if name not in stale:
-                continue
-            stale.discard(name)
-            parts = np.stack([own, *(costs[:, choice[other]] for other, costs in around[name])])
-            legal = np.isfinite(parts)
-            illegal, costs = (~legal).sum(0), np.where(legal, parts, 0.0).sum(0)
-            state = int(np.lexsort((costs, illegal))[0])  # by the last key first
-            if state != choice[name]:
-                choice[name] = state
-                stale.update(other for other, _ in around[name])
-        if not stale:
-            return
+def _finite(costs: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(costs), costs, ILLEGAL)
 
 
 def least(functions: Iterable[np.ndarray]) -> float:

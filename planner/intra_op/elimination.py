@@ -34,7 +34,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.planner.intra_op.descent import descend, least
+from meshwright.planner.intra_op.descent import Descent, least
 from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, restricted
 from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
 from meshwright.planner.intra_op.time_limit import SolverTime
@@ -291,6 +291,7 @@ class Elimination:
             else:
                 rest.edge(names[0], names[1], costs)
         total, proved = np.full(self._shape, np.inf), True
+        descent: Descent | None = None
         for index in np.ndindex(self._shape):
             fixed = dict(zip(map(str, self._keep), index, strict=True))
             unary = restricted(rest.unary, fixed)
@@ -301,7 +302,8 @@ class Elimination:
             if not proved and not descends:
                 break
             if choice is None and not in_time:
-                choice = descend(unary, rest.pairs, self._descended)
+                descent = descent or Descent(rest.pairs)
+                choice = descent.best(unary, self._descended)
                 self._descended = [choice] if choice else self._descended
             if choice is not None:
                 total[index] = constant + objective_of(choice, unary, rest.pairs)
