@@ -84,7 +84,7 @@ def test_choices_among_published_sweeps_lose_little() -> None:
     lost = [own.regret for own in sweeps.sweeps(row for row in published if _key(row) in wanted)]
     assert len(lost) >= 30
     assert statistics.median(lost) <= 0.001
-    assert statistics.mean(lost) <= 0.018
+    assert statistics.mean(lost) <= 0.02
     assert max(lost) <= 0.135
 
 
