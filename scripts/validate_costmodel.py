@@ -1,6 +1,7 @@
 """Predicted against published step times: raw errors per source, with the split stated.
 
     python -m scripts.validate_costmodel [--data DIR] [--source TEXT] [--rows] [--errors]
+                                         [--plot FILE]
 
 DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
@@ -29,6 +30,7 @@ from pathlib import Path
 from meshwright.planner.pricing import Evaluation
 from meshwright.planner.published import Unpriced, evaluate_row
 from scripts.experts.rows import published_rows
+from scripts.experts.scatter import Point, scatter
 from scripts.ranks.rank_correlation import spearman
 
 MOSTLY_COMPUTE = 0.05  # communication's part of a step below which its error does not count
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--source", default="", help="only sources that contain this text")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--errors", action="store_true", help="print errors by GPU")
+    parser.add_argument("--plot", type=Path, help="file for a plot of all rows, as SVG")
     args = parser.parse_args()
     refused: collections.Counter[str] = collections.Counter()
     parts: dict[str, list[Scored]] = {"fit": [], "score": []}
@@ -198,6 +201,8 @@ def main() -> None:
     by_kind(parts)
     if args.errors:
         print("", *error_lines(parts["score"]), sep="\n")
+    if args.plot:
+        args.plot.write_text(plot(parts))
     print(f"\nnot priced: {sum(refused.values())} rows")
     for reason, count in refused.most_common():
         print(f"  {count:4} {reason}")
@@ -225,13 +230,32 @@ def by_kind(parts: Mapping[str, Sequence[Scored]]) -> None:
                 print(line(name, part, scores))
 
 
+def plot(parts: Mapping[str, Sequence[Scored]]) -> str:
+    """Predicted against measured, as SVG."""
+    points = [
+        Point(
+            group=kind_of(s.row).split(",")[0],
+            measured_s=s.measured_s,
+            predicted_s=s.predicted_s,
+            fitted=part == "fit",
+            label=configuration(s.row),
+        )
+        for part, scores in parts.items()
+        for s in scores
+    ]
+    return scatter(points, "Predicted against published seconds of a step; filled: nothing fitted")
+
+
 def described(scored: Scored) -> str:
-    row = scored.row
-    degrees = " ".join(f"{c}{row[c]}" for c in ("tp", "pp", "cp", "vp", "dp", "micro_batch"))
     return (
-        f"  {row['model']} {row['num_gpus']} GPUs {degrees}: {scored.measured_s:.4g} s, "
+        f"  {configuration(scored.row)}: {scored.measured_s:.4g} s, "
         f"predicted {scored.predicted_s:.4g} ({100 * scored.error:+.1f} %)"
     )
+
+
+def configuration(row: Mapping[str, str]) -> str:
+    degrees = " ".join(f"{c}{row[c]}" for c in ("tp", "pp", "cp", "vp", "dp", "micro_batch"))
+    return f"{row['model']} {row['num_gpus']} GPUs {degrees}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from meshwright.planner.published import Setup, Unpriced, evaluate, read_row
 from meshwright.profiles.cluster import Device
 from meshwright.profiles.curve import Curve
 from scripts.experts.rows import published_rows
-from scripts.fit_links import Vector
+from scripts.fits.fit_links import Vector
 from scripts.validate_costmodel import halves
 
 BROAD = 0.1  # residuals beyond this weigh by their size, not its square

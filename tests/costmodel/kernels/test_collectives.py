@@ -353,7 +353,7 @@ class TestSeconds:
 @pytest.mark.parametrize(
     ("hardware", "nodes", "size", "kind", "nbytes", "measured_us"),
     [
-        # Rows of nccl-tests tables (scripts/fit_links.py scores all of them): vTrain (A100, V100),
+        # Rows of nccl-tests tables (scripts/fits/fit_links.py scores all): vTrain (A100, V100),
         # ml-engineering (H200), a public EFA benchmark, NVIDIA/nccl-tests#256.
         ("dgx-a100", 1, 8, "all_reduce", 2**30, 8196.4),
         ("dgx-a100", 1, 4, "all_reduce", 2**30, 7275.5),

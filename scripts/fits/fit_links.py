@@ -1,6 +1,6 @@
 """Fits the links of the catalog to published collectives, on half of the rows; scores on the rest.
 
-    python -m scripts.fit_links [--data DIR] [link ...]
+    python -m scripts.fits.fit_links [--data DIR] [link ...]
 
 DIR holds `collectives.csv` (source, collective, gpu, nodes, n_gpus, inter_link, size_bytes,
 size_convention, time_us). Of the sizes that a source has for a collective, sorted, every other one
