@@ -68,6 +68,7 @@ executor.parameters
 executor.stages
 executor.runtime
 executor.checkpoint
+traced
 meshwright
 """
 POSITION = {

@@ -19,7 +19,7 @@ def test_named_files_exist(document: Path) -> None:
     assert not [name for name in named if not [*ROOT.glob(name.rstrip("/"))]]
     linked = set(re.findall(r"\]\(([\w./]+)\)", text))
     assert not [name for name in linked if not (document.parent / name).exists()]
-    modules = set(re.findall(r"python -m (scripts\.\w+)", text))
+    modules = set(re.findall(r"python -m (scripts[.\w]+)", text))
     assert not [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
 
 

@@ -14,7 +14,7 @@ import pytest
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure.imports import CollectiveRow
 
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fit_links.py"
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fits" / "fit_links.py"
 
 
 @pytest.fixture(scope="module")

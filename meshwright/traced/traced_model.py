@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.attributes import Attributes
-from meshwright.calls import Calls
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import (
     FactorTable,
@@ -27,6 +25,8 @@ from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing import trace
+from meshwright.traced.attributes import Attributes
+from meshwright.traced.calls import Calls
 
 
 class TracedModel:
