@@ -32,7 +32,7 @@ class ComputeError:
 # by the first word of a device's name; the rest, and GPUs of few rows, take those of all
 COMPUTE_ERRORS = {
     "a100": ComputeError(fraction=0.079, rows=197, date="2026-11-23"),
-    "h100": ComputeError(fraction=0.060, rows=65, date="2026-11-23"),
+    "h100": ComputeError(fraction=0.055, rows=65, date="2026-11-23"),
 }
 ALL_GPUS = ComputeError(fraction=0.076, rows=273, date="2026-11-23")
 
