@@ -6,9 +6,10 @@
 DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
 ... (`fit`); the others are scored (`score`). A second table has the same rows by GPU, by dense
-models and mixtures of experts, and by framework. Errors are (predicted - measured) / measured, with
-no shift and no constant per row. `regret` is the measured time of the plan predicted to be best,
-over the best measured one, within groups of the same model, GPUs and batch.
+models and mixtures of experts, by framework, and by target, of those that `target=` takes. Errors
+are (predicted - measured) / measured, with no shift and no constant per row. `regret` is the
+measured time of the plan predicted to be best, over the best measured one, within groups of the
+same model, GPUs and batch.
 
 `--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
 which communication is less than 5 % of the predicted step, for `costmodel/errors.py`, and of the
@@ -27,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.pricing import Evaluation
 from meshwright.planner.published import Unpriced, evaluate_row
 from scripts.experts.rows import published_rows
@@ -59,6 +61,7 @@ class Scored:
     error: float
     memory_error: float | None
     communication: float  # its part of a step, not hidden
+    target: str
 
     @property
     def gpu(self) -> str:
@@ -113,6 +116,7 @@ def score(row: Mapping[str, str]) -> Scored:
         error=prediction.step_time_s / measured - 1,
         memory_error=memory / float(published) - 1 if published else None,
         communication=communication_part(evaluation),
+        target=evaluation.target.name,
     )
 
 
@@ -214,14 +218,16 @@ def heading() -> None:
 
 
 def by_kind(parts: Mapping[str, Sequence[Scored]]) -> None:
-    """The table by GPU, dense or experts, and framework; without the last for what has several."""
+    """The table by GPU, dense or experts, and framework, without the last for what has several; and
+    by target, of those that `target=` takes."""
     print()
     heading()
     kinds: dict[str, dict[str, list[Scored]]] = {}
     for part, scores in parts.items():
         for scored in scores:
-            kind = kind_of(scored.row)
-            for name in (kind, kind.split(",")[0]):
+            kind, target = kind_of(scored.row), f"target {scored.target}"
+            names = (kind, kind.split(",")[0], *([target] if scored.target in TARGETS else ()))
+            for name in names:
                 of = kinds.setdefault(name, {"fit": [], "score": []})
                 of[part].append(scored)
     for name in sorted(kinds):

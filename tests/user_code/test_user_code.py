@@ -24,7 +24,16 @@ from meshwright.planner.tracing.trace import trace
 from tests.helpers.launching import Results, results_of
 from tests.user_code.user_models import USERS, Lora
 from tests.user_code.user_parts import VOCAB, Mlp
-from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plain_steps, prepare
+from tests.user_code.user_runs import (
+    LAYOUTS,
+    RANKS,
+    ROWS,
+    batch_of,
+    built,
+    on_one_device,
+    plain_steps,
+    prepare,
+)
 
 FEW = "hold a trained parameter, and every stage needs one"
 REFUSED = {  # by run, what is said
@@ -82,17 +91,8 @@ def test_half_precision_trains_what_has_float_tensors(name: str) -> None:
     """Tensors of two dtypes meet; the losses are those of fp32 up to bf16's rounding, and
     statistics are not rounded."""
     user = USERS[name]
-    result = auto_parallelize(
-        built(user),
-        Cluster.local(1, measure=False),
-        example_inputs=batch_of(user, 0),
-        global_batch_size=ROWS,
-        loss_fn=user.loss_fn,
-        precision="bf16",
-        overrides=Overrides(num_microbatches=1),
-    )
+    result = on_one_device(user, 1, "bf16")
     runtime = result.runtime
-    assert runtime is not None
     wanted = plain_steps(user, 1)
     loss = float(result.train_step(batch_of(user, 0)))
     assert loss == pytest.approx(wanted.losses[0], rel=0.03)

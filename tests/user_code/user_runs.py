@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
@@ -151,19 +151,22 @@ def _loss(user: UserModel, model: nn.Module, batch: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
-def runtime_steps(user: UserModel, parts: int) -> Reference:
-    """The lowered model on one device: its dropout masks are those of every plan."""
-    result = auto_parallelize(
+def on_one_device(user: UserModel, parts: int, precision: str = "fp32") -> ParallelModel:
+    """The model planned for one device in so many micro-batches."""
+    return auto_parallelize(
         built(user),
         Cluster.local(1, measure=False),
         example_inputs=batch_of(user, 0),
         global_batch_size=ROWS,
         loss_fn=user.loss_fn,
-        precision="fp32",
+        precision=precision,
         overrides=Overrides(num_microbatches=parts),
     )
-    assert result.runtime is not None
-    return steps_of(user, result.runtime)
+
+
+def runtime_steps(user: UserModel, parts: int) -> Reference:
+    """The lowered model on one device: its dropout masks are those of every plan."""
+    return steps_of(user, on_one_device(user, parts).runtime)
 
 
 def steps_of(user: UserModel, runtime: Runtime) -> Reference:
