@@ -132,7 +132,7 @@ class Report:
         s = self.summary
         step = " to ".join(map(seconds, s["step_interval_s"]))
         low, high = (x / GIB for x in s["memory_interval_bytes"])
-        return f"  with 80 %: {step}; {low:.1f} to {high:.1f} GiB, which {s['memory_verdict']}"
+        return f"  with 80 %: {step}; {low:.1f} to {high:.1f} GiB: {s['memory_verdict']}"
 
     def _proof(self) -> list[str]:
         s = self.summary

@@ -19,7 +19,7 @@ from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, large_gpt2, linears, problem_of
 
 AS_FORCED = 1.02  # a family's line over what forcing it finds, at most
-FURTHER_OFF = {"gpt2": 1.08}  # pp=4: the search that isn't forced never explores that mesh
+FAR, FAR_OFF = 1.5, 1.1  # of families that take so many times the best step, this is enough
 
 
 CASES: dict[str, tuple[Any, Cluster, int, str]] = {
@@ -70,7 +70,7 @@ def searched(name: str, objective: str) -> tuple[Search, SearchResult, tuple[Alt
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_line_is_as_good_as_what_forcing_its_family_finds(name: str) -> None:
-    search, _, found = searched(name, "fastest")
+    search, result, found = searched(name, "fastest")
     for alternative in found:
         if alternative.family == RUNS_HERE:
             continue
@@ -82,7 +82,8 @@ def test_a_line_is_as_good_as_what_forcing_its_family_finds(name: str) -> None:
             continue
         said = [d.step_time_s for d in (alternative.draft, alternative.instead) if d]
         assert said, f"{alternative.family} fits, in {best_s} s"
-        most_s = best_s * FURTHER_OFF.get(name, AS_FORCED)
+        far = best_s > FAR * result.best.step_time_s
+        most_s = best_s * (FAR_OFF if far else AS_FORCED)
         assert min(said) <= most_s, f"{alternative.family}: {min(said)}, {best_s}"
 
 
