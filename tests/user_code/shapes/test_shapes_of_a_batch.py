@@ -88,7 +88,7 @@ def test_what_was_fixed_when_planning_stays_fixed_at_other_shapes() -> None:
     evaluated = result.eval_step((x,))
     assert not model.training
     model.train()
-    assert result.train_step((x,)) == pytest.approx(float(evaluated))
+    assert float(result.train_step((x,))) == pytest.approx(float(evaluated))
 
 
 def test_longer_sequences_than_fit_the_memory_are_refused() -> None:
