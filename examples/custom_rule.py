@@ -71,7 +71,7 @@ def main() -> None:
         losses = []
         for _ in range(5):
             optimizer.zero_grad()
-            losses.append(float(result.train_step(batch)))
+            losses.append(result.train_step(batch).item())
             optimizer.step()
         parts = {name: list(p.to_local().shape) for name, p in result.named_parameters()}
     if int(os.environ["RANK"]) == 0:

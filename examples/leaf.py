@@ -107,7 +107,7 @@ def main() -> None:
         for step in range(steps):
             optimizer.zero_grad()
             plain.zero_grad()
-            found = float(planned.train_step(batch(step)))
+            found = planned.train_step(batch(step)).item()
             loss = alone(*batch(step))
             loss.backward()
             losses.append((found, loss.item()))

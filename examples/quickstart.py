@@ -65,7 +65,7 @@ def train(
     for k, batch in zip(range(steps), batches(), strict=False):
         started = time.perf_counter()
         optimizer.zero_grad()
-        losses.append(float(step(batch)))
+        losses.append(step(batch).item())
         optimizer.step()
         times.append(time.perf_counter() - started)
         if RANK == 0 and (k % 10 == 0 or k == steps - 1):

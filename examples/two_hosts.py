@@ -49,7 +49,7 @@ def main() -> None:
             result.load_checkpoint(saved, optimizer)
         for step in range(STEPS):
             optimizer.zero_grad()
-            loss = float(result.train_step(batch(step)))
+            loss = result.train_step(batch(step)).item()
             optimizer.step()
         result.save_checkpoint(saved, optimizer)
         if os.environ["RANK"] == "0":

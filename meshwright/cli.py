@@ -339,7 +339,7 @@ def _run(args: argparse.Namespace) -> int:
             if args.timeline and step + 1 == args.steps:
                 timed = result.timeline(args.timeline, batch)
             loss = timed.loss if timed else result.train_step(batch)
-            losses.append(float(loss))
+            losses.append(loss.item())
             optimizer.step()
             if launch.rank() == 0:
                 _say(f"step {step + 1}/{args.steps}: loss {losses[-1]:.4f}")
