@@ -328,6 +328,8 @@ class Search(Drafter):
         program of each class, with whole tensors at both ends and nothing forced."""
         found: dict[str, Certificate] = {}
         limit = self.programs.time
+        if limit.over():
+            return found
         graph = self.problem.graph
         if check_plan(best.plan, graph, self.problem.factors) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
