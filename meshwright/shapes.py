@@ -34,8 +34,8 @@ class OtherShapes:
         """The plan at the shape of a batch. Raises ValueError where it can't be run there, and
         `InfeasibleError` where it would not fit the memory. Collective."""
         plan, traced = plan_of_rows(self.plan, shape.rows), self.traced
-        planned = _sizes(traced.example, traced)
-        if (sizes := _sizes(batch, traced)) != planned:
+        planned = BatchShape.of(traced.graph, shape.rows, traced.graph.values)
+        if shape != planned:
             traced = traced.with_example(_sample(batch, traced))
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         if fingerprint(graph) != plan.model:
@@ -44,7 +44,7 @@ class OtherShapes:
                 "them), of which the plan says nothing; pad to the planned sizes, or plan for this "
                 "batch"
             )
-        if any(map(_larger, sizes.values(), planned.values())):
+        if any(map(_larger, shape.sizes, planned.sizes)):
             self._check_memory(plan, traced)
         return CheckedPlan.of(plan, graph, factors, traced.run_use)
 
@@ -67,16 +67,6 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
         )
     parts = max(m for m in range(1, plan.num_microbatches + 1) if rows // dp % m == 0)
     return replace(plan, global_batch_size=rows, num_microbatches=parts)
-
-
-def _sizes(batch: Any, traced: TracedModel) -> dict[str, tuple[int, ...]]:
-    """The sizes of the tensors that the model reads, by path, without rows."""
-    tensors = dict(input_leaves(batch)[0])
-    return {
-        path: tuple(x.shape[1:] if path in traced.batched else x.shape)
-        for path in traced.graph.inputs.values()
-        if isinstance(x := tensors[path], torch.Tensor)
-    }
 
 
 def _larger(sizes: tuple[int, ...], planned: tuple[int, ...]) -> bool:

@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,13 @@ class BatchShape:
     rows: int
     sizes: tuple[tuple[int, ...], ...]
 
+    @staticmethod
+    def of(graph: Graph, rows: int, tensors: Mapping[str, Any]) -> BatchShape:
+        """Of so many rows, the inputs (by value name) being of the shape that `tensors` have."""
+        batched = graph.batched
+        shapes = ((name, tuple(tensors[name].shape)) for name in graph.inputs)
+        return BatchShape(rows, tuple(s[1:] if name in batched else s for name, s in shapes))
+
 
 class Batches:
     """Cuts batches for the stages of one rank. A batch of fewer rows is filled up with rows that
@@ -38,10 +45,7 @@ class Batches:
         self.filling = filling
         self.graph = graph
         self.place = place
-        self.planned = BatchShape(
-            plan.global_batch_size,
-            tuple(self._sizes(name, graph.values[name].shape) for name in graph.inputs),
-        )
+        self.planned = BatchShape.of(graph, plan.global_batch_size, graph.values)
 
     def checked(self, batch: Any) -> dict[str, torch.Tensor]:
         """The inputs of a batch by value name. Raises ValueError for what is missing or of another
@@ -75,13 +79,8 @@ class Batches:
             if given.dim() != dims or 0 in given.shape or (name in batched and len(rows) > 1):
                 raise self.unlike(tensors, "pad or drop rows, or plan for this batch")
         fewer = min(rows, default=self.planned.rows)
-        return BatchShape(
-            rows=self.planned.rows if self.filling and fewer < self.planned.rows else fewer,
-            sizes=tuple(self._sizes(name, x.shape) for name, x in tensors.items()),
-        )
-
-    def _sizes(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape[1:] if name in self.graph.batched else shape)
+        filled = self.filling and fewer < self.planned.rows
+        return BatchShape.of(self.graph, self.planned.rows if filled else fewer, tensors)
 
     def _check_fixed(self, leaves: Mapping[str, Any]) -> None:
         """Raise ValueError for entries that are fixed in the plan and differ."""

@@ -91,6 +91,24 @@ def test_what_was_fixed_when_planning_stays_fixed_at_other_shapes() -> None:
     assert float(result.train_step((x,))) == pytest.approx(float(evaluated))
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, weight: float, x: torch.Tensor) -> torch.Tensor:
+        return weight * self.first(x).square().mean()
+
+
+def test_numbers_stay_numbers_at_other_shapes() -> None:
+    """Also where they are given as tensors."""
+    model, x = Weighted(), torch.randn(8, 9, WIDTH)
+    result = planned(model, example_inputs=(0.5, torch.randn(4, 6, WIDTH)))
+    for weight in (torch.tensor(0.25), 0.25):
+        wanted = float(model(0.25, x).detach())
+        assert result.train_step((weight, x)).item() == pytest.approx(wanted)
+
+
 def test_longer_sequences_than_fit_the_memory_are_refused() -> None:
     cluster = Cluster.local(1, measure=False)
     room = cluster.device.reserved_bytes + (4 << 20)
