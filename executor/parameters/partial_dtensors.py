@@ -13,6 +13,7 @@ make another on every stage, is refused: `StageGradient`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,33 +68,26 @@ class _Steps:
     """The step of an optimizer over DTensors that runs: the `outermost`, if steps are nested."""
 
     def __init__(self) -> None:
-        self.mode: Any = None
+        self.mode: Any = Reduced()
         self.outermost: torch.optim.Optimizer | None = None
 
-    def hook(self) -> None:
-        """Put hooks around the steps of all optimizers, once."""
-        if self.mode is None:
-            self.mode = Reduced()
-            register_optimizer_step_pre_hook(self.begin)
-            register_optimizer_step_post_hook(self.end)
-
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.mode and self.outermost is None and _over_dtensors(optimizer):
+        if self.outermost is None and _over_dtensors(optimizer):
             self.outermost = optimizer
             self.mode.__enter__()
 
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.mode and self.outermost is optimizer:
+        if self.outermost is optimizer:
             self.outermost = None
             self.mode.__exit__(None, None, None)
 
 
-_STEPS = _Steps()
-
-
+@cache
 def reduce_in_optimizers() -> None:
     """From now on every optimizer over DTensors steps inside `Reduced`."""
-    _STEPS.hook()
+    steps = _Steps()
+    register_optimizer_step_pre_hook(steps.begin)
+    register_optimizer_step_post_hook(steps.end)
 
 
 def _over_dtensors(optimizer: torch.optim.Optimizer) -> bool:
@@ -140,13 +134,14 @@ def read_whole_items() -> None:
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _whole_item
 
 
+@cache
 def read_strided_parts() -> None:
     """Have torch 2.11 redistribute parts that are strided (rows of a fused q, k, v): it takes them
     for orders of mesh axes alone, and raises where they are none; later versions don't."""
-    if hasattr(_dtensor_spec, "_StridedShardNotDecodableError") or _FOLLOWED:
+    if hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):
         return
     spec: Any = DTensorSpec
-    _FOLLOWED.append(made := spec.__post_init__)
+    made = spec.__post_init__
 
     def post_init(self: Any) -> None:
         if self.use_strided_shard_as_shard_order is None and any(
@@ -157,9 +152,6 @@ def read_strided_parts() -> None:
         made(self)
 
     spec.__post_init__ = post_init
-
-
-_FOLLOWED: list[Callable[..., None]] = []  # what was replaced
 
 
 def _whole_item(op: object, args: tuple[Any, ...], kwargs: object) -> Any:

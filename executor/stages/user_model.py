@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -252,13 +253,10 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             params[k] = new
 
 
-_following: list[RemovableHandle] = []
-
-
+@cache
 def _follow_replaced() -> None:
     """Have every optimizer of this process `follow` before its step."""
-    if not _following:
-        _following.append(register_optimizer_step_pre_hook(lambda o, args, kwargs: follow(o)))
+    register_optimizer_step_pre_hook(lambda o, args, kwargs: follow(o))
 
 
 def _on_meta(x: torch.Tensor) -> torch.Tensor:
