@@ -34,7 +34,7 @@ def refused_draws() -> Iterator[None]:
 def _refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
         seeded = name.endswith("default_rng") and any(
-            x is not None for x in (*args, *kwargs.items())
+            x is not None for x in (*args, *kwargs.values())
         )
         if TRACE.get() is None or seeded:
             return plain(*args, **kwargs)

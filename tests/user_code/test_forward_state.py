@@ -189,6 +189,11 @@ def draws_new(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y * np.random.default_rng().random()
 
 
+def draws_new_seed_none(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x).sum()
+    return y * np.random.default_rng(seed=None).random()
+
+
 def batch_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.state = self.l(x).detach()
     return (self.l(x) + self.state).sum()
@@ -238,6 +243,7 @@ REFUSED: dict[str, tuple[Forward, Callable[[nn.Module], object] | None, int, str
         draws_own, holding(generator=np.random.default_rng(0)), 2, "'model.generator'.*another",
     ),
     "new generator": (draws_new, None, 2, "default_rng.*one outcome"),
+    "new generator, seed=None": (draws_new_seed_none, None, 2, "default_rng.*one outcome"),
     "derivative in the loss": (
         differentiates, None, 3, "calls autograd.*module of its own.*meshwright.leaf",
     ),
