@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,7 +95,7 @@ class Block:
     class_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Graph:
     """A traced model: loss included, batch of `batch_size` rows, operators in execution order.
 
@@ -125,6 +126,12 @@ class Graph:
     notes: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def read_once(self) -> frozenset[str]:
+        """Values that are one operand of one operator of the blocks."""
+        reads = Counter(v for block in self.blocks for op in block.ops for v in op.operands)
+        return frozenset(value for value, count in reads.items() if count == 1)
 
     def num_parameters(self) -> int:
         """Elements of all parameters; tied ones count once."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 
 BUCKET_BYTES = 25 * 2**20
 ALONE_BYTES = BUCKET_BYTES // 8  # to copy such a tensor to a bucket costs more than a collective
+SCATTERED_AT_ONCE = 2  # buckets of `train_step`; what one more would hold waits for the oldest
+POSTED_AHEAD = 2  # receives of `train_step` ahead of the one that is waited for
 ZEROS = (0, 1, 2, 3)
 UNITS = ("bucket", "parameter", "block")
 DISPATCH = ("per_expert", "per_node")
@@ -56,8 +58,10 @@ class Target:
     Gradients: `gradient_bytes` per element as accumulated and reduced, `bucket_bytes` of them
     together, and no less than `bucket_bytes_per_rank` for each data-parallel rank, from buffers of
     which `bucket_copies` exist beside the gradients (0: these lie in them); parameters of
-    `alone_bytes` and more travel by themselves (0: none do). `master`: fp32 copies of 16-bit
-    weights are kept; `optimizer_passes` is how often the optimizer's traffic passes through memory
+    `alone_bytes` and more travel by themselves (0: none do). `gradients_come`: they exist from when
+    a backward makes them until the optimizer has read them, as `train_step`'s do
+    (`costmodel/memory/gradients.py`), not always. `master`: fp32 copies of 16-bit weights are kept;
+    `optimizer_passes` is how often the optimizer's traffic passes through memory
     (1 for one fused kernel; unscaling, norm and clipping add to it).
 
     ZeRO: of what stage 3 could hide behind compute, the part `hidden_zero3` is hidden. What one
@@ -103,6 +107,7 @@ class Target:
     bucket_bytes_per_rank: int = 0
     bucket_copies: int = 2
     alone_bytes: int = 0
+    gradients_come: bool = False
     unit: str = "bucket"
     gathered_unit: str = "bucket"
     counter_dropout: bool = False

@@ -47,6 +47,7 @@ EAGER = Target(
     overlap_replicas=(3,),
     copies_weights=True,
     alone_bytes=ALONE_BYTES,
+    gradients_come=True,
     gathered_unit="block",
     counter_dropout=True,
     repeats_whole=False,

@@ -1,5 +1,7 @@
 """The price of a block and of a stage: seconds, saved bytes, peak memory, recompute."""
 
+from meshwright.costmodel.blocks.backward import Moment
+from meshwright.costmodel.blocks.course import BlockBytes, StageBytes, course_peaks
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.peak import (
     fits,
@@ -18,9 +20,9 @@ from meshwright.costmodel.blocks.price import (
 )
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.blocks.stage import (
-    RESERVED_COMMUNICATORS,
     StageCosts,
     combined,
+    communicator_bytes,
     of_one,
     of_policy,
     stage_costs,
@@ -35,9 +37,9 @@ from meshwright.costmodel.blocks.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "RECOMPUTE", "RESERVED_COMMUNICATORS", "Floats", "KnownSteps", "PassNeeds",
-    "PassPrice", "Recompute",
-    "Repeated", "StageCosts", "Sums", "block_sums", "combined", "fits", "of_one", "of_policy",
+    "NO_RECOMPUTE", "RECOMPUTE", "BlockBytes", "Floats", "KnownSteps", "Moment", "PassNeeds",
+    "PassPrice", "Recompute", "Repeated", "StageBytes", "StageCosts", "Sums", "block_sums",
+    "combined", "communicator_bytes", "course_peaks", "fits", "of_one", "of_policy",
     "parameter_sums", "peak_bytes", "price_block", "price_pass", "recomputable",
     "repeated_by_policy", "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes",
     "stage_costs",

@@ -58,7 +58,8 @@ class BlockMemory:
     """Allocations kept for a block's backward, and the memory of the values that leave it.
 
     `outside` are the allocations of values that enter or leave. `makers` is the operator that made
-    each allocation, `reads` the allocations of each operator's operands; `moved` the re-shard that
+    each allocation, `reads` the allocations of each operator's operands, `keeps` those that its
+    backward needs; `moved` the re-shard that
     made an allocation, and what from. `made` are all in the order in which they were met, `sizes`
     what differs from their own bytes.
     """
@@ -71,6 +72,7 @@ class BlockMemory:
     made: Sequence[Storage] = ()
     sizes: Mapping[Storage, float] = field(default_factory=dict)
     moved: Mapping[Storage, tuple[Move, Storage]] = field(default_factory=dict)
+    keeps: Mapping[str, tuple[Storage, ...]] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> float:
@@ -175,6 +177,7 @@ class _Walk:
         self.parts: dict[Storage, Storage] = {}  # of what is gathered again
         self.makers: dict[Storage, str] = {}
         self.reads: dict[str, tuple[Storage, ...]] = {}
+        self.keeps: dict[str, tuple[Storage, ...]] = {}
         self.made: list[Storage] = []
         self.moved: dict[Storage, tuple[Move, Storage]] = {}
 
@@ -209,6 +212,7 @@ class _Walk:
             },
             made=self.made,
             moved=self.moved,
+            keeps=self.keeps,
         )
 
     def _written(self) -> set[Storage]:
@@ -266,6 +270,7 @@ class _Walk:
         )
         found = keep(call)
         self.kept.update(found.storages)
+        self.keeps[op.name] = found.storages
         self.reads[op.name] = read = tuple(x.storage for x in operands)
         for storage in (*found.storages, *(x.storage for x in found.results)):
             self.made.append(storage)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.costmodel.blocks.backward import Moment, backward_course
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.blocks.policies import recomputable
@@ -43,13 +44,14 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPrice:
-    """The part of a `BlockPrice` that is paid per micro-batch."""
+    """The part of a `BlockPrice` that is paid per micro-batch, and the `course` of its backward."""
 
     cost: Cost
     saved_bytes: float
     input_bytes: float
     transient_bytes: float
     repeats: Mapping[str, Repeats]
+    course: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,7 @@ def price_pass(
         transient_bytes=max(
             (_gradient_bytes(pricer, op, chosen[op.name], held) for op in block.ops), default=0.0
         ),
+        course=backward_course(pricer, known.steps, memory, block.parameters),
         repeats=_repeats(
             repeated_by_policy(pricer, block) if repeated is None else repeated,
             pricer,

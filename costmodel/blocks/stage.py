@@ -181,6 +181,12 @@ def of_policy(costs: StageCosts[Floats], k: int) -> StageCosts[Floats]:
     return combined([costs], lambda own: own[0][k] if own[0].ndim > single else own[0])
 
 
+def communicator_bytes(setting: Setting) -> int:
+    """Bytes of a rank's communicators beyond those in the device's `reserved_bytes`."""
+    more = max(0, setting.communicators - RESERVED_COMMUNICATORS)
+    return more * setting.cluster.device.communicator_bytes
+
+
 def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> StageCosts[Floats]:
     """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
     what they run again: by several, or with a leading axis of alternatives."""
@@ -216,10 +222,8 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
     )
     # what one backward holds besides: a block computed again, one operator's gradients; and what
     # stages of a device have in common
-    device = setting.cluster.device
-    shared = max(0, setting.communicators - RESERVED_COMMUNICATORS) * device.communicator_bytes
     again = np.maximum(repeated.largest_bytes, sums.decided_bytes)
-    passing = sums.transient_bytes + again + shared
+    passing = sums.transient_bytes + again + communicator_bytes(setting)
     return StageCosts(
         forward_s=passes.forward_s,
         backward_s=passes.backward_s,

@@ -19,6 +19,11 @@ from meshwright.costmodel.kernels.collectives import Group, collective_time
 from meshwright.profiles.cluster import Cluster
 
 
+def reached_part(places: int, copies: int) -> float:
+    """The part of `places` that at least one of a token's `copies` goes to, in the mean."""
+    return 1.0 - (1.0 - 1.0 / places) ** copies
+
+
 def exchange_seconds(
     nbytes: float,
     copies: int,
@@ -34,13 +39,13 @@ def exchange_seconds(
     if not once_per_node:
         return float(collective_time("all_to_all", nbytes * group.size, group, cluster))
     nodes, per_node = group.nodes, group.per_node
-    travelling = group.size * (1.0 - (1.0 - 1.0 / group.size) ** copies) / copies
+    travelling = group.size * reached_part(group.size, copies) / copies
     inside = Group(size=per_node, per_node=per_node)
     # an all-to-all of M in full sends M/n² to each rank
     inside_s = float(collective_time("all_to_all", per_node * travelling * nbytes, inside, cluster))
     if nodes == 1:
         return inside_s
-    wanted = 1.0 - (1.0 - 1.0 / nodes) ** copies
+    wanted = reached_part(nodes, copies)
     between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
     return max(
         float(collective_time("all_to_all", nodes**2 * wanted * nbytes / copies, between, cluster)),

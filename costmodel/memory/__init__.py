@@ -1,11 +1,14 @@
 """Bytes: model states, storages, and what autograd keeps of an operator."""
 
 from meshwright.costmodel.memory.call import Call
+from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
 from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.states import (
+    fixed_bytes,
     model_state_bytes,
     optimizer_bytes,
     optimizer_step_bytes,
+    optimizer_temporary_bytes,
     working_bytes,
 )
 from meshwright.costmodel.memory.storage import (
@@ -20,7 +23,7 @@ from meshwright.costmodel.memory.storage import (
 )
 
 __all__ = [
-    "Call", "Held", "Local", "Origin", "Storage", "compact", "fresh", "keep",
-    "model_state_bytes", "optimizer_bytes", "optimizer_step_bytes", "permuted", "reshaped",
-    "working_bytes",
+    "Call", "GradientBytes", "Held", "Local", "Origin", "Reduction", "Storage", "Trained",
+    "compact", "fixed_bytes", "fresh", "keep", "model_state_bytes", "optimizer_bytes",
+    "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "working_bytes",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -50,6 +50,26 @@ def model_state_bytes(
     if zero == 2:
         return numel * (weight + (gradient + master + moments) / dp)
     return numel * ((max(weight, master) + gradient + moments) / dp)
+
+
+def fixed_bytes(numel: float, shards: float, *, precision: str, zero: int, optimizer: str) -> float:
+    """Bytes of weights and optimizer states of a trained parameter between the steps of
+    `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them; but for ZeRO-3 whole
+    ones in the precision that is computed in, where those are others."""
+    moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
+    if zero and shards > 1:
+        whole = 0 if zero == 3 else 2 if mixed else 4
+        return numel * (whole + (4 + moments) / shards)
+    return numel * ((6 if mixed else 4) + moments)
+
+
+def optimizer_temporary_bytes(numels: Sequence[float], *, optimizer: str, device: str) -> float:
+    """Bytes that torch's optimizer makes beside its states where parameters have these many
+    elements: Adam's on a GPU the roots of all second moments at once (`_multi_tensor_adam`), on a
+    CPU two tensors of the size of one parameter (`_single_tensor_adam`)."""
+    if not optimizer.startswith("adam") or not numels:
+        return 0.0
+    return 4 * sum(numels) if device == "cuda" else 2 * 4 * max(numels)
 
 
 def working_bytes(

@@ -96,6 +96,9 @@ class Traits:
     main          what `colwise` and the like mean for a module with several operators
     leaf          a module or function kept as one operator (`leaf.py`)
     experts       its part in a mixture of experts (`moe.py`)
+    backward_temporaries
+                  tensors like its first operand that its backward makes one after the other, before
+                  its gradient
     """
 
     kernel: Literal["", "attention", "lookup", "sum"] = ""
@@ -108,6 +111,7 @@ class Traits:
     main: bool = False
     leaf: bool = False
     experts: Literal["", "dispatch", "product", "combine"] = ""
+    backward_temporaries: int = 0
     draw: Draw | None = None
     statistics: Statistics | None = None
     loss: RowLoss | None = None
@@ -169,6 +173,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
     "embedding": Traits(kernel="lookup", main=True),
     "add": Traits(kernel="sum"),
     "sub": Traits(kernel="sum"),
+    "pow": Traits(backward_temporaries=2),  # n, xⁿ⁻¹
     "softmax": Traits(fused_at="pointwise"),
     "_softmax": Traits(fused_at="pointwise"),
     **dict.fromkeys(("log_softmax", "layer_norm", "rms_norm", "native_layer_norm"), _ROWWISE),

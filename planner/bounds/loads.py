@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import RESERVED_COMMUNICATORS, Floats, Sums
+from meshwright.costmodel.blocks import Floats, Sums, communicator_bytes
 from meshwright.costmodel.memory import model_state_bytes, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.planner.drafts import StageSetup
@@ -203,8 +203,6 @@ def _states(sums: Sums, setting: Setting) -> Floats:
 def _fixed(chain: Chain, setting: Setting, whole: Sums | None) -> float:
     """Bytes of buffers and of one operator's gradients on any device that has a stage: no less
     than those of some block."""
-    device = setting.cluster.device
-    shared = max(0, setting.communicators - RESERVED_COMMUNICATORS) * device.communicator_bytes
     held = [whole] if whole is not None else [kind.sums for kind in chain.kinds_typical()]
 
     def bytes_of(own: Sums) -> float:
@@ -218,4 +216,4 @@ def _fixed(chain: Chain, setting: Setting, whole: Sums | None) -> float:
         )
         return float(work + own.transient_bytes + own.decided_bytes)
 
-    return float(shared) + min(map(bytes_of, held))
+    return float(communicator_bytes(setting)) + min(map(bytes_of, held))

@@ -72,8 +72,10 @@ class Program:
                 "buffers"
             )
         taken = {id(x) for x in (*given, *state.values())}
-        made = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-        made = [x for x in made if id(x) not in taken]
+        given_back = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        made = [x for x in given_back if id(x) not in taken]
+        if len(made) < len(self.gradients) == len(given_back):  # dropout in evaluation, say
+            made = [x.view_as(x) for x in given_back]
         if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
             self._check(made)
         flowing = zip(made, self.gradients, strict=True)

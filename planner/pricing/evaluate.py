@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks import (
     NO_RECOMPUTE,
+    Recompute,
     StageCosts,
     Sums,
+    communicator_bytes,
     of_one,
     parameter_sums,
     peak_bytes,
@@ -19,13 +21,38 @@ from meshwright.costmodel.blocks import (
 )
 from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.kernels import send_seconds
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment, Placement, R
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, spread_of
+from meshwright.planner.pricing.course import plan_peaks
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedMemory:
+    """Bytes of a device of each device group, from a rehearsal of the plan in place of its price:
+    of tensors at their peak, and `beside_bytes`, which no rehearsal has (the driver's context and
+    buffers of communicators). `margin` is the part of a device's memory that is left for what an
+    allocator loses to fragments and kernels take beside their results."""
+
+    tensor_bytes: Sequence[int]
+    beside_bytes: Sequence[int]
+    margin: float
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Both together."""
+        return [t + b for t, b in zip(self.tensor_bytes, self.beside_bytes, strict=True)]
+
+    def verdict(self, cluster: Cluster) -> str:
+        """Whether the plan "fits", is "tight" (the margin is not left) or "does not fit"."""
+        peak, memory = max(self.peak_bytes), cluster.device.memory_bytes
+        if peak > memory:
+            return "does not fit"
+        return "fits" if peak <= memory * (1 - self.margin) else "tight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +61,10 @@ class Prediction:
     each device group, where a schedule runs several stages on one), share of the pipeline's time
     that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
     were off for models like it; `assumptions` say what was taken for granted of a configuration
-    that leaves something open."""
+    that leaves something open. `course_bytes` are the same peaks as they come in the course of a
+    step, where the target's are followed; plans are chosen by `peak_memory_bytes`, which add up the
+    most of each kind of memory. Where the plan was `rehearsed`, the verdict on
+    memory rests on that; the other numbers are prices still."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -43,6 +73,8 @@ class Prediction:
     step_error: Quantiles
     memory_error: Quantiles
     assumptions: tuple[str, ...] = ()
+    course_bytes: tuple[int, ...] = ()
+    rehearsed: RehearsedMemory | None = None
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
@@ -56,12 +88,14 @@ class Prediction:
         return self.memory_error.low * peak, self.memory_error.high * peak
 
     def memory_verdict(self, cluster: Cluster) -> str:
-        """Whether the plan "fits", is "tight" (the upper end of the interval does not) or "does not
-        fit"."""
+        """Whether the plan "fits", is "tight" (the upper end of the interval does not, or the peak
+        in the course of a step) or "does not fit"; by the rehearsal where there was one."""
+        if self.rehearsed is not None:
+            return self.rehearsed.verdict(cluster)
         if any(self.shortfall_bytes(cluster)):
             return "does not fit"
-        room = cluster.device.memory_bytes
-        return "fits" if self.memory_interval_bytes[1] <= room else "tight"
+        most = max(self.memory_interval_bytes[1], *self.course_bytes, 0)
+        return "fits" if most <= cluster.device.memory_bytes else "tight"
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
@@ -133,7 +167,28 @@ def evaluate(
     problem's graph may have any batch size."""
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
-    return price_stages(plan, coster, stages)
+    priced = price_stages(plan, coster, stages)
+    if not problem.target.gradients_come:
+        return priced
+    course = plan_peaks(plan, coster, assignments)
+    return replace(priced, prediction=replace(priced.prediction, course_bytes=tuple(course)))
+
+
+def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
+    """Of a device of each device group, the part of its peak that no tensor of a step has: what
+    the device reserves, and buffers of communicators."""
+    found = []
+    for ranks in plan.devices:
+        stage = next(stage for stage in plan.stages if stage.ranks == ranks)
+        setting = coster.setting(
+            stage,
+            rows=plan.microbatch_rows / stage.dp,
+            microbatches=plan.num_microbatches,
+            zero=stage.zero,
+            dp_shard=stage.dp_shard or 0,
+        )
+        found.append(coster.cluster.device.reserved_bytes + communicator_bytes(setting))
+    return found
 
 
 def price_stages(
@@ -172,8 +227,16 @@ def price_stages(
 def _stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> StageCosts[float]:
-    """Costs of stage k: a parameter that several blocks read alike is held once, and every block
-    repeats what its own policy says."""
+    """Costs of stage k."""
+    setting, sums, repeated = stage_sums(plan, k, coster, assignments)
+    return of_one(stage_costs(sums, setting, repeated))
+
+
+def stage_sums(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> tuple[Setting, Sums, Recompute]:
+    """What the costs of stage k are made of: a parameter that several blocks read alike is held
+    once, and every block repeats what its own policy says."""
     stage = plan.stages[k]
     setting = coster.setting(
         stage,
@@ -198,7 +261,7 @@ def _stage(
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(parameters)
         states |= {name: assignment.states[name] for name in block.outputs}
-    return of_one(stage_costs(sums, setting, repeated))
+    return setting, sums, repeated
 
 
 def _simulate(

@@ -186,6 +186,12 @@ class StageCoster:
             known[key] = block_sums(price)
         return known[key]
 
+    def passes(
+        self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
+    ) -> PassPrice:
+        """The price of a block per micro-batch."""
+        return self._pass(pricer, self.layouts(block, pricer.setting.tp), assignment, inputs)
+
     def _pass(
         self,
         pricer: Pricer,

@@ -1,0 +1,167 @@
+"""One backward of a block in the course of time: its steps (`costmodel.sharding.moves`) run in
+reverse in mind.
+
+An operator's backward reads the gradients of its results and makes those of its operands; then the
+former are let go, and what it kept for itself alone. A gradient of what several operators read is
+held from the first of them; that of a view is a view; a re-shard makes a new one. Parameters'
+gradients are named where they are made, as what becomes of them depends on the stage
+(`costmodel/memory/gradients.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from meshwright.costmodel.blocks.memory import BlockMemory
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.memory import Storage
+from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import Leave, Move, Placement, Run, Step, Strategy
+
+Where = tuple[str, Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A point of a backward: bytes of activations' gradients `during` an operator and `after` it,
+    what was `released` of the kept until then, and the parameters, by number in their block, whose
+    gradients it makes; `put_off` what a product holds whose weight's gradient is computed later."""
+
+    during: float
+    after: float
+    released: float
+    parameters: tuple[int, ...] = ()
+    put_off: float = 0.0
+
+
+def backward_course(
+    pricer: Pricer, steps: Sequence[Step], memory: BlockMemory, parameters: Sequence[str]
+) -> tuple[Moment, ...]:
+    """The moments at which a block's backward may hold most: one for each operator with parameters,
+    and between those the highest. `parameters` are the block's."""
+    numbers = {value: k for k, value in enumerate(parameters)}
+    return tuple(_pruned(_Backward(pricer, steps, memory, numbers).moments()))
+
+
+def _pruned(moments: Sequence[Moment]) -> list[Moment]:
+    """Without those between parameters that others exceed, whether or not what is kept is let go
+    on the way."""
+    found: list[Moment] = []
+    for own, run in groupby(moments, key=lambda m: bool(m.parameters)):
+        between = [*run]
+        if not own:
+            most = max(between, key=lambda m: m.during)
+            least_kept = max(between, key=lambda m: m.during - m.released)
+            between = [most] if most is least_kept else [most, least_kept]
+        found += between
+    return found
+
+
+class _Backward:
+    def __init__(
+        self, pricer: Pricer, steps: Sequence[Step], memory: BlockMemory, numbers: Mapping[str, int]
+    ) -> None:
+        self.pricer, self.graph, self.memory = pricer, pricer.graph, memory
+        self.steps, self.numbers = steps, numbers
+        self.seen: set[int] = set()  # parameters
+        self.held: set[Storage] = set()  # inputs of products
+        self.live: dict[Where, float] = {}
+        self.released = 0.0
+        self.first: dict[Storage, str] = {}  # the last operator of a backward that needs it
+        for name, storages in memory.keeps.items():
+            for storage in storages:
+                if storage in memory.kept and storage not in memory.outside:
+                    self.first.setdefault(storage, name)
+
+    def moments(self) -> list[Moment]:
+        found = []
+        for step in reversed(self.steps):
+            match step:
+                case Leave(value, state):
+                    self._add((value, state))
+                case Move(value, source, target) if not step.known:
+                    if moment := self._moved((value, source), (value, target)):
+                        found.append(moment)
+                case Run(op, strategy):
+                    if moment := self._run(op, strategy):
+                        found.append(moment)
+        return found
+
+    def _add(self, where: Where, nbytes: float | None = None) -> None:
+        value, _ = where
+        meta = self.graph.values[value]
+        if meta.requires_grad and value not in self.graph.parameters and where not in self.live:
+            self.live[where] = self.pricer.nbytes(*where) if nbytes is None else nbytes
+
+    def _moved(self, source: Where, target: Where) -> Moment | None:
+        if target not in self.live:
+            return None
+        if (source[1].kind, target[1].kind) in (("P", "R"), ("Rp", "R")):  # passed on as it is
+            self._add(source, 0.0)
+            self.live[source] += self.live.pop(target)
+            return None
+        self._add(source)
+        during = sum(self.live.values())
+        del self.live[target]
+        return Moment(during=during, after=sum(self.live.values()), released=self.released)
+
+    def _run(self, op: Op, strategy: Strategy) -> Moment | None:
+        results = [r for r in zip(op.results, strategy.results, strict=True) if r in self.live]
+        if not results:
+            return None
+        traits = traits_of(op)
+        view = self.pricer.table.ops[op.name].view and not traits.copies
+        given = sum(self.live[r] for r in results)
+        operands = [*zip(op.operands, strategy.operands, strict=True)]
+        if view and not self.pricer.table.ops[op.name].matmul:
+            self._add(operands[0], 0.0)
+            if operands[0] in self.live:
+                self.live[operands[0]] += given
+                for r in results:
+                    del self.live[r]
+            return None
+        # a further gradient of what others read, too, is made before it is added to theirs
+        further = sum(self.pricer.nbytes(*each) for each in {*operands} & self.live.keys())
+        for operand in operands:
+            self._add(operand)
+        during = sum(self.live.values()) + further
+        during += traits.backward_temporaries * self.pricer.nbytes(*operands[0])
+        if traits.loss is not None and traits.loss.kind == "cross_entropy":
+            during += self.pricer.nbytes(*operands[0])  # of the log-softmax
+        before = self.released
+        for r in results:
+            del self.live[r]
+        for storage in self.memory.keeps.get(op.name, ()):
+            if self.first.get(storage) == op.name:
+                self.released += self.memory.sizes.get(storage, storage.nbytes)
+        return Moment(
+            during=during,
+            after=sum(self.live.values()) - (self.released - before),
+            released=before,
+            parameters=self._parameters(op),
+            put_off=self._put_off(op, given),
+        )
+
+    def _put_off(self, op: Op, given: float) -> float:
+        """Bytes of a product's input and of its result's gradient, where its weight is trained."""
+        product = traits_of(op).product
+        if product is None or op.operands[product.weight] not in self.numbers:
+            return 0.0
+        weight = op.operands[product.weight]
+        if not self.graph.values[weight].requires_grad or weight not in self.graph.read_once:
+            return 0.0
+        x = self.memory.reads[op.name][product.x]
+        kept = x in self.memory.keeps.get(op.name, ()) and x not in self.held
+        self.held.add(x)
+        return given + (self.memory.sizes.get(x, x.nbytes) if kept else 0.0)
+
+    def _parameters(self, op: Op) -> tuple[int, ...]:
+        """Trained parameters of an operator that no operator behind it reads."""
+        trained = (v for v in op.operands if self.graph.values[v].requires_grad)
+        found = dict.fromkeys(self.numbers[v] for v in trained if v in self.numbers)
+        new = tuple(k for k in found if k not in self.seen)
+        self.seen.update(new)
+        return new

@@ -1,0 +1,174 @@
+"""Bytes of gradients while backwards make them, as `train_step` holds them (`executor/parameters`).
+
+A backward makes gradients in the reverse order of the forward. What no collective sums stays where
+autograd left it; the rest is copied to fp32 buckets, one after the other, large ones being buckets
+of their own, which the backward that fills them last reduces. What is only summed stays in its
+bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a shard: two buckets are
+under way, and on a CPU hold what was received beside what is sent. ZeRO-3's are `fully_shard`'s:
+those of one block, the fp32 copy that is scattered, and that of the block before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.costmodel.target import SCATTERED_AT_ONCE
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A trained parameter: local elements, the ranks among which ZeRO divides it, the first block
+    (by number in its stage) that reads it."""
+
+    numel: float
+    shards: float
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """How a stage's gradients are reduced: its `zero`, bytes of an element as autograd makes it,
+    whether there are ranks to sum over (`summed`), bytes of a bucket and of what travels alone, and
+    whether a scatter receives beside what it sends (`received`: on a CPU)."""
+
+    zero: int
+    weight_bytes: int
+    summed: bool
+    bucket_bytes: int
+    alone_bytes: int
+    received: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Bucket:
+    members: list[int]
+    nbytes: float
+    shard_bytes: float
+    alone: bool
+    made: bool = False
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class GradientBytes:
+    """Follows the gradients of one stage through the backwards of a step."""
+
+    trained: Sequence[Trained]
+    reduction: Reduction
+    live: float = 0.0
+    _order: list[int] = field(init=False)
+    _bucket: dict[int, _Bucket] = field(init=False)
+    _reduces: bool = False
+    # ZeRO-3: of the block at hand as autograd made it, to be scattered, new shards; being scattered
+    _block: float = 0.0
+    _copy: float = 0.0
+    _shard: float = 0.0
+    _scattered: float = 0.0
+    _under_way: deque[_Bucket] = field(default_factory=deque)
+    _shards: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._order = [*reversed(range(len(self.trained)))]
+        self._bucket = {k: bucket for bucket in self._buckets() for k in bucket.members}
+
+    def begin(self, *, last: bool) -> None:
+        """Before a backward, the `last` of the step or another."""
+        zero = self.reduction.zero
+        self._reduces = zero == 2 or (zero < 2 and last)
+        for bucket in self._bucket.values():
+            bucket.waiting = len(bucket.members)
+
+    def given(self, k: int) -> float:
+        """Bytes of a parameter's gradient as autograd makes it."""
+        return self.reduction.weight_bytes * self.trained[k].numel
+
+    def take(self, k: int) -> float:
+        """A parameter's gradient, and its bucket's reduction where it was the last: the most bytes
+        at once; `live` is what is left then."""
+        bucket, p = self._bucket[k], self.trained[k]
+        if self.reduction.zero == 3 and p.shards > 1:  # the rest of it is `fully_shard`'s
+            return self._gathered(k)
+        given = self.given(k)
+        if bucket.made:
+            highest = self.live + given
+        elif bucket.alone and self.reduction.weight_bytes == FP32:
+            self.live += bucket.nbytes
+            highest = self.live
+        else:
+            self.live += bucket.nbytes
+            highest = self.live + given
+        bucket.made = True
+        bucket.waiting -= 1
+        if self._reduces and not bucket.waiting and bucket.shard_bytes < bucket.nbytes:
+            received = bucket.nbytes if self.reduction.received else 0.0
+            self.live += received + bucket.shard_bytes
+            highest = max(highest, self.live)
+            bucket.made = False
+            self._under_way.append(bucket)
+            while len(self._under_way) > SCATTERED_AT_ONCE:
+                self._finish(self._under_way.popleft())
+        return highest
+
+    def _gathered(self, k: int) -> float:
+        """Those of a block wait for the last of them; then they are copied to what is scattered,
+        and that of the block before is let go."""
+        p = self.trained[k]
+        self._block += self.given(k)
+        self._copy += FP32 * p.numel
+        self._shard += 0.0 if self._bucket[k].made else FP32 * p.numel / p.shards
+        self._bucket[k].made = True
+        self.live += self.given(k)
+        highest = self.live
+        if k == 0 or self.trained[k - 1].block != p.block:
+            self.live += self._copy + self._shard - self._scattered
+            highest = max(highest, self.live)
+            self.live -= self._block
+            self._scattered = self._copy
+            self._block = self._copy = self._shard = 0.0
+        return highest
+
+    def _finish(self, bucket: _Bucket) -> None:
+        received = bucket.nbytes if self.reduction.received else 0.0
+        self.live -= bucket.nbytes + received
+        if id(bucket) in self._shards:  # added to what earlier micro-batches left
+            self.live -= bucket.shard_bytes
+        self._shards.add(id(bucket))
+
+    def finish(self) -> float:
+        """End what is under way; returns what the optimizer reads."""
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+        self.live -= self._scattered
+        return self.live
+
+    def _buckets(self) -> Iterator[_Bucket]:
+        """In the order of the backward."""
+        own, filled = self.reduction, 0.0
+        members: list[int] = []
+        for k in self._order:
+            nbytes = FP32 * self.trained[k].numel
+            whole = own.zero == 3 and self.trained[k].shards > 1
+            if nbytes >= own.alone_bytes or not own.summed or whole:
+                yield self._made([k], alone=True)
+                continue
+            if members and filled + nbytes > own.bucket_bytes:
+                yield self._made(members, alone=False)
+                members, filled = [], 0.0
+            members.append(k)
+            filled += nbytes
+        if members:
+            yield self._made(members, alone=False)
+
+    def _made(self, members: Sequence[int], *, alone: bool) -> _Bucket:
+        sizes = [(FP32 * self.trained[k].numel, self.trained[k].shards) for k in members]
+        sharded = self.reduction.zero in (1, 2)
+        return _Bucket(
+            members=[*members],
+            nbytes=sum(nbytes for nbytes, _ in sizes),
+            shard_bytes=sum(nbytes / (n if sharded else 1) for nbytes, n in sizes),
+            alone=alone,
+        )

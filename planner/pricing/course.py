@@ -1,0 +1,210 @@
+"""Peak memory of a plan in the course of a step, from the prices of its blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.costmodel.blocks import (
+    BlockBytes,
+    Moment,
+    PassPrice,
+    Recompute,
+    StageBytes,
+    Sums,
+    communicator_bytes,
+    course_peaks,
+)
+from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
+from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.sharding import Assignment, Placement, R
+from meshwright.planner.plan import Plan, crossings, spread_of
+from meshwright.planner.pricing.stage_costs import StageCoster
+
+
+def plan_peaks(
+    plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
+) -> list[int]:
+    """Bytes of a device of each device group at the highest point of a step, reserved ones
+    included; `assignments` are those of the plan's stages."""
+    edges = crossings(plan, coster.graph)
+    ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
+    sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
+    held: set[tuple[tuple[int, ...], str]] = set()
+    stages = [_stage(plan, k, coster, assignments[k], sent, held) for k in range(len(plan.stages))]
+    peaks = course_peaks(
+        stages,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        num_devices=len(plan.devices),
+        edges=frozenset(edges),
+    )
+    device = coster.cluster.device
+    more = max(communicator_bytes(_setting(plan, k, coster)) for k in range(len(plan.stages)))
+    beside = device.reserved_bytes + more + _batch_bytes(plan, coster)
+    return [math.ceil(peak + beside) for peak in peaks]
+
+
+def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
+    """Bytes of the global batch that the caller holds: on a CPU they lie where the tensors do."""
+    graph = coster.graph
+    if coster.cluster.device.kind != "cpu":
+        return 0.0
+    total, factors = 0.0, coster.problem.factors
+    for value in graph.inputs:
+        meta = graph.values[value]
+        rows = plan.global_batch_size / graph.batch_size if factors.has_batch(value) else 1.0
+        total += rows * math.prod(meta.shape) * meta.dtype.itemsize
+    return total
+
+
+def _setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
+    stage = plan.stages[k]
+    return coster.setting(
+        stage,
+        rows=plan.microbatch_rows / stage.dp,
+        microbatches=plan.num_microbatches,
+        zero=stage.zero,
+        dp_shard=stage.dp_shard or 0,
+        spread=spread_of(stage),
+    )
+
+
+def _stage(
+    plan: Plan,
+    k: int,
+    coster: StageCoster,
+    assignments: Mapping[str, Assignment],
+    edges: Mapping[tuple[int, int], Sequence[str]],
+    held: set[tuple[tuple[int, ...], str]],
+) -> StageBytes:
+    """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
+    ranks and parameters of earlier stages, to which this one's are added."""
+    stage, problem = plan.stages[k], coster.problem
+    setting = _setting(plan, k, coster)
+    pricer = coster.pricer(replace(setting, zero=0))
+    sums, passes, states = [], list[PassPrice](), dict[str, Placement]()
+    entering: list[float] = []  # bytes of what each block is the first to read
+    read: set[tuple[str, Placement]] = set()
+    shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
+    # of each parameter the last block that reads it, and its number there
+    readers: dict[tuple[str, Placement], tuple[int, int]] = {}
+    for at, name in enumerate(stage.blocks):
+        block, assignment = coster.blocks[name], assignments[name]
+        inputs = {value: states.get(value, R) for value in block.inputs}
+        sums.append(coster.block_sums(pricer, block, assignment, inputs))
+        passes.append(coster.passes(pricer, block, assignment, inputs))
+        entering.append(sum(pricer.nbytes(*each) for each in inputs.items() - read))
+        read |= inputs.items()
+        for number, value in enumerate(block.parameters):
+            if (parameter := (value, assignment.states[value])) in readers:
+                shared.add(parameter)
+            if (stage.ranks, value) not in held:
+                readers[parameter] = at, number
+        states |= {value: assignment.states[value] for value in block.outputs}
+    targets = {j: values for (i, j), values in edges.items() if i == k}
+    sent = {value for values in targets.values() for value in values}
+    trained, numbers, frozen = _parameters(readers, pricer)
+    held |= {(stage.ranks, value) for value, _ in readers}
+    owned = [p.numel / (p.shards if stage.zero else 1) for p in trained]
+    among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
+    gathered = _gathered(trained, among, len(sums), setting)
+    blocks = []
+    for at, (own, made, policy) in enumerate(zip(sums, passes, stage.policies, strict=True)):
+        course = [
+            (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
+            for moment in made.course
+        ]
+        blocks.append(_block(own.recompute(policy), own, entering[at], gathered[at], course))
+    return StageBytes(
+        fixed=frozen + _fixed_bytes(trained, setting),
+        optimizer=optimizer_temporary_bytes(
+            owned, optimizer=problem.optimizer, device=coster.cluster.device.kind
+        ),
+        blocks=blocks,
+        leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
+        sent={j: sum(pricer.nbytes(v, states[v]) for v in to) for j, to in targets.items()},
+        received={j: sum(map(pricer.nbytes, values)) for (j, i), values in edges.items() if i == k},
+        trained=trained,
+        reduction=_reduction(setting),
+    )
+
+
+def _block(
+    repeated: Recompute,
+    own: Sums,
+    entering: float,
+    gathered: float,
+    course: Sequence[tuple[Moment, tuple[int, ...]]],
+) -> BlockBytes:
+    """A block: what it keeps of what enters and what it makes, and in its backward besides."""
+    again = float(repeated.largest_bytes)
+    return BlockBytes(
+        kept=float(own.saved_bytes - repeated.freed_bytes) + entering,
+        passing=again + gathered,
+        releases=not again,
+        course=course,
+    )
+
+
+def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
+    """Bytes of weights and optimizer states."""
+    return sum(
+        fixed_bytes(
+            p.numel,
+            p.shards,
+            precision=setting.precision,
+            zero=setting.zero,
+            optimizer=setting.optimizer,
+        )
+        for p in trained
+    )
+
+
+def _parameters(
+    readers: Mapping[tuple[str, Placement], tuple[int, int]], pricer: Pricer
+) -> tuple[list[Trained], dict[tuple[int, int], int], float]:
+    """The trained parameters in the order of the forward, the number of each by block and number
+    there, and bytes of the others."""
+    trained: list[Trained] = []
+    numbers: dict[tuple[int, int], int] = {}
+    frozen = 0.0
+    for (value, state), at in sorted(readers.items(), key=lambda item: item[1]):
+        if pricer.graph.values[value].requires_grad:
+            shards, numbers[at] = pricer.parameters.shard_count(value, state), len(trained)
+            trained.append(Trained(numel=pricer.numel(value, state), shards=shards, block=at[0]))
+        else:
+            frozen += pricer.nbytes(value, state)
+    return trained, numbers, frozen
+
+
+def _gathered(
+    trained: Sequence[Trained], shared: Collection[int], blocks: int, setting: Setting
+) -> list[float]:
+    """Bytes of weights that `fully_shard` holds in each block's backward under ZeRO-3: its own, and
+    those of the block before it as they come; of the last block, which has its own from the
+    forward, what they came in; and all that time those that several blocks read (`shared`, by
+    number)."""
+    numels, always = [0.0] * blocks, 0.0
+    for number, p in enumerate(trained):
+        if setting.zero == 3 and p.shards > 1:
+            if number in shared:
+                always += p.numel
+            else:
+                numels[p.block] += p.numel
+    before = [0.0, *numels[:-2], numels[-1]] if blocks > 1 else numels
+    weight_bytes = DTYPE_BYTES[setting.precision]
+    return [weight_bytes * (always + a + b) for a, b in zip(numels, before, strict=True)]
+
+
+def _reduction(setting: Setting) -> Reduction:
+    target = setting.target
+    return Reduction(
+        zero=setting.zero,
+        weight_bytes=DTYPE_BYTES[setting.precision],
+        summed=setting.dp * setting.cp > 1,
+        bucket_bytes=target.bucket_bytes,
+        alone_bytes=target.alone_bytes,
+        received=setting.cluster.device.kind == "cpu",
+    )

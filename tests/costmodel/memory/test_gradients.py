@@ -1,0 +1,86 @@
+"""Gradients in the course of backwards, followed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
+
+BUCKET, ALONE = 100, 80  # bytes: parameters of 20 elements and more travel alone
+
+
+def course(
+    numels: Sequence[float],
+    *,
+    zero: int = 0,
+    shards: int = 2,
+    summed: bool = True,
+    received: bool = False,
+    weight_bytes: int = 4,
+) -> GradientBytes:
+    trained = [Trained(numel=n, shards=shards, block=k) for k, n in enumerate(numels)]
+    reduction = Reduction(
+        zero=zero,
+        weight_bytes=weight_bytes,
+        summed=summed,
+        bucket_bytes=BUCKET,
+        alone_bytes=ALONE,
+        received=received,
+    )
+    return GradientBytes(trained, reduction)
+
+
+def backward(own: GradientBytes, *, last: bool = True) -> list[float]:
+    """The most at each gradient, the last parameter's first."""
+    own.begin(last=last)
+    return [own.take(k) for k in reversed(range(len(own.trained)))]
+
+
+def test_what_nobody_sums_stays_where_autograd_left_it() -> None:
+    own = course([10, 30], summed=False)
+    assert backward(own, last=False) == [120, 160]
+    assert backward(own) == [280, 200]  # a second gradient beside the first, till it is added
+    assert own.finish() == 160
+
+
+def test_small_gradients_are_copied_to_a_bucket_that_is_made_whole() -> None:
+    """10 + 10 elements fill a bucket of 80 bytes, which lies there with the first of them."""
+    own = course([10, 10])
+    assert backward(own) == [80 + 40, 80 + 40]
+    assert own.finish() == 80
+
+
+def test_a_large_gradient_is_its_own_bucket_unless_it_is_in_16_bits() -> None:
+    assert backward(course([30])) == [120]
+    assert backward(course([30], weight_bytes=2)) == [120 + 60]
+
+
+@pytest.mark.parametrize(("received", "each"), [(False, 120 + 60), (True, 2 * 120 + 60)])
+def test_two_buckets_are_scattered_at_a_time(received: bool, each: float) -> None:
+    own = course([30] * 4, zero=1, received=received)
+    assert backward(own) == [each, 2 * each, 3 * each, 3 * each + 60]
+    assert own.finish() == 4 * 60
+
+
+@pytest.mark.parametrize(("zero", "first", "second"), [(1, 240, 240), (2, 360, 360 + 60)])
+def test_the_second_stage_scatters_every_backward_the_first_one_the_last(
+    zero: int, first: float, second: float
+) -> None:
+    """ZeRO-1 holds both gradients until then; ZeRO-2 two under way and their shards, in the second
+    backward beside the first one's shard."""
+    own = course([30, 30], zero=zero)
+    backward(own, last=False)
+    assert own.live == first
+    own.begin(last=False)
+    own.take(1)
+    assert own.live == second
+
+
+def test_the_third_stage_holds_one_blocks_gradients_and_their_copy() -> None:
+    """16-bit gradients of 60 bytes, the fp32 copy of 120 that is scattered, a shard of 60; then the
+    next block's, while the copy is there until its own is made."""
+    own = course([30, 30], zero=3, weight_bytes=2)
+    assert backward(own) == [60 + 120 + 60, (120 + 60) + 60 + 60]
+    assert own.finish() == 120
