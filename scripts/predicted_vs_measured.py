@@ -1,14 +1,16 @@
 """Predicted against measured step time of many plans on this machine's CPU ranks.
 
     python -m scripts.predicted_vs_measured [--ranks 2] [--models gpt2 llama ...] [--budget 90]
-                                            [--regret]
+                                            [--gbit 1] [--regret]
 
 Per model: profile what its plans may run, plan under each of a list of overrides, price the plan on
 the profile, then run all plans in one launch, their steps taken in turns so that whatever else the
 machine does hits all of them alike. A step is forward, backward, gradient reduction and optimizer;
-its time is the median over the turns of the slowest rank's. Printed: both times, the error, the
-share of the prediction that rests on measurements; the mean error; Spearman's rank correlation.
+its time is the median over the turns of the slowest rank's. Memory that is freed is kept by the C
+library: a virtual machine's pages take longer to come than a step to compute. Printed: both times,
+the error, the mean error, Spearman's rank correlation.
 
+`--gbit` puts every rank on an emulated host on such links (`scripts/emulated_cluster`; root).
 `--regret` runs the plan that the search chooses, the five predicted best of other decisions, drawn
 at random, and five more of these, and prints the choice's measured time over the best measured.
 """
@@ -16,169 +18,71 @@ at random, and five more of these, and prints the choice's measured time over th
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from torch.nn import functional as F
 
 from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import InfeasibleError, Plan, describe
 from meshwright.profile_command import Effort, profile_model
+from meshwright.profiles.profile import cores_busy
+from meshwright.profiles.store import DeviceId, Measurements, Store
+from meshwright.profiles.timings import CollectiveTiming
+from scripts.ranks.measure import KEEPS_FREED, run_ranks
 from scripts.ranks.rank_correlation import spearman
+from scripts.ranks.small_models import CASES, Case
 
-BATCH, LENGTH, VOCABULARY, CLASSES = 16, 128, 2048, 32
+BATCH = 16
 TURNS, WARM_UP = 7, 2
+HEAP_BYTES = 8 * 2**30  # of each rank, more than the plans together take
 DRAWN, COMPARED = 16, 5  # decisions drawn for a regret; how many of the best, and of the rest, run
-LAUNCH_TIMEOUT_S = 170.0
+LAUNCH_TIMEOUT_S = 500.0
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=256,
-        n_layer=4,
-        n_head=8,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch norm around a skip connection."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.c1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.b1 = nn.BatchNorm2d(outputs)
-        self.c2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.b2 = nn.BatchNorm2d(outputs)
-        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.b2(self.c2(F.relu(self.b1(self.c1(x)))))
-        return F.relu(y + self.skip(x))
-
-
-class ConvNet(nn.Module):
-    """A stem, six residual blocks that halve the image twice, a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 3, 1, 1, bias=False)
-        widths = (32, 32, 64, 64, 128, 128)
-        pairs = zip((32, *widths), widths, strict=False)
-        self.layers = nn.ModuleList(Residual(a, b, 1 if a == b else 2) for a, b in pairs)
-        self.head = nn.Linear(128, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean((2, 3)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model, a batch for it, and the loss where the model does not return one."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int], Any]
-    loss_fn: Callable[..., torch.Tensor] | None = None
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        return self.build()
-
-
-def tokens(rows: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
-
-
-def images(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(rows, 3, 32, 32, generator=generator),
-        torch.randint(CLASSES, (rows,), generator=generator),
-    )
-
-
-CASES: Mapping[str, Case] = {
-    "gpt2": Case(build=gpt2, batch=tokens),
-    "llama": Case(build=llama, batch=tokens),
-    "bert": Case(build=bert, batch=tokens),
-    "conv": Case(build=ConvNet, batch=images, loss_fn=F.cross_entropy),
-}
+# --- plans ----------------------------------------------------------------------------------------
 
 
 def wanted(ranks: int) -> list[Overrides]:
-    """Plans that differ in everything the planner decides."""
-    one = {"pp": 1, "recompute": "none"}
-    mixed = [
-        Overrides(dp=ranks // 2, tp=2, num_microbatches=1, **one),
-        Overrides(dp=ranks // 2, tp=1, pp=2, schedule="1f1b", num_microbatches=4, zero=0),
+    """Plans that differ in everything the planner decides: one axis of all ranks, then two."""
+
+    def plans(dp: int, tp: int, pp: int, **more: Any) -> Iterator[Overrides]:
+        for m, zero in itertools.product(more.pop("rows", (1, 2, 4)), more.pop("zero", (0,))):
+            one = {"recompute": "none", **more}
+            yield Overrides(dp=dp, tp=tp, pp=pp, num_microbatches=m, zero=zero, **one)
+
+    half = ranks // 2
+    found = [
+        *plans(ranks, 1, 1, zero=(0, 1, 2, 3)),
+        *plans(ranks, 1, 1, rows=(1,), zero=(0, 3), recompute="full"),
+        *plans(1, ranks, 1),
+        *plans(1, ranks, 1, rows=(1,), recompute="full"),
+        *plans(1, 1, ranks, rows=(4,), schedule="gpipe"),
+        *plans(1, 1, ranks, rows=(4, 8), schedule="1f1b"),
+        *plans(1, 1, ranks, rows=(4,), schedule="1f1b", recompute="full"),
+        *plans(1, 1, ranks, rows=(4,), schedule="zb_h1"),
     ]
-    return [
-        Overrides(dp=ranks, tp=1, num_microbatches=1, zero=0, **one),
-        Overrides(dp=ranks, tp=1, num_microbatches=4, zero=0, **one),
-        Overrides(dp=ranks, tp=1, num_microbatches=2, zero=1, **one),
-        Overrides(dp=1, tp=ranks, num_microbatches=1, **one),
-        Overrides(dp=1, tp=ranks, num_microbatches=4, **one),
-        Overrides(dp=1, tp=1, pp=ranks, schedule="gpipe", num_microbatches=4, recompute="none"),
-        Overrides(dp=1, tp=1, pp=ranks, schedule="1f1b", num_microbatches=8, recompute="none"),
-        Overrides(dp=1, tp=1, pp=ranks, schedule="1f1b", num_microbatches=4, recompute="full"),
-        *(mixed if ranks > 2 else ()),
-    ]
+    if ranks == 2:
+        found += plans(1, 1, 2, rows=(4, 8), schedule="interleaved_1f1b", virtual_stages=2)
+    else:
+        found += plans(half, 2, 1, rows=(1, 4), zero=(0, 1, 2))
+        found += plans(half, 1, 2, rows=(4,), zero=(0, 1, 2), schedule="1f1b")
+        found += plans(1, half, 2, rows=(4,), schedule="1f1b")
+    return found
 
 
 def drawn(ranks: int, count: int) -> list[Overrides]:
@@ -206,15 +110,16 @@ def drawn(ranks: int, count: int) -> list[Overrides]:
 
 
 def run_plans(name: str, folder: Path) -> None:
-    """On every rank: build all plans of the folder, take their steps in turns; rank 0 writes."""
+    """On every rank: build all plans of the folder, take their steps in turns, write the times."""
     case = CASES[name]
-    cluster = Cluster.local(launch.world_size(), "cpu", measure=False)
     batch = case.batch(BATCH)
+    touched = [torch.ones(2**20) for _ in range(HEAP_BYTES // 2**22)]
+    del touched  # the C library has the memory from now on
     running: dict[str, tuple[ParallelModel, torch.optim.Optimizer]] = {}
     for path in sorted(folder.glob("*.plan.json")):
         made = auto_parallelize(
             case.model(),
-            cluster,
+            Cluster.detect(),
             example_inputs=case.batch(2),
             global_batch_size=BATCH,
             loss_fn=case.loss_fn,
@@ -239,21 +144,16 @@ def _optimizer(model: ParallelModel) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def measured(name: str, folder: Path, ranks: int) -> dict[str, float]:
+def measured(name: str, folder: Path, ranks: int, gbit: float | None) -> dict[str, float]:
     """Seconds of a step of each plan in the folder: median over the turns, of the slowest rank."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), "-m", "scripts.predicted_vs_measured", "--worker", name, str(folder),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    try:
-        code = process.wait(timeout=LAUNCH_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks
-        code = process.wait()
-    if code:
-        raise RuntimeError(f"{name}: running the plans failed (exit {code})")
+    run_ranks(
+        ["-m", "scripts.predicted_vs_measured", "--worker", name, str(folder)],
+        ranks=ranks,
+        log=folder / "log",
+        timeout_s=LAUNCH_TIMEOUT_S,
+        link_gbit=gbit,
+        environment=KEEPS_FREED,
+    )
     every = [json.loads((folder / f"{rank}.times.json").read_text()) for rank in range(ranks)]
     slowest = {
         plan: [max(turn) for turn in zip(*(times[plan] for times in every), strict=True)]
@@ -263,6 +163,58 @@ def measured(name: str, folder: Path, ranks: int) -> dict[str, float]:
 
 
 # --- prediction -----------------------------------------------------------------------------------
+
+
+def described(ranks: int, gbit: float | None) -> Cluster:
+    """This machine's ranks, or as many hosts of one rank each."""
+    local = Cluster.local(ranks, "cpu")
+    if gbit is None:
+        return local
+    return dataclasses.replace(local, num_nodes=ranks, devices_per_node=1)
+
+
+def profile(case: Case, settings: argparse.Namespace) -> None:
+    """Measure what plans may run, into the `usual` cache; for emulated hosts into another one, too,
+    this machine's operators, whose cores they share, beside the links' collectives."""
+    ranks, gbit, usual = settings.ranks, settings.gbit, settings.usual
+    local = Cluster.local(ranks, "cpu")
+    summary = profile_model(
+        case.model(),
+        case.batch(2),
+        case.loss_fn,
+        local,
+        batch=BATCH,
+        precision="fp32",
+        effort=Effort(budget_s=settings.budget, collectives=gbit is None),
+        store=usual,
+    )
+    sys.stderr.write(f"{summary}\n")
+    if gbit is None:
+        return
+    share = max(1.0, ranks / (os.cpu_count() or 1))
+    operators = usual.read(DeviceId.here("cpu", cores_busy(local))).operators
+    links = Store()
+    output = links.path.with_name("collectives.json")
+    module = "meshwright.profiles.measure.collectives"
+    run_ranks(
+        ["-m", module, "--output", str(output), "--budget", str(settings.budget)],
+        ranks=ranks,
+        log=output.with_suffix(".log"),
+        timeout_s=LAUNCH_TIMEOUT_S,
+        link_gbit=gbit,
+    )
+    links.add(
+        Measurements(
+            device=DeviceId.here("cpu", cores_busy(described(ranks, gbit))),
+            operators={
+                text: dataclasses.replace(
+                    t, forward_s=t.forward_s * share, backward_s=t.backward_s * share
+                )
+                for text, t in operators.items()
+            },
+            collectives=tuple(CollectiveTiming(**row) for row in json.loads(output.read_text())),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,23 +230,14 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
 
-def compare(name: str, ranks: int, budget_s: float, *, regret: bool = False) -> list[Row]:
-    """Profile, predict, run; for `regret` the search's choice first, then plans that it left."""
+def compare(name: str, settings: argparse.Namespace) -> list[Row]:
+    """Profile, predict, run; for a regret the search's choice first, then plans that it left."""
+    ranks, gbit = settings.ranks, settings.gbit
     case = CASES[name]
-    cluster = Cluster.local(ranks, "cpu")
-    summary = profile_model(
-        case.model(),
-        case.batch(2),
-        case.loss_fn,
-        cluster,
-        batch=BATCH,
-        precision="fp32",
-        effort=Effort(budget_s=budget_s),
-    )
-    sys.stderr.write(f"{summary}\n")
-    asked = [Overrides(), *drawn(ranks, DRAWN)] if regret else wanted(ranks)
-    plans = list(_planned(name, cluster, asked))
-    if regret:
+    profile(case, settings)
+    asked = [Overrides(), *drawn(ranks, DRAWN)] if settings.regret else wanted(ranks)
+    plans = list(_planned(name, described(ranks, gbit), asked))
+    if settings.regret:
         ours, *rest = plans
         rest = [each for each in rest if each[0] != ours[0]]
         best = sorted(rest, key=lambda each: each[1])[:COMPARED]
@@ -304,7 +247,7 @@ def compare(name: str, ranks: int, budget_s: float, *, regret: bool = False) -> 
         folder = Path(made)
         for k, (plan, _) in enumerate(plans):
             plan.save(folder / f"{k:02d}.plan.json")
-        took = measured(name, folder, ranks)
+        took = measured(name, folder, ranks, gbit)
     return [
         Row(plan=describe(plan), predicted_s=seconds, measured_s=took[f"{k:02d}.plan.json"])
         for k, (plan, seconds) in enumerate(plans)
@@ -367,20 +310,26 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--models", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--budget", type=float, default=90.0, help="seconds to profile a model")
+    parser.add_argument("--gbit", type=float, help="each rank on an emulated host on such links")
     parser.add_argument("--regret", action="store_true", help="the choice against what it left")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"load average before: {os.getloadavg()[0]:.2f} (a step waits for whatever else runs)")
     transformers.logging.set_verbosity_error()
+    args.usual = Store()
     found: list[Row] = []
-    for name in args.models:
-        rows = compare(name, args.ranks, args.budget, regret=args.regret)
-        show(name, rows)
-        if args.regret:
-            show_regret(rows)
-        found += rows
+    with tempfile.TemporaryDirectory() as cache:
+        if args.gbit:  # prices rest on the links' profile from here on
+            os.environ["MESHWRIGHT_CACHE"] = cache
+        for name in args.models:
+            rows = compare(name, args)
+            show(name, rows)
+            if args.regret:
+                show_regret(rows)
+            found += rows
     mean = statistics.fmean(abs(row.error) for row in found)
-    print(f"{len(found)} plans on {args.ranks} ranks: mean error {mean:.1%}")
+    links = f", hosts on links of {args.gbit:g} Gb/s" if args.gbit else ""
+    print(f"{len(found)} plans on {args.ranks} ranks{links}: mean error {mean:.1%}")
 
 
 if __name__ == "__main__":

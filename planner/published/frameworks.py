@@ -25,11 +25,14 @@ from meshwright.costmodel.targets import (
 )
 
 # The part that FSDP of torch 2.1 and earlier, under Composer's limit of gathers in flight, hides of
-# what it could: fitted to llm-foundry on A100 and on H100, which agree (the rest, 0.7 to 0.9 of the
-# gathers' and scatters' seconds, adds to a micro-batch's, however many rows that has)
-HIDDEN_FSDP = 0.2
+# what it could: fitted to llm-foundry on A100 and H100 (scripts/fits/fit_fsdp.py, 182 rows of half
+# the models, 2026-11-23; 0 to 0.2 are as good)
+HIDDEN_FSDP = 0.1
 # Triton's attention with ALiBi against FlashAttention-2: fitted to llm-foundry
 TRITON_ATTENTION = 0.5
+# FlexAttention against FlashAttention-2, by GPU: 90 % in the forward and 85 % in the backward, 2.5
+# times as long, on A100; 125 and 103 % on H100 (arXiv 2412.05496)
+FLEX_ATTENTION = ((r"A100", 0.86), (r"", 1.08))
 # Mixtures of experts: the seconds a message of DeepEP over EFA lie between what DeepSeek-V3 (0.4 to
 # 0.7 us) and Qwen3-30B-A3B (1.4 us) want; the exchange hidden by "EP overlap" between DeepSeek-V3
 # on EFA (0 to 0.3) and Qwen3-30B-A3B on InfiniBand (0.6). What CUDA graphs leave is assumed.
@@ -120,11 +123,17 @@ _PADDLE = Framework(
     assumptions=("eager kernels, fused attention, nothing overlapped",),
 )
 
-# FSDP2 with Transformer Engine's kernels where the name says so
+# FSDP2 with Transformer Engine's kernels where the name says so; its checkpoints are torch's, whose
+# recompute stops at the last tensor that a backward wants (torch.utils.checkpoint, early stopping)
 _AUTOMODEL = replace(
     _FSDP,
     target=replace(
-        TORCHTITAN, name="automodel", fusion="full", tuned_attention=True, host_scale=FSDP_HOST
+        TORCHTITAN,
+        name="automodel",
+        fusion="full",
+        tuned_attention=True,
+        host_scale=FSDP_HOST,
+        repeats_whole=False,
     ),
     assumptions=("fused attention and norms", *_FSDP.assumptions[1:]),
 )
@@ -187,6 +196,18 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
         )
     if "flash" in notes:
         framework = replace(framework, attention="fused")
+    if "sequence parallelism" in notes and not framework.sequence_parallel:
+        framework = replace(
+            framework,
+            sequence_parallel=True,
+            assumptions=(*framework.assumptions, "sequence parallelism where tp > 1"),
+        )
+    if re.search(r"Flex-?Att", f"{name}; {notes}"):
+        scale = next(known for pattern, known in FLEX_ATTENTION if re.search(pattern, gpu))
+        target = replace(framework.target, tuned_attention=False, attention_scale=scale)
+        framework = replace(
+            framework, target=target, assumptions=(*framework.assumptions, "FlexAttention")
+        )
     if re.search(r"async TP|overlaps:.*TP comm|tp[-_]comm[-_]overlap", notes):
         framework = replace(
             framework,
@@ -217,7 +238,7 @@ def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Fra
     if re.search(r"CUDA graphs?(?! off)|TE graphs", text):
         target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
         assumptions.append("part of each layer captured in CUDA graphs")
-    if re.search(r"(?<!no )\b(EP|a2a) overlap(?! off)", text):
+    if re.search(r"(?<!no )\b(EP|a2a) (comm )?overlap(?! off)", text):
         target = replace(target, overlap_experts=EXCHANGE_HIDDEN)
         assumptions.append(f"{EXCHANGE_HIDDEN:.0%} of the exchange between experts hidden")
     return replace(framework, target=target)

@@ -119,11 +119,16 @@ def report(name: str, rows: Sequence[Row]) -> None:
     for label, chosen in (("start", start), ("catalog", device), ("fitted", best)):
         for half in (True, False):
             of = [row for row in rows if row.fitted == half]
-            errors = [math.exp(each) - 1 for each in residuals(chosen, of)]
-            print(
-                f"  {label:7} {'fit' if half else 'score':6} {len(of):4} rows, mean absolute error "
-                f"{statistics.mean(map(abs, errors)):.1%}, bias {statistics.mean(errors):+.1%}"
-            )
+            print(f"  {label:7} {errors_line(residuals(chosen, of), fitted=half)}")
+
+
+def errors_line(found: Sequence[float] | Vector, *, fitted: bool) -> str:
+    """Errors of the rows of a half, of their log(predicted / measured)."""
+    errors = [math.exp(each) - 1 for each in found]
+    return (
+        f"{'fit' if fitted else 'score':6} {len(errors):4} rows, mean absolute error "
+        f"{statistics.mean(map(abs, errors)):.1%}, bias {statistics.mean(errors):+.1%}"
+    )
 
 
 def fit(device: Device, rows: Sequence[Row]) -> Vector:

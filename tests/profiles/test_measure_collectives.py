@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure import collectives
 from meshwright.profiles.measure.collectives import COLLECTIVES, Shape, launch_local, shapes
 
 
@@ -66,6 +69,29 @@ def test_two_ranks_time_everything_and_leave_nothing_behind() -> None:
     listed = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True, check=True)
     left = [x for x in listed.stdout.splitlines() if "meshwright.profiles.measure.collectives" in x]
     assert not [x for x in left if x.split()[0] in ("1", str(os.getpid()))]
+
+
+def test_on_a_cpu_a_collective_is_what_it_adds_to_the_work_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls that take 2 ms, every twentieth 1 s, beside work of whatever length."""
+    clock = [0.0]
+    calls = iter(range(1, 1000))
+
+    def call() -> None:
+        clock[0] += 1.0 if next(calls) % 20 == 0 else 0.002
+
+    def once(timed: Callable[[], None], device: torch.device) -> float:
+        clock[0] = 0.0 if timed is call else 0.3
+        timed()
+        return clock[0]
+
+    monkeypatch.setattr(collectives, "_once", once)
+    monkeypatch.setattr(collectives, "_largest", lambda values, device: list(values))
+    cpu = torch.device("cpu")
+    times = collectives._timed(call, cpu, messages=2)
+    assert collectives._typical(times, cpu) == pytest.approx(0.001)
+    assert collectives._typical([1.0, 2.0, 9.0], torch.device("cuda")) == 2.0
 
 
 def test_a_launch_that_fails_says_why() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright import profiles
 from meshwright.planner.published.families import facts_of
+from meshwright.planner.published.frameworks import EXCHANGE_HIDDEN
 from meshwright.planner.published.models import Latent, TransformerDims, build
-from meshwright.planner.published.predict import predict_row, traced
+from meshwright.planner.published.predict import evaluate, predict_row, traced
 from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Unpriced
+from meshwright.planner.published.setup import Setup, Unpriced
 from meshwright.profiles.cluster import Cluster
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
@@ -102,6 +104,32 @@ ROW = {
 def test_a_published_step_is_in_the_region() -> None:
     """24.7 s (Megatron-Bridge); the margin leaves room for other fits, not for other physics."""
     assert predict_row(ROW).step_time_s == pytest.approx(24.7, rel=0.35)
+
+
+@pytest.mark.parametrize("says", ["EP overlap", "EP comm overlap", "a2a overlap on"])
+def test_overlap_of_experts_is_read_from_notes(says: str) -> None:
+    assert read_row({**ROW, "notes": says}).framework.target.overlap_experts == EXCHANGE_HIDDEN
+    for no in (f"no {says}", "EP overlap off", ""):
+        assert not read_row({**ROW, "notes": no}).framework.target.overlap_experts
+
+
+def test_checkpoints_of_automodel_stop_early() -> None:
+    """A layer's recompute ends at the last tensor that a backward wants: what comes after the last
+    product of the experts, and it, are not run again."""
+    name = "NeMo Automodel (PyTorch FSDP2/DTensor); TE + DeepEP"
+    fsdp = {"zero_stage_fsdp": "3 (FSDP2)", "num_gpus": "8", "ep": "8", "dp": "8"}
+    row = {**ROW, **fsdp, "layers": "4", "global_batch": "8", "recompute": "full"}
+    early = read_row({**row, "framework": name})
+    whole = replaced(early, repeats_whole=True)
+    assert not early.framework.target.repeats_whole
+    assert evaluate(early).prediction.step_time_s < evaluate(whole).prediction.step_time_s
+
+
+def replaced(setup: Setup, **changes: Any) -> Setup:
+    """A configuration whose target does otherwise."""
+    target = dataclasses.replace(setup.framework.target, **changes)
+    framework = dataclasses.replace(setup.framework, target=target)
+    return dataclasses.replace(setup, framework=framework)
 
 
 def test_a_model_with_other_layers_is_refused_by_name() -> None:

@@ -207,6 +207,11 @@ def test_frameworks_are_known_by_name_gpu_and_model() -> None:
     assert framework_of("Megatron-LM", gpu="A100-80GB").attention == "written"
     assert framework_of("torchtitan", "async TP; compile").target.overlap_tensor
     assert framework_of("torchtitan", "async TP; compile").target.fusion == "full"
+    name = "NeMo Automodel (FSDP2); TE+DeepEP"
+    te, flex = framework_of(name), framework_of(f"{name}+FlexAttn", gpu="H100-80GB")
+    assert (flex.target.tuned_attention, te.target.tuned_attention) == (False, True)
+    older = framework_of(f"{name}+FlexAttn", gpu="A100-80GB").target.attention_scale
+    assert older < te.target.attention_scale == 1 < flex.target.attention_scale
 
 
 @pytest.mark.parametrize(
