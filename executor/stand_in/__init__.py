@@ -1,0 +1,22 @@
+"""The device that stands for a GPU where there is none: in rehearsals."""
+
+from meshwright.executor.stand_in.device import (
+    NAME,
+    MovingData,
+    device_for,
+    mixes_devices,
+    module,
+    standing_in,
+)
+from meshwright.executor.stand_in.streams import (
+    ALLOCATE,
+    ORDER,
+    MixedDevicesError,
+    Stream,
+    operands_of,
+)
+
+__all__ = [
+    "ALLOCATE", "NAME", "ORDER", "MixedDevicesError", "MovingData", "Stream", "device_for",
+    "mixes_devices", "module", "operands_of", "standing_in",
+]  # fmt: skip

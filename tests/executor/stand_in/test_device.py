@@ -1,0 +1,397 @@
+"""Rehearsals as on the cluster's device: what is done otherwise on GPUs is run, and mistakes found.
+
+The oracle of the stand-in is the CPU: where a GPU does the same, the two logs are equal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from meshwright import Cluster, Overrides, auto_parallelize, leaf
+from meshwright.executor import devices, stand_in
+from meshwright.executor.checkpoint import checkpoint, handover
+from meshwright.executor.checkpoint.chunks import LocalChunks
+from meshwright.executor.lowering import backend_of, reshard
+from meshwright.executor.parameters import weight_gather
+from meshwright.executor.ranks import launch
+from meshwright.executor.rehearsal import Event, Kind, Recorder, Rehearsal, rehearse
+from meshwright.executor.runtime import Runtime
+from meshwright.executor.runtime.timeline import Stopwatch
+from meshwright.executor.stages import CheckedPlan, Phase
+from meshwright.executor.stages import batches as batches_module
+from meshwright.executor.stages import stage as stage_module
+from meshwright.executor.stages.transfer import Channel
+from meshwright.executor.stand_in import ORDER
+from tests.executor.stand_in.device_lines import device_lines, lines_run
+from tests.helpers.source_files import ROOT
+from tests.models.models import CASES, adamw
+from tests.parity.parity_cells import Cell, plan_of
+
+rehearsing = importlib.import_module("meshwright.executor.rehearsal.rehearse")
+
+GPU, CPU = "nccl", "gloo"
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+PIPELINE = "mlp pp2xdp2 1f1b m4 zero1"
+SHARDED = "mlp dp2 1f1b m2 zero3"
+DROPOUT = "gpt2_dropout 1 1f1b m2"
+
+
+def run(line: str, backend: str = GPU, optimizer: MakeOptimizer = adamw) -> Rehearsal:
+    cell = Cell.parse(line)
+    case, (plan, of) = CASES[cell.case], plan_of(cell)
+    example = case.batch(cell.rows, 0)
+    checked = CheckedPlan.of(plan, of.graph, of.table)
+
+    def batch() -> Any:
+        return pytree.tree_map(torch.empty_like, example)
+
+    return rehearse(checked, case.model(), batch, optimizer, backend=backend)
+
+
+@cache
+def rehearsed(line: str, backend: str = GPU) -> Rehearsal:
+    return run(line, backend)
+
+
+def events(found: Rehearsal, kind: Kind) -> list[Event]:
+    return [e for log in found.logs.values() for e in log.events if e.kind is kind]
+
+
+# --- as on GPUs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line", [PIPELINE, SHARDED, "llama pp2xdp2 zb_v m4", "gpt2_tied dp2 1f1b m2 zero2 bf16"]
+)
+def test_plans_match(line: str) -> None:
+    found = rehearsed(line)
+    assert found.mismatches == ()
+    assert not any("ranks as such" in why for why in found.left_out)
+
+
+def test_messages_are_those_of_cpu_ranks() -> None:
+    """But for the groups: each edge has one of its own, as NCCL matches messages by order."""
+    ours, theirs = (rehearsed(PIPELINE, backend) for backend in (GPU, CPU))
+    for rank, log in ours.logs.items():
+        other = theirs.logs[rank]
+        sent = [[e for e in x.events if e.peer is not None] for x in (log, other)]
+        assert [(e.kind, e.payload, e.peer) for e in sent[0]] == [
+            (e.kind, e.payload, e.peer) for e in sent[1]
+        ]
+        assert {e.group[0] for e in sent[0]} != {e.group[0] for e in sent[1]}
+
+
+def test_gradients_are_scattered_by_the_collective() -> None:
+    """Which gloo does in twice the bytes, so that there they are exchanged and summed."""
+    names = [
+        {e.operation for e in events(rehearsed(PIPELINE, backend), Kind.COLLECTIVE)}
+        for backend in (GPU, CPU)
+    ]
+    assert "_reduce_scatter_base_" in names[0] - names[1]
+    assert "alltoall_base_" in names[1] - names[0]
+
+
+def test_collectives_of_fully_shard_have_streams() -> None:
+    streams: dict[str, set[str]] = {}
+    for event in events(rehearsed(SHARDED), Kind.COLLECTIVE):
+        if event.dtype == "int64":  # digests of batches, which ranks compare
+            continue
+        streams.setdefault(event.operation, set()).add(event.stream)
+    gathers, scatters = streams["_allgather_base_"], streams["_reduce_scatter_base_"]
+    assert len(gathers) == len(scatters) == 1
+    assert gathers != scatters
+    assert "" not in gathers | scatters
+    assert streams["broadcast_"] == {""}
+    assert {e.stream for e in events(rehearsed(SHARDED, CPU), Kind.COLLECTIVE)} == {""}
+
+
+@pytest.mark.parametrize(
+    ("precision", "kernel"), [("bf16", "flash_attention"), ("fp32", "efficient_attention")]
+)
+def test_attention_is_the_kernel_of_gpus(precision: str, kernel: str) -> None:
+    log = rehearsed(f"gpt2_untied 1 1f1b m2 {precision}").logs[0]
+    names = {name for name in log.flops if "attention" in name}
+    assert names == {f"aten._scaled_dot_product_{kernel}{half}" for half in ("", "_backward")}
+    other = rehearsed(f"gpt2_untied 1 1f1b m2 {precision}", CPU).logs[0]
+    assert sum(log.flops.values()) == sum(other.flops.values())
+
+
+def test_optimizers_may_be_fused() -> None:
+    fused = run(SHARDED, optimizer=partial(torch.optim.AdamW, fused=True))
+    assert fused.mismatches == ()
+    plain = run(SHARDED, optimizer=torch.optim.AdamW)
+    for rank, log in fused.logs.items():
+        kinds = [x.peak_by_kind["optimizer states"] for x in (log, plain.logs[rank])]
+        assert kinds[0] > kinds[1]  # the steps lie on the device, too
+
+
+class Noisy(nn.Module):
+    """A leaf that multiplies, under autocast, and drops out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.noise = leaf(nn.Sequential(nn.Linear(16, 16), nn.Softmax(-1), nn.Dropout(0.1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.noise(self.first(x))).mean()
+
+
+def run_noisy(cluster: Cluster) -> Rehearsal:
+    with torch.device("meta"):
+        net = Noisy()
+    result = auto_parallelize(
+        net,
+        cluster,
+        example_inputs={"x": torch.zeros(64, 16)},
+        global_batch_size=64,
+        precision="bf16",
+        overrides=Overrides(tp=1, num_microbatches=2),
+        profile=False,
+    )
+    return result.rehearse()
+
+
+def test_a_clusters_gpus_are_the_default() -> None:
+    """And a leaf with dropout draws from the generators of host and device."""
+    stand_in.module().seeds.clear()
+    cluster = Cluster.from_catalog("h100-sxm", num_nodes=1)
+    found, other = run_noisy(cluster), run_noisy(Cluster.local(8, "cpu", measure=False))
+    assert found.mismatches == ()
+    assert stand_in.module().seeds
+    flops = [sum(x.logs[0].flops.values()) for x in (found, other)]
+    assert flops[0] == flops[1] > 0
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    """Training on the CPU goes on; the stand-in is nobody else's accelerator."""
+    rehearsed(SHARDED)
+    assert not torch.accelerator.is_available()
+    assert not dist.is_initialized()
+    net = nn.Linear(3, 1)
+    net(torch.ones(2, 3)).sum().backward()
+    assert net.weight.grad is not None
+    assert net.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
+    assert run(PIPELINE, CPU).mismatches == ()
+
+
+def test_a_process_with_a_gpu_rehearses_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, stand_in.NAME, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device, why = stand_in.device_for(GPU)
+    assert device == devices.HOST
+    assert "as CPU ranks: this process has a GPU" in why
+    assert stand_in.device_for(CPU) == (devices.HOST, "")
+
+
+# --- mistakes are found ---------------------------------------------------------------------------
+
+
+def _posted_on_host(self: Channel, post: Any = Channel.post) -> Any:
+    device, self.device = self.device, devices.HOST
+    try:
+        return post(self)
+    finally:
+        self.device = device
+
+
+HOST_FAULTS = {
+    "random states": (DROPOUT, stage_module, "to_device", lambda x, device: x, "forward"),
+    "rows of the batch": (
+        PIPELINE, batches_module.Batches, "_moved", lambda self, name, x: x, "forward"
+    ),
+    "what is received": (PIPELINE, Channel, "post", _posted_on_host, "recv_ of"),
+    "what is gathered": (
+        "mlp dp2 1f1b m2 zero2", weight_gather, "all_gather_flat",
+        lambda part, *rest: reshard.all_gather_flat(part.cpu(), *rest), "_allgather_base_ of",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", HOST_FAULTS)
+def test_a_tensor_left_on_the_host_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, owner, name, instead, said = HOST_FAULTS[fault]
+    monkeypatch.setattr(owner, name, instead)
+    run(line, CPU)  # where the two devices are one
+    with pytest.raises(ValueError, match="left on another device") as error:
+        run(line)
+    assert said in str(error.value)
+    assert "rank 0" in str(error.value) or "rank 1" in str(error.value)
+
+
+class _Unawaited:
+    """A work that nobody waits for."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self, *_: Any) -> None: ...
+
+
+def _started_only(start: Any, *args: Any, **options: Any) -> Any:
+    out, work = start(*args, **options)
+    return out, _Unawaited(work)
+
+
+def _put_together(self: Channel, posted: Any, finish: Any = Channel.finish) -> Any:
+    return finish(self, [(_Unawaited(work), part, piece) for work, part, piece in posted])
+
+
+WAIT_FAULTS = {
+    "gathered weights": (
+        "mlp dp2 1f1b m2 zero2", weight_gather, "all_gather_flat",
+        partial(_started_only, reshard.all_gather_flat),
+    ),
+    "received activations": (PIPELINE, Channel, "finish", _put_together),
+    "streams of fully_shard": (SHARDED, stand_in.Stream, "wait_event", lambda self, event: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WAIT_FAULTS)
+def test_a_wait_left_out_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, owner, name, instead = WAIT_FAULTS[fault]
+    monkeypatch.setattr(owner, name, instead)
+    found = run(line)
+    assert {m.proof for m in found.mismatches} == {"streams"}
+    assert all("without waiting for it" in m.text for m in found.mismatches)
+
+
+# --- every line that depends on the device --------------------------------------------------------
+
+
+def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """What runs the lines, on GPUs' stand-in and on the CPU."""
+    yield partial(run_noisy, Cluster.from_catalog("h100-sxm", num_nodes=1))
+    yield partial(_handed_over, monkeypatch)
+    for backend in (GPU, CPU):
+        yield partial(run, f"{PIPELINE} pointwise", backend)
+        yield partial(_timed, stand_in.device_for(backend)[0])
+        yield partial(_saved, folder / backend, backend, monkeypatch)
+    yield partial(_launched, monkeypatch)
+    yield partial(_compiled, monkeypatch)
+
+
+def _timed(device: torch.device) -> None:
+    with stand_in.standing_in(), FakeTensorMode():
+        watch = Stopwatch(device)
+        watch(Phase.REDUCE, lambda: None)
+        ((what, began, ended),) = watch.read()
+        assert what is Phase.REDUCE
+        assert began <= ended
+        with devices.seeded(device, 5):
+            assert torch.initial_seed() == 5
+        chunks = LocalChunks.of(torch.empty(4, device=device))
+        assert chunks.copied().local.device == devices.HOST
+
+
+def _saved(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in the background, up to the writing."""
+    written: list[Any] = []
+
+    def save(runtime: Runtime, *_: Any, **__: Any) -> None:
+        checkpoint.save(runtime, folder, asynchronous=True).wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsing, "run_steps", save)
+        patch.setattr(checkpoint, "_write", lambda tensors, *_: written.append(tensors))
+        run("mlp 1 1f1b m2", backend)
+    assert written
+    assert all(
+        chunks.local.device == devices.HOST
+        for tensors in written
+        for named in tensors.values()
+        for chunks in named.values()
+    )
+
+
+def _handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of a fused optimizer under another plan: on the device, its steps, too."""
+    found: list[torch.device] = []
+
+    def take_over(runtime: Runtime, _: Any, optimizer: MakeOptimizer, *__: Any, **___: Any) -> None:
+        left = handover.Handover(
+            before=runtime,
+            states={
+                p.fqn: handover.Kept(
+                    group=0, values={"step": torch.ones(()), "exp_avg": torch.empty(p.shape)}
+                )
+                for p in runtime.stage_parameters
+            },
+            like_parameters=frozenset({"exp_avg"}),
+        )
+        taking = optimizer(list(runtime.parameters()))
+        handover.take_over(runtime, left, taking)
+        found.extend(x.device for state in taking.state.values() for x in state.values())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsing, "run_steps", take_over)
+        run("mlp dp2 1f1b m2 zero1", optimizer=partial(torch.optim.AdamW, fused=True))
+    assert {device.type for device in found} == {stand_in.NAME}
+
+
+def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of a run over NCCL, up to the rendezvous, where there are two GPUs."""
+    chosen: list[int] = []
+    with monkeypatch.context() as patch:
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+            patch.setenv(name, value)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "set_device", chosen.append)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(RuntimeError, match="local rank 1 finds 1 GPUs"):
+            launch.start("nccl")
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(launch, "rendezvous", lambda *_, **__: iter(()))
+        with pytest.raises(StopIteration):
+            launch.start("nccl")
+        assert chosen == [1]
+        assert launch.device_here() == torch.device("cuda", 1)
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        assert launch.device_here() == torch.device("cuda", 1)
+        patch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+        assert launch.device_here() == devices.HOST
+
+
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = sys.modules[backend_of.__module__]
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "has_triton", lambda: False)
+        patch.setattr(compiling, "get_cpp_compiler", lambda: "c++")
+        assert backend_of(True, "cpu") == compiling.DEFAULT
+        with pytest.raises(RuntimeError, match="Triton on cuda"):
+            backend_of(True, "cuda")
+
+
+def test_every_line_that_depends_on_the_device_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = device_lines()
+    assert len(wanted) > 30
+    with lines_run(ROOT) as found:
+        for scenario in _scenarios(tmp_path, monkeypatch):
+            scenario()
+    assert {line: text for line, text in wanted.items() if line not in found} == {}
+
+
+def test_the_recorder_counts_one_device() -> None:
+    device = stand_in.device_for(GPU)[0]
+    recorder = Recorder(device)
+    with stand_in.standing_in(), FakeTensorMode(), recorder:
+        kept = torch.empty(100, device=device), torch.empty(1000)
+        recorder.memory.begin()
+    assert len(kept) == 2
+    assert recorder.log(0).peak_bytes == 400
+    assert ORDER.races == {}
