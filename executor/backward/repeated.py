@@ -8,7 +8,7 @@ the nodes run again that notes are of, and those before them, once: nothing else
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from meshwright.executor.host_values import window_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,7 @@ class _Pass(fx.Interpreter):
         if note.packed:
             return found
         with torch.no_grad():
-            window = torch.empty(0, dtype=note.dtype, device=found.device)
-            window.set_(found.untyped_storage(), *note.window)
+            window = window_on(found, note.dtype, note.window)
         return window.requires_grad_(note.grad)
 
     def _repeat(self) -> None:
@@ -157,12 +158,13 @@ class _Pass(fx.Interpreter):
         for node, operands in self.operands.items():
             args, kwargs = tree_map_only(_Note, self._tensor, operands)
             packed: list[torch.Tensor] = []
-            with torch.enable_grad(), saved_tensors_hooks(packed.append, _unread):
+            with torch.enable_grad(), saved_tensors_hooks(_into(packed), _unread):
                 result = getattr(self, node.op)(node.target, args, kwargs)
             made = {(node, k, False): t for k, t in enumerate(tree_leaves(result))}
             made |= {(node, k, True): t for k, t in enumerate(packed)}
             wanted = self.asked | last.keys()
             self.found |= {key: t.detach() for key, t in made.items() if key in wanted}
+            del result, made, packed
             for note in _notes(operands):
                 if last[note.key] is node and note.key not in self.asked:
                     self.found.pop(note.key, None)
@@ -176,6 +178,15 @@ def _notes(operands: Any) -> list[_Note]:
 def _address(t: torch.Tensor) -> int:
     address: int = t.untyped_storage()._cdata
     return address
+
+
+def _into(packed: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """Takes what is saved without its graph, which holds the list: none would ever be freed."""
+
+    def pack(t: torch.Tensor) -> None:
+        packed.append(t.detach())
+
+    return pack
 
 
 def _unread(_: None) -> torch.Tensor:

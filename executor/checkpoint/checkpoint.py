@@ -12,9 +12,9 @@ A checkpoint is a folder on a file system that all ranks see:
 
 `dcp.load({"model": ...}, checkpoint_id=path)` reads the weights without Meshwright.
 
-Of the replicas of a chunk, one rank writes: on one mesh `ReplicaWriters` chooses it; of tied copies
-it is the first stage's. An error of one rank in a save or a load is raised on all
-(`ranks/object_collectives.py`). `atomic_folder.py` says how a finished folder replaces the last.
+Of the replicas of a chunk, one rank writes (`collected.py`). An error of one rank in a save or a
+load is raised on all (`ranks/object_collectives.py`). `atomic_folder.py` says how a finished folder
+replaces the last.
 
 A load needs no memory beside the tensors that it fills: parameters are read in place, the
 optimizer's states into those it will keep. A load that fails while it reads (a damaged file) has
@@ -35,9 +35,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.executor.checkpoint import atomic_folder, optimizer_state
-from meshwright.executor.checkpoint.chunks import LocalChunks, ReplicaWriters
+from meshwright.executor.checkpoint.chunks import LocalChunks
+from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
 from meshwright.executor.checkpoint.dcp_storage import read_tensors, stored_tensors, write_tensors
 from meshwright.executor.checkpoint.weights import initialise_buffers
+from meshwright.executor.devices import synchronize
 from meshwright.executor.ranks import (
     Background,
     all_gather_object,
@@ -52,7 +54,6 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.stages import follow
-from meshwright.planner.plan import stages_of_parameters
 
 FORMAT = 1
 NOTES, PLAN = "training.pt", "plan.json"
@@ -109,8 +110,8 @@ def save(
         follow(optimizer)
     with progress.during("saving a checkpoint"):
         saving = run_on_first(group, lambda: atomic_folder.prepare(folder, NOTES))
-        tensors, notes = run_on_all(group, lambda: _collect(runtime, optimizer, saving))
-        all_notes = gather_object(group, notes)
+        collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
+        tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
         # on every rank, since a state may be gathered from all
         given = run_on_all(group, lambda: {n: x.state_dict() for n, x in (extra or {}).items()})
         run_on_first(group, lambda: _write_notes(saving, runtime, all_notes, given))
@@ -122,17 +123,14 @@ def save(
                 kind: {name: chunks.copied() for name, chunks in named.items()}
                 for kind, named in tensors.items()
             }
-            if runtime.place.device.type == "cuda":
-                torch.cuda.synchronize(runtime.place.device)
+            synchronize(runtime.place.device)
     work = partial(_write, copied, saving, folder, group)
     return Saving(thread=Background(f"checkpoint {folder}", work))
 
 
-def _collect(
-    runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path
-) -> tuple[dict[str, dict[str, LocalChunks]], optimizer_state.Notes | None]:
-    """The chunks that this rank writes, and its notes on the optimizer. Raises ValueError where the
-    model has no weights, or the folder is not shared."""
+def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path) -> Collected:
+    """What this rank writes. Raises ValueError where the model has no weights, or the folder is not
+    shared."""
     if not runtime.loaded or runtime.uninitialised & runtime.persistent:
         raise ValueError(
             "checkpoint: the model is on the meta device: it has no weights to save; call "
@@ -143,44 +141,7 @@ def _collect(
             f"checkpoint: rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 "
             f"made; save to a file system that all hosts share"
         )
-    place, writing_ranks = runtime.place, _writing_ranks(runtime)
-    parameters = dict(runtime.named_parameters())
-    states: optimizer_state.States = {}
-    notes = None
-    if optimizer is not None:
-        led = [fqn for fqn in parameters if writing_ranks[fqn][0] == place.rank]
-        states, notes = optimizer_state.collect(optimizer, parameters, led)
-    writers = ReplicaWriters()
-
-    def is_mine(fqn: str, x: torch.Tensor) -> bool:
-        ranks = writing_ranks.get(fqn, (place.rank,))
-        return place.rank in ranks and writers.is_mine(x, place.mesh)
-
-    # in the order of the names, since buffers come in another order on every rank
-    tensors = sorted(_model_tensors(runtime).items())
-    model = {fqn: LocalChunks.of(x) for fqn, x in tensors if is_mine(fqn, x)}
-    flat = {
-        f"{fqn}.{name}": LocalChunks.of(x)
-        for fqn, state in sorted(states.items())
-        for name, x in sorted(state.items())
-        if is_mine(fqn, x)
-    }
-    return {"model": model, "optimizer": flat}, notes
-
-
-def _model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers, each under its first name."""
-    state = runtime.state_dict()
-    return {fqn: x for fqn, x in state.items() if fqn not in runtime.graph.aliases}
-
-
-def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:
-    """FQN -> the ranks of the first stage that holds the parameter, which write it."""
-    plan, graph = runtime.plan, runtime.graph
-    return {
-        graph.parameters[value]: plan.stages[stages[0]].ranks
-        for value, stages in stages_of_parameters(plan, graph).items()
-    }
+    return collect(runtime, optimizer)
 
 
 def _write_notes(
@@ -221,7 +182,7 @@ def _serialized(value: Any) -> bytes:
 
 
 def _write(
-    tensors: dict[str, dict[str, LocalChunks]],
+    tensors: Mapping[str, Mapping[str, LocalChunks]],
     saving: Path,
     folder: Path,
     group: dist.ProcessGroup | None,
@@ -328,7 +289,7 @@ def _prepared(
     stored = stored_tensors(folder)
     model = {
         fqn: torch.empty_like(x, device="cpu") if x.is_meta else x
-        for fqn, x in _model_tensors(runtime).items()
+        for fqn, x in model_tensors(runtime).items()
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):

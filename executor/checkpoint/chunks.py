@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -32,6 +33,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from meshwright.executor.devices import to_host
+from meshwright.executor.host_values import with_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +58,12 @@ def local_chunks(
     axes = list(zip(placements, mesh_shape, coordinate, strict=True))
     runs = []
     for dim, size in enumerate(shape):
-        indices = torch.arange(size)
-        for placement, ranks, rank in axes:
-            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
-                parts = indices.chunk(ranks * getattr(placement, "split_factor", 1))[rank::ranks]
-                indices = torch.cat(parts) if parts else indices[:0]
-        runs.append(_runs(indices))
+        split = tuple(
+            (getattr(p, "split_factor", 1), ranks, rank)
+            for p, ranks, rank in axes
+            if isinstance(p, (Shard, _StridedShard)) and p.dim == dim
+        )
+        runs.append(_runs_of(size, split))
     return tuple(
         Chunk(
             offset=tuple(start for start, _, _ in chosen),
@@ -70,11 +74,20 @@ def local_chunks(
     )
 
 
-def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(first index, its position, length) of every run of consecutive indices."""
-    breaks = ((indices.diff() != 1).nonzero().flatten() + 1).tolist()
-    ends = sorted({0, *breaks, len(indices)})
-    return [(int(indices[a]), a, b - a) for a, b in pairwise(ends)]
+@lru_cache(maxsize=4096)  # layers of a model have the same
+def _runs_of(
+    size: int, split: tuple[tuple[int, int, int], ...]
+) -> tuple[tuple[int, int, int], ...]:
+    """(first index, its position, length) of every run of consecutive indices that a rank keeps of
+    a dim; `split` is (split factor, ranks, rank) of each axis that divides it."""
+    with with_values():
+        indices = torch.arange(size)
+        for factor, ranks, rank in split:
+            parts = indices.chunk(ranks * factor)[rank::ranks]
+            indices = torch.cat(parts) if parts else indices[:0]
+        breaks = ((indices.diff() != 1).nonzero().flatten() + 1).tolist()
+        ends = sorted({0, *breaks, len(indices)})
+        return tuple((int(indices[a]), a, b - a) for a, b in pairwise(ends))
 
 
 def narrowed(x: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -129,8 +142,7 @@ class LocalChunks:
 
     def copied(self) -> LocalChunks:
         """A copy in host memory. From a GPU it is only started."""
-        host = torch.empty_like(self.local, device="cpu", pin_memory=self.local.is_cuda)
-        return replace(self, local=host.copy_(self.local, non_blocking=True))
+        return replace(self, local=to_host(self.local))
 
     def reads(self, stored: str) -> Iterator[ChunkRead]:
         """The reads that fill this rank's chunks from the stored tensor of that name."""
@@ -164,19 +176,39 @@ class LocalChunks:
         return narrowed(self.local, chunk.local_offset, chunk.sizes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """The replica of a tensor that is written: number `chosen` of those along the mesh's `axes`;
+    whether it is `mine`."""
+
+    axes: tuple[int, ...]
+    chosen: int
+    mine: bool
+
+    def ranks(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """The ranks that hold it, each its part."""
+        with with_values():
+            grid = mesh.mesh
+            chosen, where = self.chosen, [slice(None)] * grid.ndim
+            for axis in reversed(self.axes):
+                chosen, at = divmod(chosen, grid.shape[axis])
+                where[axis] = slice(at, at + 1)
+            return tuple(grid[tuple(where)].flatten().tolist())
+
+
 class ReplicaWriters:
-    """Chooses the one of a tensor's replicas on a mesh that writes it: the rank with the fewest
-    bytes to write so far. Every rank comes to the same choice, if all ask about the same tensors in
-    the same order."""
+    """Chooses the one of a tensor's replicas on a mesh that is written: that of the rank with the
+    fewest bytes to write so far. Every rank comes to the same choice, if all ask about the same
+    tensors in the same order."""
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[int, ...], list[int]] = {}
 
-    def is_mine(self, x: torch.Tensor, mesh: DeviceMesh | None) -> bool:
-        """Whether this rank writes its part of `x`; a plain tensor is the same on all of `mesh`."""
+    def choose(self, x: torch.Tensor, mesh: DeviceMesh | None) -> Replica:
+        """The replica of `x` that is written; a plain tensor is the same on all of `mesh`."""
         if mesh is None:
-            return True
-        placements = x.placements if isinstance(x, DTensor) else (Replicate(),) * mesh.ndim
+            return Replica(axes=(), chosen=0, mine=True)
+        placements = placements_on(x, mesh)
         axes = tuple(k for k, p in enumerate(placements) if isinstance(p, Replicate))
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -186,4 +218,26 @@ class ReplicaWriters:
         loads = self._bytes.setdefault(axes, [0] * math.prod(mesh.shape[k] for k in axes))
         chosen = loads.index(min(loads))
         loads[chosen] += x.numel() * x.element_size()
-        return chosen == me
+        return Replica(axes=axes, chosen=chosen, mine=chosen == me)
+
+
+def placements_on(x: torch.Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """A DTensor's placements; a plain tensor is on all of a mesh alike."""
+    return tuple(x.placements) if isinstance(x, DTensor) else (Replicate(),) * mesh.ndim
+
+
+@cache
+def untiled(size: int, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> str:
+    """What the parts of a dim of so many elements, of all ranks along the axes that split it, do
+    not make up; empty where they tile it. `placements` shard dim 0."""
+    runs: list[tuple[int, int]] = []
+    for coordinate in product(*map(range, mesh_shape)):
+        parts = local_chunks((size,), placements, mesh_shape, coordinate)
+        runs += [(c.offset[0], c.offset[0] + c.sizes[0]) for c in parts if c.sizes[0]]
+    end = 0
+    for start, stop in sorted(runs):
+        if start != end:
+            what = "written by nobody" if start > end else "written twice"
+            return f"elements {min(start, end)} to {max(start, end)} are {what}"
+        end = stop
+    return "" if end == size else f"elements {end} to {size} are written by nobody"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -36,15 +36,26 @@ def write_tensors(
     tensors: Mapping[str, Mapping[str, LocalChunks]], folder: Path, group: dist.ProcessGroup | None
 ) -> None:
     """Write every rank's chunks, as `<key>.<name>`, to a folder. Collective."""
-    state: dict[str, Any] = {key: dict(named) for key, named in tensors.items()}
     with phase(WAITING, waits=True):
         save(
-            state,
+            _state(tensors),
             storage_writer=_Writer(folder),
             planner=SavePlanner(),
             process_group=group,
             no_dist=group is None,
         )
+
+
+def planned_writes(tensors: Mapping[str, Mapping[str, LocalChunks]]) -> list[WriteItem]:
+    """What `write_tensors` plans for this rank's chunks, before DCP compares the ranks' plans."""
+    own = SavePlanner()
+    own.set_up_planner(_state(tensors))
+    items: list[WriteItem] = own.create_local_plan().items
+    return items
+
+
+def _state(tensors: Mapping[str, Mapping[str, LocalChunks]]) -> dict[str, Any]:
+    return {key: dict(named) for key, named in tensors.items()}
 
 
 def read_tensors(reads: Iterable[ChunkRead], folder: Path, group: dist.ProcessGroup | None) -> None:

@@ -11,6 +11,7 @@ from meshwright.executor.lowering.reshard import (
     all_gather,
     all_gather_flat,
     local_part,
+    part_of,
     reduce_scatter_flat,
     split_parts,
 )
@@ -18,6 +19,6 @@ from meshwright.executor.lowering.reshard import (
 __all__ = [
     "Axis", "Context", "Lowered", "Lowering", "State", "Waiting",
     "all_gather", "all_gather_flat", "backend_of", "block_salt",
-    "boundary_placement", "legs", "local_part", "reduce_scatter_flat", "row_weight",
-    "split_parts",
+    "boundary_placement", "legs", "local_part", "part_of", "reduce_scatter_flat",
+    "row_weight", "split_parts",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import nn
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import is_pointwise, traits_of
 from meshwright.costmodel.sharding import FactorTable
+from meshwright.executor.host_values import read
 from meshwright.executor.lowering.reshard import Axis
 from meshwright.planner.operators import expert_order, grouped_rows, grouped_weights, inverse_of
 from meshwright.planner.plan import PlanError
@@ -63,7 +65,8 @@ class FindRoute(nn.Module):
         order, counts = expert_order(chosen, self.experts)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=axis.group)
-        leaving, coming = torch.stack([counts, arriving]).view(2, axis.size, own).tolist()
+        numbers = torch.stack([counts, arriving]).view(2, axis.size, own)
+        leaving, coming = read(numbers, lambda: _balanced(chosen.numel(), axis, own))
         expert = torch.arange(own, device=chosen.device).repeat(axis.size)
         received = [sum(row) for row in coming]
         expert = expert.repeat_interleave(arriving, output_size=sum(received))
@@ -79,6 +82,14 @@ class FindRoute(nn.Module):
             received=received,
             counts=[sum(column) for column in zip(*coming, strict=True)],
         )
+
+
+def _balanced(copies: int, axis: Axis, own: int) -> list[list[list[int]]]:
+    """What a rehearsal sends to each expert of each rank, and gets from each rank for each of its
+    own: as many as any other, the first experts one more."""
+    each, more = divmod(copies, axis.size * own)
+    per_expert = [[each + (rank * own + e < more) for e in range(own)] for rank in range(axis.size)]
+    return [per_expert, [per_expert[axis.rank]] * axis.size]
 
 
 def _outward(rows: torch.Tensor, route: Route) -> torch.Tensor:
@@ -106,13 +117,13 @@ class _Send(torch.autograd.Function):
         ctx.route, ctx.tokens, ctx.shape = route, tokens, x.shape
         features = x.shape[2:] if tokens else x.shape[3:]
         order = route.order // route.copies[2] if tokens else route.order
-        rows = x.reshape(-1, features.numel()).index_select(0, order)
+        rows = x.reshape(-1, prod(features)).index_select(0, order)
         return _outward(rows, route).view(-1, 1, 1, *features)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         route, (grad,) = ctx.route, grads
-        found = _homeward(grad.reshape(len(grad), grad.shape[3:].numel()), route)
+        found = _homeward(grad.reshape(len(grad), prod(grad.shape[3:])), route)
         if ctx.tokens:
             found = found.view(*route.copies, -1).sum(2)
         return found.view(ctx.shape), None, None

@@ -29,6 +29,7 @@ from meshwright.costmodel.sharding import (
     replicated_steps,
 )
 from meshwright.executor.backward import repeated
+from meshwright.executor.devices import kind_of
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter, Written
@@ -115,7 +116,9 @@ class Lowering:
             ends = ("placeholder", "output")
             return [node for node in written.module.graph.nodes if node.op not in ends]
         context = self.context
-        positions = repeated_ops(block, context.graph, context.table, context.device.type)[policy]
+        positions = repeated_ops(block, context.graph, context.table, kind_of(context.device))[
+            policy
+        ]
         return [node for k in sorted(positions) for node in written.made[block.ops[k].name]]
 
     def prologue(self, ops: Sequence[Op], wanted: Sequence[str]) -> Lowered:

@@ -50,7 +50,12 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     op, args = call.op, call.args
     on_axes = list(zip(call.strategies, context.axes, strict=True))
     if traits_of(op).leaf:
-        leaf = LeafCall(op, context.device, call.position, part_number(on_axes))
+        values = context.graph.values
+        made = [
+            (context.local_shape(value, state), values[value].dtype)
+            for value, state in zip(op.results, call.results, strict=True)
+        ]
+        leaf = LeafCall(op, context.device, call.position, part_number(on_axes), made)
         return leaf, (*args[1], *([call.rng] if draws(op) else ()))
     if draws(op):
         return _drawn(call, context)

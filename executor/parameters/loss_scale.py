@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
+from meshwright.executor.host_values import read
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
 
@@ -142,7 +143,7 @@ class StepGuard:
             p.norm = None
         if self.place.mesh is not None:
             dist.all_reduce(found_inf)
-        return not found_inf.item()
+        return not read(found_inf, lambda: 0.0)
 
     def _say_skipped(self, parameters: list[StageParameter]) -> None:
         """Log a skipped step: fp16's search for a scale each time, others once, with the parameter

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.costmodel.sharding import Placement, R
+from meshwright.executor.host_values import share_memory
 from meshwright.executor.lowering import local_part
 from meshwright.executor.parameters.partial_dtensors import (
     StageGradient,
@@ -90,7 +91,7 @@ class StageParameter(ParameterSpec):
     @property
     def aliased(self) -> bool:
         """Whether the leaf and the stored tensor share memory."""
-        return self.gathered or self.leaf.data_ptr() == self.stored.data_ptr()
+        return self.gathered or share_memory(self.leaf, self.stored)
 
 
 def shard_placement(
@@ -174,7 +175,7 @@ def expose(parameter: StageParameter, place: Place, own: nn.Parameter | None = N
         local = parameter.stored if own is not None else wrap(parameter, parameter.stored, place)
         parameter.api = nn.Parameter(local, requires_grad=parameter.trainable)
         return
-    if own.data_ptr() != parameter.stored.data_ptr() or own.dtype != parameter.stored.dtype:
+    if not share_memory(own, parameter.stored) or own.dtype != parameter.stored.dtype:
         own.grad = None
         own.data = parameter.stored
     parameter.stored = own.detach()  # shares its version

@@ -17,6 +17,7 @@ is `fully_shard`'s (`zero3.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
+from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, SCATTERED_AT_ONCE
 from meshwright.executor.lowering import Axis, reduce_scatter_flat, split_parts
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
@@ -93,9 +94,7 @@ class Bucket:
             if not view.written:
                 self.flat[:, view.start : view.stop].zero_()
             view.written = False
-        self.running = self._reduce(self.flat)
-        if self.reduce_each_microbatch or self.rows == 1:  # the result lies in it, and is kept
-            self.flat = None
+        self.running, self.flat = self._reduce(self.flat), None
         next(self.running)
 
     def _reduce(self, x: torch.Tensor) -> Iterator[None]:
@@ -146,6 +145,7 @@ class Reducer:
         self.next_bucket = 0  # to be reduced
         self.last_backward = False  # of the step
         self.every_gradient = False  # the backward makes all of them, and is not the last
+        self.scattering: deque[Bucket] = deque()
         alike: dict[tuple[Collectives, bool], list[StageParameter]] = {}
         for p in self.parameters:
             if collectives := _collectives(p, place):
@@ -202,7 +202,7 @@ class Reducer:
         elif self.every_gradient and bucket.reduce_each_microbatch:
             bucket.waiting.discard(k)
             if not bucket.waiting:
-                bucket.start()
+                self._start(bucket)
 
     def _keep_whole(self, p: StageParameter, leaf: torch.Tensor) -> None:
         """Hook: accumulate in fp32 a gradient that no collective sums; fp32 is left to autograd."""
@@ -216,15 +216,24 @@ class Reducer:
             p.norm = torch.linalg.vector_norm(summed)
 
     def _start_next(self) -> None:
-        self.buckets[self.next_bucket].start()
+        self._start(self.buckets[self.next_bucket])
         self.next_bucket += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        """Start a bucket's reduction. Of a scattered one the gradients are let go at its end, so
+        that few are under way; the result of another lies in them."""
+        bucket.start()
+        if bucket.rows > 1:
+            self.scattering.append(bucket)
+            while len(self.scattering) > SCATTERED_AT_ONCE:
+                self.scattering.popleft().wait()
 
     def after_backward(self) -> None:
         """After a backward that is not the last: reduce what ZeRO-2 reduces every time."""
         for bucket in self.buckets:
             if bucket.reduce_each_microbatch:
                 if bucket.flat is not None:
-                    bucket.start()
+                    self._start(bucket)
                 bucket.wait_for_all_views()
 
     def flush(self) -> None:
@@ -234,6 +243,7 @@ class Reducer:
 
     def finish(self) -> None:
         """Wait for the reductions and give every parameter its gradient."""
+        self.scattering.clear()
         for bucket in self.buckets:
             bucket.wait()
             bucket.give_gradients()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
-from meshwright.executor.ranks import Holders, Place, StageMesh
+from meshwright.executor.ranks import Holders, Place, StageMesh, device_mesh
 from meshwright.planner.plan import Plan, PlanError
 
 # a placement on another mesh than the module's, which older versions of torch lack
@@ -93,14 +93,11 @@ def _mesh(holders: Holders, place: Place) -> DeviceMesh:
     """The device mesh for `fully_shard`: (shard,), or (replicate, shard) for hybrid sharding."""
     device, shard, replicate = place.device.type, holders.shard, holders.replicate
     if replicate.size == 1:
-        return DeviceMesh.from_group(shard.group, device, mesh_dim_names=("shard",))
-    ranks = torch.tensor(dist.get_process_group_ranks(holders.data.group))
-    return DeviceMesh.from_group(
-        [replicate.group, shard.group],
-        device,
-        mesh=ranks.view(replicate.size, shard.size),
-        mesh_dim_names=("replicate", "shard"),
-    )
+        ranks = dist.get_process_group_ranks(shard.group)
+        return device_mesh((shard.group,), device, ranks, (shard.size,), ("shard",))
+    ranks = dist.get_process_group_ranks(holders.data.group)
+    groups, sizes = (replicate.group, shard.group), (replicate.size, shard.size)
+    return device_mesh(groups, device, ranks, sizes, ("replicate", "shard"))
 
 
 def _mesh_of_experts(place: Place) -> Any:

@@ -10,11 +10,13 @@ from meshwright.executor.ranks.meshes import (
     Holders,
     Place,
     StageMesh,
+    device_mesh,
     join_groups,
     single_process,
     stage_meshes,
 )
 from meshwright.executor.ranks.object_collectives import (
+    OBJECTS,
     WAITING,
     all_gather_object,
     broadcast_object,
@@ -34,9 +36,9 @@ from meshwright.executor.ranks.replicas import (
 from meshwright.executor.ranks.watchdog import progress
 
 __all__ = [
-    "BACKWARD", "FORWARD", "WAITING", "Background", "BatchCheck", "Edge", "Holders", "Place",
-    "StageMesh", "all_gather_object", "background", "broadcast_object", "check_equal",
-    "device_here", "distributed", "gather_object", "gloo_group", "join_groups", "launch",
-    "make_equal", "phase", "progress", "raising_runtime_error", "run_on_all", "run_on_first",
-    "same_random_state", "single_process", "stage_meshes", "world_size",
+    "BACKWARD", "FORWARD", "OBJECTS", "WAITING", "Background", "BatchCheck", "Edge", "Holders",
+    "Place", "StageMesh", "all_gather_object", "background", "broadcast_object", "check_equal",
+    "device_here", "device_mesh", "distributed", "gather_object", "gloo_group", "join_groups",
+    "launch", "make_equal", "phase", "progress", "raising_runtime_error", "run_on_all",
+    "run_on_first", "same_random_state", "single_process", "stage_meshes", "world_size",
 ]  # fmt: skip

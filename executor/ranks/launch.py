@@ -48,6 +48,11 @@ def running() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def rehearsed() -> bool:
+    """Whether this process stands for a rank of a world that is not there (a rehearsal)."""
+    return running() and dist.get_backend() == "fake"
+
+
 def world_size() -> int:
     """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if running() else 1

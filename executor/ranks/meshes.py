@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Assignment, FactorTable
+from meshwright.executor.devices import has_streams
+from meshwright.executor.host_values import with_values
 from meshwright.executor.lowering import Axis, legs
 from meshwright.planner.plan import Plan, check_experts_run, folds
 
@@ -206,21 +208,23 @@ def single_process(device: torch.device, meshes: Sequence[StageMesh]) -> Place:
 # and cached by what determines all of them: plans of one process share their groups.
 
 
-def _group(ranks: Sequence[int]) -> Any:
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+def _group(name: str, ranks: Sequence[int]) -> Any:
+    """A group whose description is `name`, of which each rank has one group at a time."""
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
 
 
 @cache
 def _world_group(world: Any, purpose: Any) -> Any:
     """A group of all ranks for one purpose; it costs nothing until two of them communicate."""
-    return _group(range(dist.get_world_size()))
+    return _group(str(purpose), range(dist.get_world_size()))
 
 
 @cache
 def _subgroup(world: Any, ranks: tuple[int, ...]) -> Any:
     """A group of some ranks, None on the others, which make one of their own meanwhile."""
     inside = dist.get_rank() in ranks
-    group = _group([r for r in range(dist.get_world_size()) if (r in ranks) == inside])
+    name = f"tied {ranks}" if inside else "others"
+    group = _group(name, [r for r in range(dist.get_world_size()) if (r in ranks) == inside])
     return group if inside else None
 
 
@@ -243,8 +247,9 @@ def _axes(
         axes |= expert_axes if here.experts > 1 else {}
         most = max(len(mesh.cuts) for mesh in meshes)
         lines = [here.line(rank, low, high) for low, high in pairwise((1, *here.cuts))]
-        dims = [_axis("dim", line) for line in [*lines, *[((rank,), 0)] * (most - len(lines))]]
-        groups = [axis.group for axis in reversed(dims[: len(lines)])]
+        lines += [((rank,), 0)] * (most - len(lines))
+        dims = [_axis(f"dim {k}", line) for k, line in enumerate(lines)]
+        groups = [axis.group for axis in reversed(dims[: len(here.cuts)])]
         names = [f"dp_{k}" for k in range(len(groups))]
     elif len(here.cuts) == 1:
         groups, names = [axes["data"].group], ["dp"]
@@ -252,18 +257,30 @@ def _axes(
         groups = [axes["replicate"].group, axes["shard"].group]
         names = ["dp_replicate", "dp_shard"]
     sizes = [high // low for low, high in pairwise((1, *here.cuts))][::-1]
-    mesh = DeviceMesh.from_group(
-        [*groups, axes["tensor"].group],
-        device_type,
-        mesh=torch.tensor(here.ranks).view(*sizes, here.tp),
-        mesh_dim_names=(*names, "tp"),
-    )
-    return axes, mesh
+    groups.append(axes["tensor"].group)
+    return axes, device_mesh(groups, device_type, here.ranks, (*sizes, here.tp), (*names, "tp"))
+
+
+def device_mesh(
+    groups: Sequence[Any],
+    device_type: str,
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    names: Sequence[str],
+) -> DeviceMesh:
+    """The mesh of ranks, outermost dim first, over groups that exist."""
+    with with_values():
+        return DeviceMesh.from_group(
+            list(groups),
+            device_type,
+            mesh=torch.tensor(ranks).view(*sizes),
+            mesh_dim_names=tuple(names),
+        )
 
 
 def _axis(name: str, line: tuple[tuple[int, ...], int]) -> Axis:
     ranks, position = line
-    return Axis(name, len(ranks), position, _group(ranks))
+    return Axis(name, len(ranks), position, _group(name, ranks))
 
 
 def _expert_axes(here: StageMesh, rank: int) -> dict[str, Any]:
@@ -276,9 +293,9 @@ def _expert_axes(here: StageMesh, rank: int) -> dict[str, Any]:
         "exchange": _axis("exchange", block if here.folded else here.line(rank, 1, m)),
         "experts": Holders(
             part=_axis("part", here.line(rank, 1, m)),
-            data=_axis("data", here.line(rank, m, here.dp)),
-            shard=_axis("shard", here.line(rank, m, m * e)),
-            replicate=_axis("replicate", here.line(rank, m * e, here.dp)),
+            data=_axis("experts' data", here.line(rank, m, here.dp)),
+            shard=_axis("experts' shard", here.line(rank, m, m * e)),
+            replicate=_axis("experts' replicate", here.line(rank, m * e, here.dp)),
         ),
     }
 
@@ -297,7 +314,7 @@ def join_groups(
     """
     world, rank = dist.group.WORLD, dist.get_rank()
     axes, mesh = _axes(world, tuple(meshes), device.type)
-    by_order = device.type == "cuda"
+    by_order = has_streams(device)
     edge_groups = {
         (edge, direction): _world_group(world, (direction, edge) if by_order else direction)
         for edge, direction in product(edges, (FORWARD, BACKWARD))

@@ -27,6 +27,7 @@ from meshwright.executor.ranks.background import Background
 from meshwright.executor.ranks.watchdog import progress
 
 WAITING = "waiting for the other ranks' checkpoint"
+OBJECTS = "objects"  # the description of the group
 T = TypeVar("T")
 
 
@@ -34,12 +35,15 @@ T = TypeVar("T")
 def _gloo(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """The gloo group of all ranks, made once per world."""
     timeout = timedelta(seconds=launch.timeout_s())
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=OBJECTS)
     return group
 
 
-def gloo_group() -> dist.ProcessGroup:
-    """All ranks over the hosts' network. The first call is collective."""
+def gloo_group() -> dist.ProcessGroup | None:
+    """All ranks over the hosts' network; None in a rehearsal, where this process speaks for all of
+    them. The first call is collective."""
+    if launch.rehearsed():
+        return None
     world = dist.group.WORLD
     assert world is not None, "no process group"
     return _gloo(world)
@@ -109,8 +113,10 @@ def gather_object(group: dist.ProcessGroup | None, x: T) -> list[T]:
     return gathered
 
 
-def broadcast_object(group: dist.ProcessGroup, rank: int, x: T) -> T:
+def broadcast_object(group: dist.ProcessGroup | None, rank: int, x: T) -> T:
     """The object of `rank`, on every rank."""
+    if group is None:
+        return x
     box = [x]
     with phase(WAITING, waits=True):
         dist.broadcast_object_list(box, src=rank, group=group)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.executor.host_values import has_values, read, share_memory
+from meshwright.executor.lowering import Axis, all_gather_flat
 from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.object_collectives import (
     all_gather_object,
@@ -42,7 +44,7 @@ def make_equal(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Non
                 continue
             sent = x.detach().to(device).contiguous()
             dist.broadcast(sent, src=0)
-            if sent.data_ptr() != x.data_ptr() and launch.rank():
+            if launch.rank() and not share_memory(sent, x):
                 x.copy_(sent)
 
 
@@ -80,8 +82,8 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def digest(x: torch.Tensor) -> int:
-    """63 bits that say what a tensor holds; 0 on meta."""
-    if x.is_meta:
+    """63 bits that say what a tensor holds; 0 without values."""
+    if not has_values(x):
         return 0
     hashed = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=8)
     flat = x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0)
@@ -107,9 +109,10 @@ class BatchCheck:
             return
         found = [-1] * len(names) if inputs is None else [digest(inputs[name]) for name in names]
         own = torch.tensor([int(inputs is None), *found], device=device)
-        every = [torch.empty_like(own) for _ in range(launch.world_size())]
-        dist.all_gather(every, own)
-        rows = torch.stack(every).tolist()
+        size = launch.world_size()
+        every, work = all_gather_flat(own, Axis("world", size, launch.rank()))
+        work.wait()
+        rows = read(every, lambda: [[0] * len(own)] * size)
         if illegal := [rank for rank, row in enumerate(rows) if row[0]]:
             raise ValueError(f"batch: it is not as planned on ranks {illegal}, which say why")
         differing = {

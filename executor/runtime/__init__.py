@@ -1,7 +1,8 @@
 """The running model on a rank: steps, state, evaluation, timeline."""
 
+from meshwright.executor.runtime.evaluation import why_not_evaluable
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
 
-__all__ = ["MeasuredStep", "RankState", "RunOptions", "Runtime", "timed_step"]
+__all__ = ["MeasuredStep", "RankState", "RunOptions", "Runtime", "timed_step", "why_not_evaluable"]

@@ -6,18 +6,26 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import draws, traits_of, updates_statistics
 
 
-def check_evaluable(graph: Graph) -> None:
-    """Raise ValueError for an operator that would compute in evaluation as it does in training.
+def why_not_evaluable(graph: Graph) -> str:
+    """An operator that would compute in evaluation as it does in training, and the way out; empty
+    where there is none.
 
     The graph was traced for training. Dropout, attention's dropout and leaves follow the mode in
     which they run; norms that update running statistics, and other random draws, do not.
     """
     for op in graph.ops:
         if why := _training_only(op):
-            raise ValueError(
+            return (
                 f"eval_step: the model was planned for training, where {op.key} ({op.target}) "
                 f"{why}; load full_state_dict() into the model, call .eval(), and evaluate that"
             )
+    return ""
+
+
+def check_evaluable(graph: Graph) -> None:
+    """Raise ValueError with `why_not_evaluable`, where there is a reason."""
+    if why := why_not_evaluable(graph):
+        raise ValueError(why)
 
 
 def _training_only(op: Op) -> str:

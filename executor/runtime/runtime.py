@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.host_values import read
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
     LossScale,
@@ -64,11 +65,13 @@ from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parame
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """How a plan is run: `compile` its blocks (True, or a backend), on a `device` (None: this
-    rank's), and whether replicas are compared with rank 0's in place of being made equal."""
+    rank's), and whether replicas are compared with rank 0's in place of being made equal;
+    `pipeline` runs the instructions of each step."""
 
     compile: bool | str = False
     device: torch.device | None = None
     check_replicas: bool = False
+    pipeline: Callable[..., PipelineRun] = PipelineRun
 
 
 # the plan for batches of another shape than planned, the first of which is given
@@ -121,6 +124,7 @@ class Runtime(RankState):
         self.other_steps: dict[BatchShape, Step] = {}
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
+        self.pipeline = options.pipeline
         self.steps = 0
         self.seed = _shared_seed(place)
         self.batch_check = BatchCheck()
@@ -153,7 +157,7 @@ class Runtime(RankState):
         observed = observe or _unobserved
         observed(Phase.REFRESH, self._gather_weights)
         seed = self._step_seed()
-        run = PipelineRun(
+        run = self.pipeline(
             {k: self._run_stage(step, k, inputs) for k in self.stages},
             step.stream,
             rng=lambda k: (seed, k * step.plan.microbatch_rows),
@@ -173,8 +177,9 @@ class Runtime(RankState):
         return backward_is_done(loss.requires_grad_())
 
     @progress.during("evaluating a batch", waits=True)
-    def eval_step(self, batch: Any) -> torch.Tensor:
-        """The mean loss of one global batch on every rank, without dropout; nothing is changed."""
+    def eval_step(self, batch: Any, observe: Observer | None = None) -> torch.Tensor:
+        """The mean loss of one global batch on every rank, without dropout; nothing is changed.
+        `observe` runs each instruction in the runtime's stead."""
         self._check_ready()
         check_evaluable(self.graph)
         step, inputs = self._prepared(batch)
@@ -182,12 +187,13 @@ class Runtime(RankState):
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
             self._gather_weights()
-            run = PipelineRun(
+            run = self.pipeline(
                 {k: self._run_stage(step, k, inputs) for k in self.stages},
                 [i for i in step.stream if i.action in forward],
                 rng=lambda k: (0, 0),
                 scale=1.0,
                 weight_gradients=self.weight_gradients,
+                observe=observe,
             )
             return step.mean_loss(run.run())
 
@@ -376,4 +382,5 @@ def _shared_seed(place: Place) -> int:
     seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFF, device=place.device)
     if place.mesh is not None:
         dist.broadcast(seed, src=0)
-    return int(seed)
+    shared: int = read(seed, lambda: 0)
+    return shared

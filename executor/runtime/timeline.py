@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.schedules import Action, Event, Instruction, chrome_trace, event_of
+from meshwright.executor.devices import Clock
 from meshwright.executor.ranks import gloo_group, run_on_first
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.stages import Phase
@@ -138,36 +139,18 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.records: list[tuple[Instruction | Phase, Any, Any]] = []
-        self.on_stream = device.type == "cuda"
-        if self.on_stream:
-            torch.cuda.synchronize(device)
-        self.origin = self._now()
-        self.origin_s = time.perf_counter()
-
-    def _now(self) -> Any:
-        """The time: seconds, or a CUDA event on the stream."""
-        if not self.on_stream:
-            return time.perf_counter()
-        make_event: Any = torch.cuda.Event  # untyped
-        event = make_event(enable_timing=True)
-        event.record()
-        return event
+        self.clock = Clock(device)
 
     def __call__(self, what: Instruction | Phase, run: Callable[[], None]) -> None:
-        start = self._now()
+        start = self.clock.now()
         run()
-        self.records.append((what, start, self._now()))
+        self.records.append((what, start, self.clock.now()))
 
     def read(self) -> list[tuple[Instruction | Phase, float, float]]:
         """The (what, start, end) records in seconds of this rank's clock. Waits for the GPU."""
-        if not self.on_stream:
-            return self.records
-        torch.cuda.synchronize()
-
-        def seconds(event: Any) -> float:
-            return self.origin_s + float(self.origin.elapsed_time(event)) / 1e3
-
-        return [(what, seconds(start), seconds(end)) for what, start, end in self.records]
+        whats, starts, ends = zip(*self.records, strict=True) if self.records else ((), (), ())
+        seconds = map(self.clock.seconds, (starts, ends))
+        return list(zip(whats, *seconds, strict=True))
 
 
 def timed_step(

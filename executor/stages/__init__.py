@@ -7,11 +7,12 @@ from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.lowered import LoweredStage
 from meshwright.executor.stages.parameters import replicated
 from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
+from meshwright.executor.stages.stage import Pass
 from meshwright.executor.stages.totals import add_totals
 from meshwright.executor.stages.user_model import REFUSES_CALLS, UserModel, current, follow
 
 __all__ = [
     "REFUSES_CALLS", "BatchShape", "Batches", "Builder", "BuiltStage", "CheckedPlan", "HeldBuffer",
-    "LoweredStage", "Observer", "Phase", "PipelineRun", "Rows", "RunStage", "UserModel",
+    "LoweredStage", "Observer", "Pass", "Phase", "PipelineRun", "Rows", "RunStage", "UserModel",
     "add_totals", "current", "follow", "replicated",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from meshwright.costmodel.graph import Block, Graph, Op, Ref
 from meshwright.costmodel.rules import traits_of, updates_statistics
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, buffer_state
+from meshwright.executor.host_values import share_memory
 from meshwright.executor.lowering import Lowered, all_gather, local_part
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.user_model import UserModel
@@ -89,7 +90,7 @@ class HeldBuffer:
         if self.placement.sharded:
             size = self.whole.shape[self.placement.dim]
             now = all_gather(now, self.placement, self.place.tensor, size)
-        if now.data_ptr() != self.whole.data_ptr():
+        if not share_memory(now, self.whole):
             self.whole.copy_(now)
         tensors[self.value] = self.read()
 

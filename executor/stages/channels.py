@@ -44,7 +44,7 @@ def stage_channels(
         if meta.requires_grad:
             directions.append((backward, BACKWARD, ends[::-1]))
         for action, direction, (start, end) in directions:
-            moved = slices(meta.shape, *start, *end)
+            moved = slices(tuple(meta.shape), *start, *end)
             group = place.edge_groups[edge, direction]
             channel = Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
             found.setdefault((action, peer), {})[name] = channel

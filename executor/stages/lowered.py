@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -177,8 +176,7 @@ class StageLowering:
 
     def _deferrable(self, blocks: Sequence[Block]) -> frozenset[str]:
         """Parameters that one operator of the model reads: their gradient comes from it alone."""
-        reads = Counter(v for b in self.graph.blocks for op in b.ops for v in op.operands)
-        return frozenset(v for b in blocks for v in b.parameters if reads[v] == 1)
+        return self.graph.read_once & {v for b in blocks for v in b.parameters}
 
 
 def _prologue(

@@ -7,7 +7,7 @@ one.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.schedules import Action, Instruction
+from meshwright.costmodel.target import POSTED_AHEAD
 from meshwright.executor.backward import WeightGradientQueue, accumulate
+from meshwright.executor.host_values import is_sent
 from meshwright.executor.parameters import Reducer
 from meshwright.executor.ranks import progress
 from meshwright.executor.stages.channels import Channels
 from meshwright.executor.stages.stage import Pass, StageProgram
 
-LOOKAHEAD = 2  # receives posted ahead of the one being waited for
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
 Key = tuple[Action, int, int, int]  # (receive action, stage, peer, micro-batch)
@@ -86,6 +87,8 @@ class PipelineRun:
         self.losses: list[torch.Tensor] = []
         receives = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
         self.coming = deque(i for i in stream if i.action in receives)
+        readers = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.SEND_ACTIVATION)
+        self.read = Counter((i.stage, i.microbatch) for i in stream if i.action in readers)
 
     def run(self) -> list[torch.Tensor]:
         """Execute the stream; returns the micro-batches' losses (of the last stage) in order."""
@@ -93,7 +96,7 @@ class PipelineRun:
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
             Action.BACKWARD_INPUT: self._backward,
-            Action.BACKWARD_WEIGHT: self._weight,
+            Action.BACKWARD_WEIGHT: self.run_weight,
             Action.SEND_ACTIVATION: self._send,
             Action.RECV_ACTIVATION: self._receive,
             Action.SEND_GRADIENT: self._send,
@@ -121,18 +124,34 @@ class PipelineRun:
 
     def _forward(self, instruction: Instruction) -> None:
         unit = s, k = instruction.stage, instruction.microbatch
-        stage = self.stages[s]
-        received = self.activations.pop(unit, {})
-        done = stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k))
-        self.passes[unit] = done
+        stage, done = self.stages[s], self.run_forward(instruction)
+        if self.read[unit]:
+            self.passes[unit] = done
         if (loss := stage.program.graphs.loss) is not None:
             self.losses.append(done.produced[loss].detach())
         for target, names in stage.beside.items():
             into = self.activations.setdefault((target, k), {})
             into |= {name: done.produced[name].detach() for name in names}
 
+    def run_forward(self, instruction: Instruction) -> Pass:
+        """The forward of a micro-batch."""
+        s, k = instruction.stage, instruction.microbatch
+        stage, received = self.stages[s], self.activations.pop((s, k), {})
+        return stage.program.run(stage.inputs(k), received, stage.counts, self.rng(k))
+
     def _backward(self, instruction: Instruction) -> None:
-        """The whole backward, or all of it but the weight gradients that can be put off."""
+        s, k = instruction.stage, instruction.microbatch
+        found = self.run_backward(instruction)
+        beside = {name: j for j, other in self.stages.items() for name in other.beside.get(s, ())}
+        for name, source in beside.items():
+            if name in found:
+                _add(self.gradients.setdefault((source, k), {}), name, found[name])
+        if sent := {n: x for n, x in found.items() if n not in beside}:
+            self.input_gradients[s, k] = sent
+
+    def run_backward(self, instruction: Instruction) -> dict[str, torch.Tensor]:
+        """The whole backward, or all of it but the weight gradients that can be put off; returns
+        gradients of what was received."""
         unit = s, k = instruction.stage, instruction.microbatch
         stage, done = self.stages[s], self.passes.pop(unit)
         whole, last = instruction.action is Action.BACKWARD, k == stage.last
@@ -146,14 +165,10 @@ class PipelineRun:
                 stage.reducer.after_backward()
         else:
             self.put_off[unit] = taken
-        beside = {name: j for j, other in self.stages.items() for name in other.beside.get(s, ())}
-        for name, source in beside.items():
-            if name in found:
-                _add(self.gradients.setdefault((source, k), {}), name, found[name])
-        if sent := {n: x for n, x in found.items() if n not in beside}:
-            self.input_gradients[unit] = sent
+        return found
 
-    def _weight(self, instruction: Instruction) -> None:
+    def run_weight(self, instruction: Instruction) -> None:
+        """The weight gradients that were put off."""
         unit = s, k = instruction.stage, instruction.microbatch
         stage = self.stages[s]
         last = k == stage.last
@@ -173,14 +188,17 @@ class PipelineRun:
         channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
         if instruction.action is Action.SEND_ACTIVATION:
             source = self.passes[unit].produced
+            self.read[unit] -= 1
+            if not self.read[unit]:  # in an evaluation
+                del self.passes[unit]
         else:
             source = self.input_gradients.get(unit, {})
+        self.sending = [(work, x) for work, x in self.sending if not is_sent(work)]
         for name, channel in channels.items():
             self.sending += channel.send(source[name])
         if instruction.action is Action.SEND_GRADIENT:
             left = {name: x for name, x in source.items() if name not in channels}
             self.input_gradients[unit] = left
-        self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
 
     def _receive(self, instruction: Instruction) -> None:
         self._post_ahead(instruction)
@@ -195,7 +213,7 @@ class PipelineRun:
 
     def _post_ahead(self, upto: Instruction) -> None:
         """Post this receive and the next few, in stream order."""
-        while self.coming and (_key(upto) not in self.posted or len(self.posted) <= LOOKAHEAD):
+        while self.coming and (_key(upto) not in self.posted or len(self.posted) <= POSTED_AHEAD):
             following = self.coming.popleft()
             assert following.peer is not None
             channels = self.stages[following.stage].channels[following.action, following.peer]

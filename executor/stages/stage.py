@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.executor.devices import to_device
 from meshwright.executor.lowering import Lowered, block_salt
 
 
@@ -69,6 +70,11 @@ class StageGraphs:
     loss: str | None
     updates: Mapping[str, str]
     differentiable: frozenset[str]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What a forward hands on."""
+        return (*self.sends, self.loss) if self.loss else self.sends
 
 
 class StageProgram(nn.Module):
@@ -156,9 +162,7 @@ class StageProgram(nn.Module):
                     new = torch.empty_like(self.tensors[buffer])
                     assert values[update].shape == new.shape, f"a part of the update of {buffer}"
                     self.tensors[buffer] = new.copy_(values[update])
-        sends, loss = self.graphs.sends, self.graphs.loss
-        kept = (*sends, loss) if loss else sends
-        return {n: values[n] for n in kept}
+        return {n: values[n] for n in self.graphs.kept}
 
     def train(self, mode: bool = True) -> StageProgram:
         """As for any module; the graphs, which blocks share, are no submodules."""
@@ -174,9 +178,7 @@ class StageProgram(nn.Module):
             return {}
         seed, row = rng
         states = torch.tensor([[(seed ^ block_salt(n)) & 0x7FFFFFFF, row] for n in names])
-        if self.device.type == "cuda":
-            states = states.pin_memory()
-        return dict(zip(names, states.to(self.device, non_blocking=True), strict=True))
+        return dict(zip(names, to_device(states, self.device), strict=True))
 
     def backward(
         self, done: Pass, gradients: Mapping[str, torch.Tensor], scale: float, *, last: bool
@@ -199,9 +201,12 @@ class StageProgram(nn.Module):
             torch.autograd.backward(roots, seeds)
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for name, tensor in done.received.items()
-            if name in self.graphs.differentiable
+            for name, tensor in self.differentiable(done).items()
         }
+
+    def differentiable(self, done: Pass) -> dict[str, torch.Tensor]:
+        """What was received and gets a gradient."""
+        return {n: x for n, x in done.received.items() if n in self.graphs.differentiable}
 
 
 def _attribute(value: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -44,13 +45,14 @@ def intersect(a: Box, b: Box) -> Box | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+@lru_cache(maxsize=256)  # the values of an edge, and all edges of equal meshes, have the same
 def slices(
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     source: StageMesh,
     source_placement: Placement,
     target: StageMesh,
     target_placement: Placement,
-) -> list[Slice]:
+) -> tuple[Slice, ...]:
     """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
     moved: list[Slice] = []
     taken: Counter[Box] = Counter()
@@ -64,7 +66,7 @@ def slices(
                     origin = replicas[taken[box] % len(replicas)]
                     taken[box] += 1
                     moved.append(Slice(source=origin, target=target.rank(d, t), box=common))
-    return moved
+    return tuple(moved)
 
 
 def _holders(shape: Sequence[int], mesh: StageMesh, placement: Placement) -> dict[Box, list[int]]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.costmodel.graph import Graph
+from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
 
@@ -156,7 +157,7 @@ class UserModel:
                     f"see: write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
                     f"auto_parallelize again"
                 )
-            if self.whole and p.api.data_ptr() != p.stored.data_ptr():
+            if self.whole and not share_memory(p.api, p.stored):
                 now = p.api.detach()
                 if (now.dtype, now.device, now.shape) != (
                     p.stored.dtype, p.stored.device, p.stored.shape,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.executor.backward.repeated import repeated
@@ -113,3 +116,31 @@ def test_without_gradients_nothing_is_noted() -> None:
     again = repeated(again, _cores(again))
     with torch.no_grad():
         assert torch.equal(again(*_inputs()), Attention(1)(*_inputs()))
+
+
+def test_what_was_repeated_is_let_go_after_the_backward() -> None:
+    """Also what is saved of a result, whose graph holds it: nothing is left to a collection."""
+    inputs = _inputs()
+    graph = fx.symbolic_trace(Attention(2))
+    module = repeated(graph, {n for n in graph.graph.nodes if n.op in ("call_function",)})
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                made.append(weakref.ref(result.untyped_storage()))
+            return result
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with Seen():
+            module(*inputs).sum().backward()
+        gradients = {x.grad.untyped_storage()._cdata for x in inputs if x.grad is not None}
+        left = [s for s in (ref() for ref in made) if s is not None]
+        assert len(gradients) == 3
+        assert {s._cdata for s in left} <= gradients | {x.untyped_storage()._cdata for x in inputs}
+    finally:
+        if collects:
+            gc.enable()

@@ -90,7 +90,7 @@ def test_one_replica_writes_each_tensor_and_none_much_more(
     written = []
     for coordinate in product(*(range(n) for n in shape)):
         writers, mesh = ReplicaWriters(), _Mesh(shape=shape, coordinate=coordinate)
-        written.append([writers.is_mine(x, mesh) for x in tensors])  # type: ignore[arg-type]
+        written.append([writers.choose(x, mesh).mine for x in tensors])  # type: ignore[arg-type]
     assert all(sum(chosen) == 1 for chosen in zip(*written, strict=True))
     loads = [sum(n for n, mine in zip(sizes, own, strict=True) if mine) for own in written]
     assert max(loads) - min(loads) <= max(sizes)

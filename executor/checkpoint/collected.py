@@ -1,0 +1,170 @@
+"""What a rank writes to a checkpoint, and who writes the rest: known before anything is written.
+
+Of the replicas of a chunk, one rank writes: on one mesh `ReplicaWriters` chooses it; of tied copies
+it is the first stage's. Buffers that several stages hold are written by each, and the same: DCP
+keeps one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.executor.checkpoint import optimizer_state
+from meshwright.executor.checkpoint.chunks import (
+    LocalChunks,
+    Replica,
+    ReplicaWriters,
+    placements_on,
+    untiled,
+)
+from meshwright.executor.checkpoint.dcp_storage import planned_writes
+from meshwright.executor.runtime import Runtime
+from meshwright.executor.stages import follow
+from meshwright.planner.plan import stages_of_parameters
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A tensor of a checkpoint, as one of the ranks that hold it sees it.
+
+    `name` in the checkpoint, the whole's `shape` and `dtype`. It is written by ranks among
+    `group`: `writers` of them, each its part (left open by a rank that is not among them); `boxes`
+    are what this rank writes. `fault`: what the writers' parts do not make up. `merged`: every
+    group that holds it writes it, and one of these is kept.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: tuple[int, ...]
+    writers: tuple[int, ...] = ()
+    boxes: tuple[Box, ...] = ()
+    fault: str = ""
+    merged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A tensor that a rank holds, and the `replica` of it that is written by ranks of `group`, if
+    this rank is among them; `merged` as in `SavedTensor`."""
+
+    x: torch.Tensor
+    group: tuple[int, ...]
+    replica: Replica | None
+    merged: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What a rank `held` by name in the checkpoint; of it the chunks that it writes, as `tensors`
+    by kind and name; its `notes` on the optimizer."""
+
+    held: Mapping[str, Held]
+    tensors: Mapping[str, Mapping[str, LocalChunks]]
+    notes: optimizer_state.Notes | None
+
+
+def collect(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Collected:
+    """What this rank writes of the model and the optimizer, and who writes the rest. Collective
+    where a state is a sum that ranks hold parts of."""
+    place, writing_ranks = runtime.place, _writing_ranks(runtime)
+    parameters = dict(runtime.named_parameters())
+    states: optimizer_state.States = {}
+    notes = None
+    if optimizer is not None:
+        led = [fqn for fqn in parameters if writing_ranks[fqn][0] == place.rank]
+        states, notes = optimizer_state.collect(optimizer, parameters, led)
+    # in the order of the names, since buffers come in another order on every rank
+    named = [("model", fqn, fqn, x) for fqn, x in sorted(model_tensors(runtime).items())]
+    named += [
+        ("optimizer", f"{fqn}.{name}", fqn, x)
+        for fqn, state in sorted(states.items())
+        for name, x in sorted(state.items())
+    ]
+    writers, held = ReplicaWriters(), {}
+    tensors: dict[str, dict[str, LocalChunks]] = {"model": {}, "optimizer": {}}
+    for kind, name, fqn, x in named:
+        group = writing_ranks.get(fqn, place.here.ranks)
+        replica = writers.choose(x, place.mesh) if place.rank in group else None
+        merged = fqn not in writing_ranks
+        held[f"{kind}.{name}"] = Held(x=x, group=group, replica=replica, merged=merged)
+        if replica is not None and replica.mine:
+            tensors[kind][name] = LocalChunks.of(x)
+    return Collected(held=held, tensors=tensors, notes=notes)
+
+
+def planned_save(
+    runtime: Runtime, optimizer: torch.optim.Optimizer | None
+) -> tuple[SavedTensor, ...]:
+    """What a save of this rank's tensors would write, and who would write the rest: as far as a
+    save goes before the first file. Needs no values. Collective where `collect` is."""
+    if optimizer is not None:
+        follow(optimizer)
+    collected, mesh = collect(runtime, optimizer), runtime.place.mesh
+    boxes: dict[str, list[Box]] = {}
+    for item in planned_writes(collected.tensors):
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        boxes.setdefault(item.index.fqn, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
+    found, ranks = [], dict[Replica, tuple[int, ...]]()  # which thousands of tensors share
+    for name, held in collected.held.items():
+        saved = SavedTensor(
+            name=name,
+            shape=tuple(held.x.shape),
+            dtype=str(held.x.dtype).removeprefix("torch."),
+            group=held.group,
+            boxes=tuple(boxes.get(name, ())),
+            merged=held.merged,
+        )
+        if held.replica is not None:
+            if held.replica not in ranks:
+                ranks[held.replica] = held.group if mesh is None else held.replica.ranks(mesh)
+            saved = replace(saved, writers=ranks[held.replica], fault=_fault(held.x, mesh))
+        found.append(saved)
+    return tuple(found)
+
+
+def model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """This rank's parameters and buffers, each under its first name."""
+    state = runtime.state_dict()
+    return {fqn: x for fqn, x in state.items() if fqn not in runtime.graph.aliases}
+
+
+def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:
+    """FQN -> the ranks of the first stage that holds the parameter, which write it."""
+    plan, graph = runtime.plan, runtime.graph
+    return {
+        graph.parameters[value]: plan.stages[stages[0]].ranks
+        for value, stages in stages_of_parameters(plan, graph).items()
+    }
+
+
+def _fault(x: torch.Tensor, mesh: DeviceMesh | None) -> str:
+    """What the parts of a tensor on all ranks of its mesh do not make up, of the first dim."""
+    if mesh is None or not isinstance(x, DTensor):
+        return ""
+    split = [
+        (k, p)
+        for k, p in enumerate(placements_on(x, mesh))
+        if isinstance(p, (Shard, _StridedShard))
+    ]
+    for dim, size in enumerate(x.shape):
+        axes = [(k, p) for k, p in split if p.dim == dim]
+        placements = tuple(_of_first_dim(p) for _, p in axes)
+        if fault := untiled(size, placements, tuple(mesh.shape[k] for k, _ in axes)):
+            return f"of dim {dim} {fault}"
+    return ""
+
+
+def _of_first_dim(p: Shard | _StridedShard) -> Shard | _StridedShard:
+    if isinstance(p, _StridedShard):
+        return _StridedShard(0, split_factor=p.split_factor)
+    return Shard(0)

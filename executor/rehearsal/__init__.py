@@ -1,0 +1,16 @@
+"""Rehearsal: the executor's code for ranks that are not there, recorded and proved."""
+
+from meshwright.executor.rehearsal.estimate import Estimate, Priced, estimate
+from meshwright.executor.rehearsal.events import Event, Kind, RankLog
+from meshwright.executor.rehearsal.kinds import kinds_of_ranks
+from meshwright.executor.rehearsal.optimizers import MakeOptimizer
+from meshwright.executor.rehearsal.proof import Mismatch, mismatches
+from meshwright.executor.rehearsal.record import Recorder
+from meshwright.executor.rehearsal.rehearse import Rehearsal, rank_log, rehearse, run_steps
+from meshwright.executor.rehearsal.saves import unlike_saves
+
+__all__ = [
+    "Estimate", "Event", "Kind", "MakeOptimizer", "Mismatch", "Priced", "RankLog",
+    "Recorder", "Rehearsal", "estimate", "kinds_of_ranks", "mismatches", "rank_log", "rehearse",
+    "run_steps", "unlike_saves",
+]  # fmt: skip
