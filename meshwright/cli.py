@@ -1,6 +1,7 @@
-"""`meshwright plan | show | run | profile`: the API from the shell.
+"""`meshwright plan | show | run | rehearse | profile`: the API from the shell.
 
-stdout carries the result, stderr the progress. Exit 0: done, 1: error, 2: no plan fits.
+stdout carries the result, stderr the progress. Exit 0: done, 1: error, or ranks of a rehearsal that
+don't match, 2: no plan fits, or the rehearsed one doesn't.
 """
 
 from __future__ import annotations
@@ -18,23 +19,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from meshwright import override_flags, profile_command
+from meshwright import model_flags, profile_command, rehearsing
 from meshwright.api import auto_parallelize
-from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET, default_precision
-from meshwright.costmodel.targets import TARGETS
+from meshwright.arguments import default_precision
 from meshwright.executor.ranks import launch
+from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel, repeated
-from meshwright.planner.plan import (
-    InfeasibleError,
-    Plan,
-    compress_names,
-    compress_ranks,
-    describe,
-    mesh_words,
-    policy_counts,
-)
-from meshwright.planner.report import sensitivity_lines
+from meshwright.planner.plan import InfeasibleError, Plan
+from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.profiles.cluster import Cluster
+from meshwright.shell import override_flags
+from meshwright.shown_plan import plan_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,10 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
-    commands = parser.add_subparsers(required=True, metavar="plan | show | run | profile")
+    commands = parser.add_subparsers(
+        required=True, metavar="plan | show | run | rehearse | profile"
+    )
     _add_plan(commands, common)
     _add_show(commands, common)
     _add_run(commands, common)
+    _add_rehearse(commands, common)
     _add_profile(commands, common)
     return parser
 
@@ -91,7 +89,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     plan = commands.add_parser(
         "plan", parents=[common], help="search for a plan and print the report"
     )
-    _model_arguments(plan)
+    model_flags.add_model(plan)
     plan.add_argument("-o", "--output", help="write the plan to this file")
     plan.add_argument("--trace", help="write the simulated step as a Chrome trace")
     plan.add_argument(
@@ -99,7 +97,13 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say which change of the cluster would flip the decision",
     )
-    _search_arguments(plan)
+    plan.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="search what `run` can run, run the chosen plan's steps for ranks that are not there, "
+        "and say what doesn't match",
+    )
+    model_flags.add_search(plan)
     override_flags.add_arguments(plan)
     plan.set_defaults(command=_plan)
 
@@ -114,9 +118,11 @@ def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
         "run", parents=[common], help="train for a few steps; launch it with torchrun"
     )
-    _model_arguments(run)
+    model_flags.add_model(run)
     run.add_argument("--plan", help="plan file; without it a plan is searched")
-    run.add_argument("--steps", type=_positive, default=10, help="optimizer steps (default 10)")
+    run.add_argument(
+        "--steps", type=model_flags.positive, default=10, help="optimizer steps (default 10)"
+    )
     run.add_argument("--lr", type=float, default=1e-3)
     run.add_argument(
         "--weights",
@@ -129,92 +135,26 @@ def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--timeline", metavar="FILE", help="time the last step, and write it as a Chrome trace"
     )
-    _search_arguments(run)
+    model_flags.add_search(run)
     run.set_defaults(command=_run)
+
+
+def _add_rehearse(commands: Any, common: argparse.ArgumentParser) -> None:
+    rehearsal = commands.add_parser(
+        "rehearse", parents=[common], help="run a plan's steps for ranks that are not there"
+    )
+    model_flags.add_model(rehearsal)
+    rehearsing.add_arguments(rehearsal)
+    rehearsal.set_defaults(command=_rehearse)
 
 
 def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     profile = commands.add_parser(
         "profile", parents=[common], help="measure this machine for the plans of a model"
     )
-    _model_arguments(profile, optional=True)
+    model_flags.add_model(profile, optional=True)
     profile_command.add_arguments(profile)
     profile.set_defaults(command=_profile)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; legal: an integer from 1")
-    return int(text)
-
-
-def _model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    parser.add_argument(
-        "model",
-        nargs="?" if optional else None,
-        help="module:function returning (model, example_inputs[, loss_fn])",
-    )
-    parser.add_argument(
-        "--cluster",
-        default="local:1",
-        help="catalog name, name:nodes, local:N, detect, or a TOML file (default local:1)",
-    )
-    parser.add_argument(
-        "--batch",
-        type=int,
-        required=not optional,
-        help="global batch size, rows per optimizer step",
-    )
-    parser.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32 on CPUs)")
-    if optional:
-        return
-    parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
-    parser.add_argument(
-        "--target",
-        choices=tuple(TARGETS),
-        help="software to plan for: its prices, and only what it can run (default: eager, or "
-        "compiled with --compile)",
-    )
-    parser.add_argument(
-        "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
-    )
-    parser.add_argument(
-        "--expert-imbalance",
-        type=float,
-        default=1.0,
-        metavar="RATIO",
-        help="tokens of the busiest rank of experts over the mean (default 1.0, balanced)",
-    )
-    parser.add_argument(
-        "--rows-meet", choices=ROWS_MEET, default="exact", help="where rows of a batch may meet"
-    )
-
-
-def _search_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default="robust",
-        help="the simplest of the plans that prices can't tell from the best, or the fastest",
-    )
-    parser.add_argument(
-        "--memory-margin",
-        type=float,
-        metavar="PART",
-        help=f"part of a device's memory that the plan leaves free (default {MEMORY_MARGIN})",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="SECONDS",
-        help="end the search then, with the best plan found and what it may miss",
-    )
-    parser.add_argument(
-        "--executable",
-        action=argparse.BooleanOptionalAction,
-        help="search only what `run` can run, or everything that can be planned "
-        "(default: what runs, where ranks are running, on one device and on CPU processes)",
-    )
 
 
 def _cluster(text: str) -> Cluster:
@@ -287,19 +227,32 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.rehearse and args.executable is None:
+        args.executable = True  # nothing else can be rehearsed
     result, _ = _parallelize(args, overrides=override_flags.overrides_of(args))
     if args.output:
         result.plan.save(args.output)
         _say(f"plan written to {args.output}")
     if args.trace:
         result.report.trace(args.trace)
-    report = result.report
+    if not args.rehearse:
+        _print_report(args, result.report)
+        return 0
+    try:
+        found = result.rehearse()
+    except ValueError:
+        _print_report(args, result.report)
+        raise
+    _print_report(args, result.report, found.line)
+    return _judged(found, result.report)
+
+
+def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
     data, text = (report.to_dict(), "") if args.json else ({}, str(report))
     if args.sensitivity:
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
-    _print(json.dumps(data, indent=2) if args.json else text)
-    return 0
+    _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -307,19 +260,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         _print(plan.to_json())
         return 0
-    _print(
-        f"{describe(plan)}; global batch {plan.global_batch_size}, {plan.precision}, "
-        f"model {plan.model}"
-    )
-    for k, stage in enumerate(plan.stages):
-        _print(
-            f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
-            f"{compress_ranks(stage.ranks)}, {mesh_words(stage)}, ZeRO-{stage.zero}"
-            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}, "
-            f"recompute {policy_counts(stage.policies)}"
-        )
-        for name, text in stage.shardings.items():
-            _print(f"    {name}: {text}")
+    _print(plan_text(plan))
     return 0
 
 
@@ -379,6 +320,23 @@ def _profile(args: argparse.Namespace) -> int:
     _export(args, cluster)
     _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))
     return 0
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    result, _ = _parallelize(args, plan=args.plan)
+    found = result.rehearse(every=args.every)
+    _print(json.dumps(rehearsing.as_data(found), indent=2) if args.json else str(found))
+    return _judged(found, result.report)
+
+
+def _judged(found: Rehearsal, report: Report) -> int:
+    """The exit code of a rehearsal, with the reason on stderr."""
+    for mismatch in found.mismatches:
+        _say(f"mismatch: {mismatch}")
+    code = rehearsing.exit_code(found, report)
+    if code == 2:
+        _say(f"infeasible: the plan was rehearsed, and does not fit: {report.memory}")
+    return code
 
 
 def _export(args: argparse.Namespace, cluster: Cluster) -> None:

@@ -16,10 +16,12 @@ from meshwright.decision import Decision, Request
 from meshwright.executor.checkpoint import Saving, checkpoint, hand_over, take_over, weights
 from meshwright.executor.parameters import WholeTensors, clip_
 from meshwright.executor.ranks import launch, progress
+from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed_step
 from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.overrides import Overrides
+from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.shapes import OtherShapes
 from meshwright.traced import TracedModel
 from meshwright.world import why_not_here
@@ -84,11 +86,42 @@ class ParallelModel:
             assert self.runtime is not None
         return self
 
-    def _lowered(self) -> Runtime:
-        """The plan's part of this rank, checked on the graph of its micro-batch."""
+    def rehearse(self, *, every: bool = False, optimizer: MakeOptimizer | None = None) -> Rehearsal:
+        """Run the plan's own steps for one rank of each kind, or for `every` rank, on this process
+        and on tensors without values: no weight is made, nothing is sent, nothing changes here.
+
+        Returns what does not match between ranks (nothing, if the plan can't hang), each kind's
+        peak bytes beside the price's, FLOPs and bytes sent; `str()` of it is a table. `optimizer`
+        makes one of a rank's parameters; by default torch's of the planned name. Ranks of GPUs
+        are rehearsed on a device that stands for one. The report has the table from then on, and
+        its verdict on memory (`prediction.memory_verdict`) rests on the rehearsed peak. Raises
+        ValueError in a process of a run, for a plan that can't run, for operators and optimizers
+        that read values of tensors, and for operators that mix tensors of the host with those of
+        the device.
+        """
+        found = rehearse_plan(
+            self._checked(),
+            self._problem,
+            self._traced,
+            optimizer=optimizer,
+            every=every,
+            prediction=self.prediction,
+            compiled=bool(self._request.compile),
+        )
+        margin = self._request.memory_margin
+        self._decision = with_rehearsal(self._decision, found, self._problem, margin)
+        self.report, self.prediction = self._decision.report, self._decision.prediction
+        return found
+
+    def _checked(self) -> CheckedPlan:
+        """The plan, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
-        checked = CheckedPlan.of(plan, graph, factors, traced.run_use)
+        return CheckedPlan.of(plan, graph, factors, traced.run_use)
+
+    def _lowered(self) -> Runtime:
+        """The plan's part of this rank."""
+        plan, traced, checked = self.plan, self._traced, self._checked()
         if self._request.tf32:
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True

@@ -9,8 +9,6 @@ from files: measurements that it exported on another, and collectives that other
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +45,7 @@ from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
 from meshwright.profiles.timings import CollectiveTiming, Timing
+from meshwright.shell import Progress
 
 T = TypeVar("T")
 
@@ -348,16 +347,12 @@ def _flops(
 
 
 def progress(items: Iterable[T], total: int) -> Iterator[T]:
-    """The items, with a bar on stderr where that is rank 0's terminal."""
-    shown = total > 0 and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-    for done, item in enumerate(items, 1):
-        if shown:
-            bar = "#" * (BAR_WIDTH * done // total)
-            sys.stderr.write(f"\rprofile [{bar:<{BAR_WIDTH}}] {done}/{total}")
-            sys.stderr.flush()
-        yield item
-    if shown:
-        sys.stderr.write("\n")
+    """The items, with a bar on stderr as they come."""
+    with Progress() as said:
+        for done, item in enumerate(items, 1):
+            bar = "#" * (BAR_WIDTH * done // max(1, total))
+            said(f"profile [{bar:<{BAR_WIDTH}}] {done}/{total}")
+            yield item
 
 
 def _curve_ends(curves: Sequence[CollectiveTiming]) -> list[str]:

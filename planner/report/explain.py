@@ -20,7 +20,7 @@ from meshwright.planner.plan import (
     mesh_words,
     policy_counts,
 )
-from meshwright.planner.pricing import Evaluation
+from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report, Row
@@ -71,10 +71,7 @@ def explain(
         "rows_per_s": plan.global_batch_size / prediction.step_time_s,
         "mfu": prediction.mfu,
         "bubble_fraction": prediction.bubble_fraction,
-        "peak_memory_bytes": prediction.peak_memory_bytes,
-        "memory_interval_bytes": prediction.memory_interval_bytes,
-        "memory_bytes": cluster.device.memory_bytes,
-        "memory_verdict": prediction.memory_verdict(cluster),
+        **memory_summary(prediction, cluster),
         "rests_on": evaluation.rests_on(),
         **(searched.bound if searched else {}),
     }
@@ -101,6 +98,28 @@ def explain(
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
     )
+
+
+def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
+    """What the summary says of memory: bytes, and whether the plan fits, and by what."""
+    summary = {
+        "peak_memory_bytes": prediction.peak_memory_bytes,
+        "course_bytes": list(prediction.course_bytes),
+        "memory_interval_bytes": prediction.memory_interval_bytes,
+        "memory_bytes": cluster.device.memory_bytes,
+        "memory_verdict": prediction.memory_verdict(cluster),
+        "memory_verdict_by": "price",
+    }
+    if (found := prediction.rehearsed) is None:
+        return summary
+    fullest = max(range(len(found.peak_bytes)), key=found.peak_bytes.__getitem__)
+    return summary | {
+        "memory_verdict_by": "rehearsal",
+        "rehearsed_memory_bytes": found.peak_bytes,
+        "rehearsed_tensor_bytes": found.tensor_bytes[fullest],
+        "bytes_beside_tensors": found.beside_bytes[fullest],
+        "memory_margin": found.margin,
+    }
 
 
 def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:

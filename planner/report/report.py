@@ -31,12 +31,21 @@ class DeferredAnswers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What a rehearsal of the plan found, as `lines` of text and as `data`."""
+
+    lines: Sequence[str]
+    data: Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
     `alternatives`, `overrides`, `advice` and `sensitivity()` are `deferred`: found when they are
-    first asked for, of several ranks by the one that searched.
+    first asked for, of several ranks by the one that searched. `rehearsed` is there after a
+    rehearsal of this plan: the summary's verdict on memory rests on it then.
     """
 
     plan: Plan
@@ -50,6 +59,7 @@ class Report:
     phases_s: Mapping[str, float]
     timeline: Mapping[str, Any]
     excluded: Sequence[Row] = ()
+    rehearsed: Rehearsed | None = None
     deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -81,6 +91,7 @@ class Report:
             "summary": dict(self.summary),
             "proof": dict(self.deferred.proof()) if self.deferred else {},
             "stages": [dict(s) for s in self.stages],
+            **({"rehearsal": dict(self.rehearsed.data)} if self.rehearsed else {}),
             "components_s": self.components.as_dict(),
             "runners_up": [dict(r) for r in self.runners_up],
             "alternatives": [dict(a) for a in self.alternatives],
@@ -102,6 +113,7 @@ class Report:
         parts = [
             self._head(),
             self._stage_table(),
+            self._rehearsed(),
             self._where(),
             self._overrides(),
             self._others(),
@@ -131,8 +143,23 @@ class Report:
         """What other models' measurements make of the step and the memory."""
         s = self.summary
         step = " to ".join(map(seconds, s["step_interval_s"]))
-        low, high = (x / GIB for x in s["memory_interval_bytes"])
-        return f"  with 80 %: {step}; {low:.1f} to {high:.1f} GiB: {s['memory_verdict']}"
+        return f"  with 80 %: {step}; {self.memory}: {s['memory_verdict']}"
+
+    @property
+    def memory(self) -> str:
+        """What the verdict on memory rests on."""
+        s = self.summary
+        if s["memory_verdict_by"] == "price":
+            low, high = (x / GIB for x in s["memory_interval_bytes"])
+            course = max(s.get("course_bytes") or (0,)) / GIB
+            beside = f", {course:.1f} in the course of a step" if course else ""
+            return f"{low:.1f} to {high:.1f} GiB{beside}"
+        tensors, beside = (s[x] / GIB for x in ("rehearsed_tensor_bytes", "bytes_beside_tensors"))
+        around = f" and {beside:.3g} GiB of context and communicators" if beside else ""
+        memory = (
+            f"of {s['memory_bytes'] / GIB:.1f} GiB, {s['memory_margin']:.0%} left for fragments"
+        )
+        return f"rehearsed {tensors:.3g} GiB of tensors{around} {memory}"
 
     def _proof(self) -> list[str]:
         s = self.summary
@@ -161,6 +188,12 @@ class Report:
             *table(rows),
             "  (per micro-batch; comm is the exposed part of forward and backward)",
         ]
+
+    def _rehearsed(self) -> list[str]:
+        if self.rehearsed is None:
+            return []
+        line, *rest = self.rehearsed.lines
+        return [line[:1].upper() + line[1:], *(f"  {x}" for x in rest)]
 
     def _where(self) -> list[str]:
         total = sum(self.components.as_dict().values()) or 1.0

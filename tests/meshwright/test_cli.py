@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,73 +10,12 @@ import pytest
 from meshwright import Plan
 from meshwright.cli import main
 from meshwright.planner.plan.words import describe
-
-TARGETS = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
-def mlp():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-    return model, (torch.randn(4, 16), torch.randint(0, 8, (4,))), F.cross_entropy
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 4)
-
-    def forward(self, x, scale=1.0):
-        return {"loss": self.up(x).square().mean() * scale}
-
-
-def own():
-    torch.manual_seed(0)
-    return Own(), {"x": torch.randn(3, 16), "scale": 2.0}
-
-
-def alone():
-    return nn.Linear(2, 2)
-
-
-value = 3
-"""
-
-TINY = """
-base = "local-host"
-devices_per_node = 2
-
-[device]
-memory_bytes = 536_872_000
-"""
-
-PLAN = ["plan", "cli_targets:mlp", "--batch", "16", "--precision", "fp32"]
-FOUR = [*PLAN, "--cluster", "dgx-a100"]
+from tests.meshwright.commands import FOUR, PLAN, Captured, failed, in_a_folder
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a module of targets, which is forgotten again."""
-    (tmp_path / "cli_targets.py").write_text(TARGETS)
-    (tmp_path / "tiny.toml").write_text(TINY)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "cli_targets", raising=False)
-    return tmp_path
-
-
-Captured = pytest.CaptureFixture[str]
-
-
-def failed(capsys: Captured, arguments: list[str], code: int = 1) -> str:
-    """The one error on stderr, with nothing on stdout."""
-    assert main(arguments) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    return err
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_folder(tmp_path, monkeypatch)
 
 
 # --- plan ----------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.override_flags import add_arguments, overrides_of
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import FORBIDDABLE, OverrideError
+from meshwright.shell.override_flags import add_arguments, overrides_of
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,83 @@
+"""The flags that commands share: the model and what it is planned for; how plans are searched."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET
+from meshwright.costmodel.targets import TARGETS
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: an integer from 1")
+    return int(text)
+
+
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?" if optional else None,
+        help="module:function returning (model, example_inputs[, loss_fn])",
+    )
+    parser.add_argument(
+        "--cluster",
+        default="local:1",
+        help="catalog name, name:nodes, local:N, detect, or a TOML file (default local:1)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        required=not optional,
+        help="global batch size, rows per optimizer step",
+    )
+    parser.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32 on CPUs)")
+    if optional:
+        return
+    parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
+    parser.add_argument(
+        "--target",
+        choices=tuple(TARGETS),
+        help="software to plan for: its prices, and only what it can run (default: eager, or "
+        "compiled with --compile)",
+    )
+    parser.add_argument(
+        "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
+    )
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        default=1.0,
+        metavar="RATIO",
+        help="tokens of the busiest rank of experts over the mean (default 1.0, balanced)",
+    )
+    parser.add_argument(
+        "--rows-meet", choices=ROWS_MEET, default="exact", help="where rows of a batch may meet"
+    )
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="robust",
+        help="the simplest of the plans that prices can't tell from the best, or the fastest",
+    )
+    parser.add_argument(
+        "--memory-margin",
+        type=float,
+        metavar="PART",
+        help=f"part of a device's memory that the plan leaves free (default {MEMORY_MARGIN})",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end the search then, with the best plan found and what it may miss",
+    )
+    parser.add_argument(
+        "--executable",
+        action=argparse.BooleanOptionalAction,
+        help="search only what `run` can run, or everything that can be planned "
+        "(default: what runs, where ranks are running, on one device and on CPU processes)",
+    )

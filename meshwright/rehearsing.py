@@ -1,0 +1,179 @@
+"""`result.rehearse()`: a plan's own steps for ranks that are not there, from a traced model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from meshwright.costmodel.operators import Problem
+from meshwright.decision import Decision
+from meshwright.executor.prices import Prices
+from meshwright.executor.rehearsal import Estimate, MakeOptimizer, Priced, Rehearsal, rehearse
+from meshwright.executor.stages import CheckedPlan
+from meshwright.planner.batch import input_leaves
+from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import (
+    Evaluator,
+    Prediction,
+    RehearsedMemory,
+    StageCoster,
+    bytes_beside_tensors,
+)
+from meshwright.planner.report import Rehearsed, Report, memory_summary
+from meshwright.shell import Progress
+from meshwright.traced import TracedModel
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType({
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+})  # fmt: skip
+
+
+def rehearse_plan(
+    checked: CheckedPlan,
+    problem: Problem,
+    traced: TracedModel,
+    *,
+    optimizer: MakeOptimizer | None,
+    every: bool,
+    prediction: Prediction,
+    compiled: bool,
+) -> Rehearsal:
+    """Rehearse a checked plan, for which there is a `prediction`; `compiled` if its blocks are to
+    be, which a rehearsal doesn't do. Raises ValueError for a planned
+    optimizer that torch doesn't have: give one."""
+    if optimizer is not None and not callable(optimizer):
+        raise ValueError(
+            f"rehearse: optimizer={type(optimizer).__name__}(...) is no function; legal: one that "
+            "makes an optimizer of a rank's parameters, e.g. lambda params: "
+            "torch.optim.AdamW(params, lr=1e-3), or None"
+        )
+    make = optimizer or OPTIMIZERS.get(problem.optimizer)
+    if make is None:
+        raise ValueError(
+            f"rehearse: torch has no optimizer {problem.optimizer!r}; legal: "
+            f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)"
+        )
+    beside = bytes_beside_tensors(checked.plan, StageCoster(problem))
+    peaks = prediction.course_bytes or prediction.peak_memory_bytes
+    with Progress() as said:
+        found = rehearse(
+            checked,
+            traced.model,
+            lambda: _batch(traced, checked.plan.global_batch_size),
+            make,
+            every=every,
+            priced=Priced(
+                peak_bytes=[peak - less for peak, less in zip(peaks, beside, strict=True)],
+                step=_priced_step(checked.plan, problem),
+                prices=Prices(cluster=problem.cluster, host_scale=problem.target.host_scale),
+            ),
+            said=said,
+            backend=problem.cluster.backend,
+        )
+    if compiled:
+        said_of = "what torch.compile makes of the blocks: they ran uncompiled"
+        found = replace(found, left_out=(*found.left_out, said_of))
+    return found
+
+
+def _priced_step(plan: Plan, problem: Problem) -> Estimate:
+    """The plan's price as an estimate has it, by the busiest device group."""
+    priced, m = Evaluator(problem).price(plan), plan.num_microbatches
+    found: list[dict[str, float]] = []
+    for ranks in plan.devices:
+        own = [s for s, x in zip(priced.stages, plan.stages, strict=True) if x.ranks == ranks]
+        found.append({
+            "forward": m * sum(s.forward_s - s.forward_comm_s for s in own),
+            "backward": m * sum(s.backward_s - s.backward_comm_s for s in own),
+            "optimizer": sum(s.optimizer_s for s in own),
+            "communication": sum(
+                m * (s.forward_comm_s + s.backward_comm_s) + s.reduce_s for s in own
+            ),
+        })  # fmt: skip
+    busiest = max(found, key=lambda parts: sum(parts.values()))
+    return Estimate(step_s=priced.prediction.step_time_s, seconds=busiest)
+
+
+def with_rehearsal(
+    decision: Decision, found: Rehearsal, problem: Problem, margin: float
+) -> Decision:
+    """The decision with what a rehearsal of its plan found: the verdict on memory rests on that,
+    with what a device reserves beside tensors and a `margin` of its memory."""
+    assert found.plan == decision.plan
+    memory = RehearsedMemory(
+        tensor_bytes=found.peak_bytes,
+        beside_bytes=bytes_beside_tensors(found.plan, StageCoster(problem)),
+        margin=margin,
+    )
+    prediction = replace(decision.prediction, rehearsed=memory)
+    report = replace(
+        decision.report,
+        rehearsed=Rehearsed(lines=found.short, data=as_data(found)),
+        summary={**decision.report.summary, **memory_summary(prediction, problem.cluster)},
+    )
+    return replace(decision, report=report, prediction=prediction)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `meshwright rehearse`, beside those of the model."""
+    parser.add_argument("--plan", required=True, help="plan file")
+    parser.add_argument("--every", action="store_true", help="every rank, not one of each kind")
+    # as `run` takes them; a plan file needs no search
+    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None, executable=None)
+
+
+def exit_code(found: Rehearsal, report: Report) -> int:
+    """1 where something doesn't match, 2 where the plan doesn't fit by what was rehearsed."""
+    if not found.ok:
+        return 1
+    return 2 if report.summary["memory_verdict"] == "does not fit" else 0
+
+
+def as_data(found: Rehearsal) -> dict[str, Any]:
+    """A rehearsal for JSON: bytes, FLOPs and bytes sent of each rank that was rehearsed."""
+    stands_for = found.stands_for
+    return {
+        "mismatches": [str(m) for m in found.mismatches],
+        "left_out": list(found.left_out),
+        "seconds": found.seconds,
+        "priced_bytes": list(found.priced_bytes),
+        "step": {
+            name: {"step_s": of.step_s, **of.parts}
+            for name, of in (("estimated", found.estimate), ("priced", found.priced.step))
+            if of is not None
+        },
+        "ranks": {
+            rank: {
+                "stands_for": stands_for[rank],
+                "group": found.group_of[rank],
+                "peak_bytes": log.peak_bytes,
+                "peak_by_kind": dict(log.peak_by_kind),
+                "sent_bytes": log.sent_bytes,
+                "flops": dict(log.flops),
+            }
+            for rank, log in sorted(found.logs.items())
+        },
+    }
+
+
+def _batch(traced: TracedModel, rows: int) -> Any:
+    """A global batch like the example; to be called where tensors have no values."""
+    leaves, spec = input_leaves(traced.example)
+
+    def made(path: str, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        shape = (rows, *x.shape[1:]) if path in traced.batched else x.shape
+        return torch.empty(shape, dtype=x.dtype)
+
+    return pytree.tree_unflatten([made(path, x) for path, x in leaves], spec)

@@ -1,0 +1,5 @@
+"""What commands take from the command line, and what they say meanwhile."""
+
+from meshwright.shell.progress import Progress
+
+__all__ = ["Progress"]

@@ -1,0 +1,52 @@
+"""Progress on stderr: one line that is written over on a terminal, few lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+FIRST_S = 10.0  # until the first line where there is no terminal; the next come at doubled times
+CLEAR = "\x1b[K"  # the rest of the line
+
+
+class Progress:
+    """Takes lines of progress inside `with`, and shows them on rank 0's stderr.
+
+    On a terminal each takes the place of the last. Elsewhere a line is written after `FIRST_S`
+    seconds, and then whenever twice as much time has passed: what is short says nothing, and an
+    hour nine lines. Where the environment says that this is another rank, nothing is shown.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.shown = os.environ.get("RANK", "0") == "0"
+        self.clock, self.began, self.next_s = clock, clock(), FIRST_S
+        self.open = False  # a line on the terminal has no end yet
+
+    def __call__(self, line: str) -> None:
+        if not self.shown:
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{line}{CLEAR}")
+            sys.stderr.flush()
+            self.open = True
+        elif (passed := self.clock() - self.began) >= self.next_s:
+            sys.stderr.write(f"{line}, after {passed:.0f} s\n")
+            sys.stderr.flush()
+            while self.next_s <= passed:
+                self.next_s *= 2
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self.open:
+            sys.stderr.write("\n")
+            self.open = False

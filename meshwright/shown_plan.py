@@ -1,0 +1,29 @@
+"""A plan in words, as `meshwright show` prints it."""
+
+from __future__ import annotations
+
+from meshwright.planner.plan import (
+    Plan,
+    compress_names,
+    compress_ranks,
+    describe,
+    mesh_words,
+    policy_counts,
+)
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan in a line, and each stage in one, followed by its shardings."""
+    lines = [
+        f"{describe(plan)}; global batch {plan.global_batch_size}, {plan.precision}, "
+        f"model {plan.model}"
+    ]
+    for k, stage in enumerate(plan.stages):
+        lines.append(
+            f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
+            f"{compress_ranks(stage.ranks)}, {mesh_words(stage)}, ZeRO-{stage.zero}"
+            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}, "
+            f"recompute {policy_counts(stage.policies)}"
+        )
+        lines += [f"    {name}: {text}" for name, text in stage.shardings.items()]
+    return "\n".join(lines)

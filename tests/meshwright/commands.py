@@ -1,0 +1,74 @@
+"""A working folder with models for commands, which are called in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+
+TARGETS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def mlp():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    return model, (torch.randn(4, 16), torch.randint(0, 8, (4,))), F.cross_entropy
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 4)
+
+    def forward(self, x, scale=1.0):
+        return {"loss": self.up(x).square().mean() * scale}
+
+
+def own():
+    torch.manual_seed(0)
+    return Own(), {"x": torch.randn(3, 16), "scale": 2.0}
+
+
+def alone():
+    return nn.Linear(2, 2)
+
+
+value = 3
+"""
+
+TINY = """
+base = "local-host"
+devices_per_node = 2
+
+[device]
+memory_bytes = 536_872_000
+"""
+
+PLAN = ["plan", "cli_targets:mlp", "--batch", "16", "--precision", "fp32"]
+FOUR = [*PLAN, "--cluster", "dgx-a100"]
+
+Captured = pytest.CaptureFixture[str]
+
+
+def in_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with a module of targets, which is forgotten again."""
+    (folder / "cli_targets.py").write_text(TARGETS)
+    (folder / "tiny.toml").write_text(TINY)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "cli_targets", raising=False)
+
+
+def failed(capsys: Captured, arguments: list[str], code: int = 1) -> str:
+    """The one error on stderr, with nothing on stdout."""
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err

@@ -1,0 +1,124 @@
+"""`meshwright rehearse` and `plan --rehearse`: what is printed where, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.executor.rehearsal import Mismatch, Rehearsal, rehearse
+from tests.meshwright.commands import FOUR, Captured, failed, in_a_folder
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_folder(tmp_path, monkeypatch)
+
+
+def test_rehearse_speaks_for_ranks_that_are_not_there(capsys: Captured) -> None:
+    flags = ["--pp", "2", "--tp", "2", "--dp", "2", "--num-microbatches", "2"]
+    assert main([*FOUR, *flags, "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    command = ["rehearse", *FOUR[1:], "--plan", "plan.json"]
+    assert main(command) == 0
+    assert "kinds of 8 ranks, no mismatch, peak" in capsys.readouterr().out
+    assert main([*command, "--every", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mismatches"] == [] and len(found["ranks"]) == 8
+    assert all(rank["peak_bytes"] > 0 for rank in found["ranks"].values())
+
+
+def test_a_rehearsal_that_does_not_match_exits_with_1(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*FOUR, "--pp", "2", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    unmet = Mismatch(proof="messages", ranks=(0, 1), text="what the first never sends")
+    rehearsing = sys.modules[rehearse.__module__]
+    monkeypatch.setattr(rehearsing, "mismatches", lambda logs, kind_of: [unmet])
+    assert main(["rehearse", *FOUR[1:], "--plan", "plan.json"]) == 1
+    assert str(unmet) in capsys.readouterr().out
+
+
+def test_plan_and_rehearse(capsys: Captured) -> None:
+    flags = ["--pp", "2", "--num-microbatches", "2", "--rehearse"]
+    assert main([*FOUR, *flags]) == 0
+    out, err = capsys.readouterr()
+    assert out.rstrip().splitlines()[-1].startswith("rehearsed: ")
+    assert " of 8 ranks, no mismatch, peak " in out and "rehearsing" not in out + err
+    assert main([*FOUR, *flags, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["rehearsal"]["mismatches"] == [] and data["rehearsal"]["ranks"]
+    assert data["summary"]["memory_verdict_by"] == "rehearsal"
+
+
+def test_plan_and_rehearse_what_does_not_match(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmet = Mismatch(proof="messages", ranks=(0, 1), text="what the first never sends")
+    rehearsing = sys.modules[rehearse.__module__]
+    monkeypatch.setattr(rehearsing, "mismatches", lambda logs, kind_of: [unmet])
+    assert main([*FOUR, "--pp", "2", "--rehearse"]) == 1
+    out, err = capsys.readouterr()
+    assert ", 1 mismatch, peak" in out.splitlines()[-1]
+    assert f"mismatch: {unmet}" in err and str(unmet) in out
+
+
+def test_a_plan_that_does_not_fit_when_rehearsed_exits_with_2(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rehearsal, "peak_bytes", [2**40])
+    assert main([*FOUR, "--tp", "8", "--rehearse"]) == 2
+    out, err = capsys.readouterr()
+    assert "rehearsed 1.02e+03 GiB of tensors" in out and ": does not fit" in out
+    assert "infeasible: the plan was rehearsed, and does not fit" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["cli_targets:own", "--batch", "16"], "made for model"),
+        (["--batch", "32"], "made for global_batch_size=16, called with 32"),
+        (["--precision", "bf16"], "made for precision='fp32', called with 'bf16'"),
+        (["--cluster", "dgx-a100:2"], "made for 8 ranks, but the cluster has 16 devices"),
+        (["--plan", "none.json"], "plan file 'none.json': No such file"),
+        (["--plan", "cut.json"], "cut.json"),
+        (["--plan", "list.json"], "list.json"),
+        (["--plan", "less.json"], "less.json"),
+        (["--plan", "ranks.json"], "ranks"),
+        (["--plan", "blocks.json"], "block"),
+    ],
+)
+def test_a_plan_that_is_no_plan_for_this_is_one_clear_error(
+    capsys: Captured, changes: list[str], says: str
+) -> None:
+    assert main([*FOUR, "--tp", "8", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    text = Path("plan.json").read_text()
+    plan = json.loads(text)
+    Path("cut.json").write_text(text[: len(text) // 2])
+    Path("list.json").write_text("[1, 2]")
+    Path("less.json").write_text(json.dumps({k: x for k, x in plan.items() if k != "stages"}))
+    (stage,) = plan["stages"]
+    for name, change in (("ranks", {"ranks": [0, 1, 2, 9]}), ("blocks", {"blocks": ["none"]})):
+        Path(f"{name}.json").write_text(json.dumps({**plan, "stages": [stage | change]}))
+    arguments = ["rehearse", *FOUR[1:], "--plan", "plan.json", *changes]
+    if changes[0].startswith("cli_targets"):
+        arguments.remove("cli_targets:mlp")
+    err = failed(capsys, arguments)
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+def test_the_report_is_printed_where_the_plan_can_not_be_rehearsed(capsys: Captured) -> None:
+    assert main([*FOUR, "--dp", "8", "--rehearse", "--optimizer", "lion"]) == 1
+    out, err = capsys.readouterr()
+    assert "Chosen: dp8" in out and "ehearsed" not in out
+    assert "error: rehearse: torch has no optimizer 'lion'" in err
+
+
+def test_what_can_not_run_is_not_searched_for_a_rehearsal(capsys: Captured) -> None:
+    error = failed(capsys, [*FOUR, "--cp", "2", "--rehearse"])
+    assert "cp=2 can be planned, but not run yet" in error

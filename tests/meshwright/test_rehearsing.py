@@ -1,0 +1,264 @@
+"""A rehearsal in the flow: the report after it, progress meanwhile, what is refused."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright import Overrides, ParallelModel, auto_parallelize, leaf
+from meshwright.executor.rehearsal import Rehearsal
+from meshwright.planner.pricing import RehearsedMemory
+from meshwright.planner.report import memory_summary
+from meshwright.shell import Progress
+from tests.helpers.tiny import host, net, planned
+
+MIB = 2**20
+
+
+def rehearsed(**changes: object) -> tuple[ParallelModel, Rehearsal]:
+    result = planned(net(), 4, overrides=Overrides(pp=2, num_microbatches=2), **changes)
+    return result, result.rehearse()
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def test_the_report_has_the_rehearsal_and_rests_on_it() -> None:
+    result, found = rehearsed()
+    summary, text = result.report.summary, str(result.report)
+    assert found.plan == result.plan
+    assert found.line.replace("rehearsed", "Rehearsed") in text
+    assert summary["memory_verdict_by"] == "rehearsal"
+    assert summary["memory_verdict"] == result.prediction.memory_verdict(host(4)) == "fits"
+    assert summary["rehearsed_tensor_bytes"] == max(found.peak_bytes)
+    assert "left for fragments: fits" in text
+    data = result.report.to_dict()["rehearsal"]
+    peaks = [rank["peak_bytes"] for rank in data["ranks"].values()]
+    assert data["mismatches"] == [] and max(peaks) == max(found.peak_bytes)
+
+
+def test_the_table_of_the_report_has_the_fullest_rank_of_each_group() -> None:
+    _, found = rehearsed()
+    rows = [line.split() for line in found.short[2:-1]]
+    assert [int(row[2]) for row in rows] == [0, 1]
+    assert [row[3] for row in rows] == [f"{peak / MIB:.1f}" for peak in found.peak_bytes]
+    assert len(str(found).splitlines()) == 2 + len(found.logs) + 1
+
+
+def test_a_second_estimate_of_the_step_is_beside_the_price() -> None:
+    result, found = rehearsed()
+    assert found.estimate is not None and found.priced.step is not None
+    assert found.priced.step.step_s == result.prediction.step_time_s
+    assert f"step {1e3 * found.estimate.step_s:.4g} ms by what ran" in str(result.report)
+    steps = result.report.to_dict()["rehearsal"]["step"]
+    assert steps["estimated"]["step_s"] == found.estimate.step_s
+    assert steps["priced"]["step_s"] == result.prediction.step_time_s
+
+
+def test_a_plan_that_was_not_rehearsed_rests_on_its_price() -> None:
+    result, _ = rehearsed()
+    other = result.replan(Overrides(pp=2, num_microbatches=4))
+    for report in (other.report, planned(net(), 4, plan=result.plan).report):
+        assert report.rehearsed is None and "rehearsal" not in report.to_dict()
+        assert report.summary["memory_verdict_by"] == "price"
+        assert "ehearsed" not in str(report)
+    assert other.prediction.rehearsed is None
+
+
+def test_a_rehearsal_leaves_the_plan_and_its_prices() -> None:
+    result = planned(net(), 4, overrides=Overrides(pp=2, num_microbatches=2))
+    plan, prediction, stages = result.plan.to_json(), result.prediction, result.report.stages
+    result.rehearse()
+    assert result.plan.to_json() == plan and result.report.stages == stages
+    assert replace(result.prediction, rehearsed=None) == prediction
+
+
+@pytest.mark.parametrize(
+    ("tensors", "verdict"), [(0.80, "fits"), (0.87, "tight"), (0.91, "does not fit")]
+)
+def test_the_verdict_is_of_tensors_context_and_margin(tensors: float, verdict: str) -> None:
+    on = host(4)
+    memory = on.device.memory_bytes
+    found = RehearsedMemory(
+        tensor_bytes=[int(tensors * memory), 0], beside_bytes=[memory // 10, 0], margin=0.05
+    )
+    assert found.verdict(on) == verdict
+    prediction = replace(planned(net(), 4).prediction, rehearsed=found)
+    assert prediction.memory_verdict(on) == verdict
+    said = memory_summary(prediction, on)
+    assert said["rehearsed_tensor_bytes"] == int(tensors * memory)
+    assert said["bytes_beside_tensors"] == memory // 10
+
+
+def test_compiled_blocks_are_said_to_be_left_out() -> None:
+    found = planned(net(), 4, compile=True, overrides=Overrides(dp=4)).rehearse()
+    assert found.ok and "they ran uncompiled" in found.left_out[-1]
+    assert planned(net(), 4, overrides=Overrides(dp=4)).rehearse().left_out == ()
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_lines_take_the_place_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    with Progress() as said:
+        said("one of two")
+        said("two")
+    assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
+    assert stream.getvalue().count("\r") == 2
+
+
+def test_elsewhere_few_lines_of_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    now = [0.0]
+    with Progress(clock=lambda: now[0]) as said:
+        for second in range(300):
+            now[0] = float(second)
+            said(f"line {second}")
+    assert stream.getvalue().splitlines() == [
+        f"line {second}, after {second} s" for second in (10, 20, 40, 80, 160)
+    ]
+
+
+def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setenv("RANK", "1")
+    with Progress() as said:
+        said("line")
+    assert stream.getvalue() == ""
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Chooses by the sum of what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) if x.sum() > 0 else self.down(x)
+
+
+class InNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+@leaf(rule="b d -> b d", result=torch.empty_like, saved_bytes=1 << 20)
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = InNumpy.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+class Model(nn.Module):
+    def __init__(self, inner: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(8, 16), inner, nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.inner(self.up(x)))
+        return made
+
+
+def around(inner: Callable[[torch.Tensor], torch.Tensor], **overrides: Any) -> ParallelModel:
+    return auto_parallelize(
+        Model(inner),
+        host(4),
+        example_inputs=(torch.randn(4, 8), torch.randint(0, 4, (4,))),
+        loss_fn=F.cross_entropy,
+        global_batch_size=16,
+        precision="fp32",
+        overrides=Overrides(**overrides),
+        profile=False,
+    )
+
+
+def test_a_leaf_that_reads_values_is_named_and_runs_as_traced() -> None:
+    result = around(Branching(), pp=2, tp=2)
+    found = result.rehearse()
+    assert found.ok
+    (left_out,) = found.left_out
+    assert "the leaf Branching, which can't run on tensors without values" in left_out
+    assert f"not rehearsed: {left_out}" in str(found) and left_out in str(result.report)
+
+
+def test_a_leaf_that_calls_a_kernel_is_split_as_declared() -> None:
+    found = around(kernel, dp=4).rehearse()
+    assert found.ok and "the leaf kernel" in found.left_out[0] and "numpy" in found.left_out[0]
+    # it was declared to keep 1 MiB of the sample's 4 rows, which each data rank has of the 16
+    without = around(torch.tanh, dp=4).rehearse()
+    more = max(found.peak_bytes) - max(without.peak_bytes)
+    assert more == pytest.approx(1 << 20, rel=0.01)
+
+
+class ReadsNorms(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if group["params"][0].grad.norm().item() > 1:  # a line that is named
+                return None
+        return super().step(closure)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return closure()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (lambda params: ReadsNorms(params, lr=0.1), r"optimizer reads the value .*a line that is"),
+        (lambda params: torch.optim.Adafactor(params), r"reads the value .*_adafactor\.py:\d+"),
+        (lambda params: torch.optim.SGD(params, lr=-1.0), r"raises ValueError: Invalid learning"),
+        (lambda params: params[len(params)], r"IndexError.*test_rehearsing\.py:\d+.*legal: a fu"),
+        (lambda params: None, r"returns None; legal: a function of a list of parameters"),
+        (lambda params: NeedsClosure(params, lr=0.1), r"NeedsClosure\.step\(\) raises TypeError"),
+        ("adamw", r"optimizer=str\(...\) is no function; legal: one that makes"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_rehearsed_is_said(optimizer: Any, says: str) -> None:
+    result = planned(net(), 4, overrides=Overrides(dp=4))
+    with pytest.raises(ValueError, match=f"(?s)^rehearse: .*{says}"):
+        result.rehearse(optimizer=optimizer)
+    assert result.report.rehearsed is None and not torch.distributed.is_initialized()
+
+
+def test_torch_may_not_have_the_planned_optimizer() -> None:
+    result = planned(net(), 4, optimizer="lion")
+    with pytest.raises(ValueError, match=r"torch has no optimizer 'lion'; legal: .*adamw.*lambda"):
+        result.rehearse()
+    assert result.rehearse(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).ok
+
+
+def test_where_ranks_are_running_nothing_is_rehearsed() -> None:
+    result = planned(net(), 4)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ValueError, match=r"1 ranks are running: rehearse in a process of its"):
+            result.rehearse()
+    finally:
+        torch.distributed.destroy_process_group()
