@@ -39,7 +39,7 @@ from meshwright.executor.ranks import launch
 from scripts.ranks import measure
 from scripts.ranks.baselines import Setting, mean_loss
 from scripts.ranks.cases import CASES, FAR, NEAR, STARTUP_CASE, Case, Size
-from scripts.ranks.measure import SIDES, WARM_UP, Step
+from scripts.ranks.measure import RETURNS_FREED, SIDES, WARM_UP, Step
 
 LAUNCH_TIMEOUT_S = 400.0
 STARTUP, STARTUP_TARGET_S = "startup", 10.0
@@ -222,7 +222,7 @@ def launched(name: str, worker: str, args: argparse.Namespace) -> list[Any]:
             log=folder / "log",
             timeout_s=LAUNCH_TIMEOUT_S,
             link_gbit=args.link_gbit,
-            returns_freed_memory=worker in SIDES,
+            environment=RETURNS_FREED if worker in SIDES else None,
         )
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(case.ranks)]
 

@@ -40,6 +40,16 @@ WARM_UP, MEMORY_STEPS = 2, 3
 SMALL_HEAD_DIM, SMALL_VOCABULARY = 4, 64
 PRECISION = "fp32"
 
+# How the C library treats what is freed. Every larger allocation given back at once: what is
+# resident is what is held. All of it kept: a step does not wait for the kernel to find pages.
+RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+KEEPS_FREED = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
 LOWER = "check, lower and make groups"
 
 Make = Callable[[Setting], Trainer]
@@ -203,12 +213,10 @@ def run_ranks(
     log: Path,
     timeout_s: float,
     link_gbit: float | None = None,
-    returns_freed_memory: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run a command on `ranks` ranks of one thread each: under torchrun, or with `link_gbit` each
-    on an emulated host of its own. What they write goes to `log`. `returns_freed_memory` has the C
-    library give every larger allocation that is freed back at once, so that what is resident is
-    what is held.
+    on an emulated host of its own. What they write goes to `log`; `environment` is added to theirs.
 
     RuntimeError, with the end of the log, where a rank fails or does not end in time.
     """
@@ -220,8 +228,7 @@ def run_ranks(
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, *torchrun, *arguments]
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MESHWRIGHT_TIMEOUT_S": "120"}
-    if returns_freed_memory:
-        own |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    own |= environment or {}
     with log.open("w") as output:
         process = subprocess.Popen(
             command,

@@ -1,0 +1,1 @@
+"""The plans that `scripts/bench_rehearsals.py` prices and rehearses."""
