@@ -68,7 +68,10 @@ executor.parameters
 executor.stages
 executor.runtime
 executor.checkpoint
+executor.stand_in executor.prices
+executor.rehearsal
 traced
+shell
 meshwright
 """
 POSITION = {
