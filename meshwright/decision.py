@@ -31,7 +31,7 @@ class Decision:
     """A plan, why, and what it is expected to do.
 
     Pickled for the other ranks it leaves behind what stays on the rank that searched: the report's
-    deferred answers, and whatever a subclass adds.
+    details and deferred answers, and whatever a subclass adds.
     """
 
     plan: Plan
@@ -39,7 +39,8 @@ class Decision:
     prediction: Prediction
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.plan, replace(self.report, deferred=None), self.prediction)
+        report = replace(self.report, details=None, deferred=None)
+        return _received, (self.plan, report, self.prediction)
 
 
 def _received(plan: Plan, report: Report, prediction: Prediction) -> Decision:

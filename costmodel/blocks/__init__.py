@@ -1,7 +1,7 @@
 """The price of a block and of a stage: seconds, saved bytes, peak memory, recompute."""
 
 from meshwright.costmodel.blocks.backward import Moment
-from meshwright.costmodel.blocks.course import BlockBytes, StageBytes, course_peaks
+from meshwright.costmodel.blocks.course import BlockBytes, Peak, StageBytes, course_peaks
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.peak import (
     fits,
@@ -20,9 +20,11 @@ from meshwright.costmodel.blocks.price import (
 )
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.blocks.stage import (
+    HeldBytes,
     StageCosts,
     combined,
     communicator_bytes,
+    held_bytes,
     of_one,
     of_policy,
     stage_costs,
@@ -37,10 +39,10 @@ from meshwright.costmodel.blocks.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "RECOMPUTE", "BlockBytes", "Floats", "KnownSteps", "Moment", "PassNeeds",
-    "PassPrice", "Recompute", "Repeated", "StageBytes", "StageCosts", "Sums", "block_sums",
-    "combined", "communicator_bytes", "course_peaks", "fits", "of_one", "of_policy",
-    "parameter_sums", "peak_bytes", "price_block", "price_pass", "recomputable",
+    "NO_RECOMPUTE", "RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "KnownSteps", "Moment",
+    "PassNeeds", "PassPrice", "Peak", "Recompute", "Repeated", "StageBytes", "StageCosts", "Sums",
+    "block_sums", "combined", "communicator_bytes", "course_peaks", "fits", "held_bytes", "of_one",
+    "of_policy", "parameter_sums", "peak_bytes", "price_block", "price_pass", "recomputable",
     "repeated_by_policy", "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes",
     "stage_costs",
 ]  # fmt: skip

@@ -57,11 +57,24 @@ class StageBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes at once, and when: in the instruction (`action`) of a `stage`, in the backward
+    of its block of that number; or in the optimizer's step, no action."""
+
+    nbytes: float
+    action: Action | None = None
+    stage: int = 0
+    block: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Backward:
-    """The most at once in a backward of a stage, with its own micro-batch's activations, and the
-    gradients that are left; what is `put_off` to a second half, and the most at once in that."""
+    """The most at once in a backward of a stage, with its own micro-batch's activations, that of
+    which `block`, and the gradients that are left; what is `put_off` to a second half, and the most
+    at once in that."""
 
     highest: float
+    block: int
     left: float
     put_off: float = 0.0
     second: float = 0.0
@@ -83,8 +96,8 @@ class _Stage:
             if split:
                 found = _halves(own.blocks, gradients, seeds)
             else:
-                highest = _highest(own.blocks, gradients, seeds)
-                found = _Backward(highest=highest, left=gradients.live)
+                highest, block = _highest(own.blocks, gradients, seeds)
+                found = _Backward(highest=highest, block=block, left=gradients.live)
             self.passes.append(replace(found, highest=own.leaving + found.highest))
         self.delivered = gradients.finish()
         self.live = 0.0  # gradients
@@ -98,13 +111,15 @@ class _Stage:
         return self.passes[min(self.done, max(1, len(self.passes) - 1)) - 1]
 
 
-def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> float:
-    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first.
-    Gradients that were received (`seeds`) are held to its end; the last block's moments have them.
-    """
-    held, highest = math.fsum(block.kept for block in blocks), 0.0
-    for block in reversed(blocks):
-        whole = held + block.passing
+def _highest(
+    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
+) -> tuple[float, int]:
+    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first, and
+    the number of the block. Gradients that were received (`seeds`) are held to its end; the last
+    block's moments have them."""
+    held, highest, place = math.fsum(block.kept for block in blocks), 0.0, len(blocks) - 1
+    for number, block in reversed([*enumerate(blocks)]):
+        whole, before = held + block.passing, highest
         for moment, parameters in block.course:
             at = whole - moment.released * block.releases
             given = sum(map(gradients.given, parameters))
@@ -113,10 +128,11 @@ def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: floa
                 given -= gradients.given(k)
                 now = at + moment.after + given
                 highest = max(highest, now + gradients.take(k))
+        place = number if highest > before else place
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    return highest
+    return highest, place
 
 
 def course_peaks(
@@ -126,8 +142,8 @@ def course_peaks(
     num_microbatches: int,
     num_devices: int,
     edges: frozenset[tuple[int, int]],
-) -> list[float]:
-    """The most bytes at once on a device of each device group."""
+) -> list[Peak]:
+    """The most bytes at once on a device of each device group, and when."""
     counts = {"num_stages": len(stages), "num_devices": num_devices}
     streams = build_schedule(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
     placed = stages_of_devices(schedule, **counts)
@@ -141,7 +157,9 @@ def course_peaks(
 def _halves(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> _Backward:
     """A backward that puts products' weight gradients off to its second half."""
     held, highest, put_off = math.fsum(block.kept for block in blocks), 0.0, 0.0
-    for block in reversed(blocks):
+    place = len(blocks) - 1
+    for number, block in reversed([*enumerate(blocks)]):
+        before = highest
         for moment, parameters in block.course:
             at = held + block.passing - moment.released * block.releases + put_off
             highest = max(highest, at + moment.during + gradients.live)
@@ -149,6 +167,7 @@ def _halves(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
             if not moment.put_off:
                 for k in parameters:
                     highest = max(highest, at + moment.after + gradients.take(k))
+        place = number if highest > before else place
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
@@ -159,15 +178,23 @@ def _halves(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
                 second = max(second, gradients.take(k) + put_off)
             put_off -= moment.put_off
     everything = sum(moment.put_off for block in blocks for moment, _ in block.course)
-    return _Backward(highest=highest, left=gradients.live, put_off=everything, second=second)
+    return _Backward(
+        highest=highest, block=place, left=gradients.live, put_off=everything, second=second
+    )
 
 
-def _peak(stages: dict[int, _Stage], stream: Sequence[Instruction]) -> float:
+def _peak(stages: dict[int, _Stage], stream: Sequence[Instruction]) -> Peak:
     fixed = sum(own.fixed for own in stages.values())
     receives = [i for i in stream if i.action in RECEIVES]
     sizes = [_message(stages, i) for i in receives]
-    held = highest = sending = posted = 0.0  # of activations, of messages
-    taken = 0
+    held = sending = posted = 0.0  # of activations, of messages
+    highest, taken = Peak(nbytes=0.0), 0
+
+    def reaches(nbytes: float, block: int | None = None) -> None:
+        nonlocal highest
+        if nbytes > highest.nbytes:
+            highest = Peak(nbytes=nbytes, action=action, stage=instruction.stage, block=block)
+
     for instruction in stream:
         action, own = instruction.action, stages[instruction.stage]
         beside = sending + posted + sum(each.live for each in stages.values())
@@ -180,25 +207,27 @@ def _peak(stages: dict[int, _Stage], stream: Sequence[Instruction]) -> float:
             sending = 0.0  # what the micro-batch keeps
         elif action is Action.FORWARD:
             held += own.kept
-            highest = max(highest, held + beside)
+            reaches(held + beside)
         elif action in (Action.BACKWARD, Action.BACKWARD_INPUT):
             found = own.backward()
             held -= own.kept
             others = held + beside - own.live
-            highest = max(highest, others + found.highest)
+            reaches(others + found.highest, found.block)
             if action is Action.BACKWARD_INPUT:
                 held += found.put_off
                 own.halves.append(found)
             else:
-                highest = max(highest, others + found.second)
+                reaches(others + found.second)
                 own.live = found.left
         elif action is Action.BACKWARD_WEIGHT:
             found = own.halves.popleft()
             held -= found.put_off
-            highest = max(highest, held + beside - own.live + found.second)
+            reaches(held + beside - own.live + found.second)
             own.live = found.left
     delivered = sum(own.delivered + own.optimizer for own in stages.values())
-    return fixed + max(highest, delivered)
+    if delivered > highest.nbytes:
+        highest = Peak(nbytes=delivered, stage=min(stages))
+    return replace(highest, nbytes=fixed + highest.nbytes)
 
 
 def _message(stages: Mapping[int, _Stage], instruction: Instruction) -> float:

@@ -30,7 +30,7 @@ import numpy as np
 
 from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.errors import slowest_of
-from meshwright.costmodel.memory import model_state_bytes, working_bytes
+from meshwright.costmodel.memory import model_states, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.target import Target
 
@@ -187,10 +187,58 @@ def communicator_bytes(setting: Setting) -> int:
     return more * setting.cluster.device.communicator_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes(Generic[A]):
+    """Bytes that a stage holds on one rank, by what they are: states of the model (`frozen`:
+    parameters that are not trained), `buffers` of gradients and gathered weights; only during a
+    backward what is made again and the gradients of activations (`transient`); `communicators`,
+    which the stages of a device have in common."""
+
+    weights: A
+    gradients: A
+    optimizer: A
+    frozen: A
+    buffers: A
+    transient: A
+    communicators: A
+
+
+def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[Floats]:
+    """What a stage holds, activations apart, from the sums of its blocks."""
+    target = setting.target
+    # ranks that a parameter is divided among, on average: experts among fewer than the rest
+    shards = sums.parameters / np.maximum(sums.shard_parameters, 1e-9)
+    states = model_states(
+        sums.parameters,
+        precision=setting.precision,
+        zero=setting.zero,
+        dp=np.maximum(shards, 1.0),
+        optimizer=setting.optimizer,
+        target=target,
+    )
+    return HeldBytes(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        frozen=sums.frozen_bytes,
+        buffers=working_bytes(
+            sums.parameters,
+            sums.largest_parameters,
+            weight_bytes=DTYPE_BYTES[setting.precision],
+            zero=setting.zero,
+            dp=setting.dp * setting.cp,
+            target=target,
+        ),
+        # a block computed again, one operator's gradients
+        transient=sums.transient_bytes + np.maximum(repeated.largest_bytes, sums.decided_bytes),
+        communicators=np.full_like(sums.parameters, communicator_bytes(setting)),
+    )
+
+
 def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> StageCosts[Floats]:
     """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
     what they run again: by several, or with a leading axis of alternatives."""
-    target, replicas = setting.target, setting.dp * setting.cp
+    target = setting.target
     repeated = sums.recompute(recompute) if isinstance(recompute, str) else recompute
     forward = sums.forward_s - _hidden(sums.forward_s, sums.forward_exchange_s, target)
     backward = sums.backward_s - _hidden(sums.backward_s, sums.backward_exchange_s, target)
@@ -202,28 +250,9 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         slowest * both(backward + repeated.seconds, sums.backward_host_s + repeated.host_s),
         setting,
     )
-    # ranks that a parameter is divided among, on average: experts among fewer than the rest
-    shards = sums.parameters / np.maximum(sums.shard_parameters, 1e-9)
-    states = model_state_bytes(
-        sums.parameters,
-        precision=setting.precision,
-        zero=setting.zero,
-        dp=np.maximum(shards, 1.0),
-        optimizer=setting.optimizer,
-        target=target,
-    )
-    work = working_bytes(
-        sums.parameters,
-        sums.largest_parameters,
-        weight_bytes=DTYPE_BYTES[setting.precision],
-        zero=setting.zero,
-        dp=replicas,
-        target=target,
-    )
-    # what one backward holds besides: a block computed again, one operator's gradients; and what
-    # stages of a device have in common
-    again = np.maximum(repeated.largest_bytes, sums.decided_bytes)
-    passing = sums.transient_bytes + again + communicator_bytes(setting)
+    held = held_bytes(sums, setting, repeated)
+    states = held.weights + held.gradients + held.optimizer + held.frozen
+    passing = held.transient + held.communicators
     return StageCosts(
         forward_s=passes.forward_s,
         backward_s=passes.backward_s,
@@ -234,7 +263,7 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,
         optimizer_s=sums.shard_s if setting.zero else sums.optimizer_s,
-        static_bytes=states + work + sums.frozen_bytes + passing,
+        static_bytes=states + held.buffers + passing,
         passing_bytes=passing,
         activation_bytes=sums.saved_bytes + sums.input_bytes - repeated.freed_bytes,
         parameters=sums.parameters,

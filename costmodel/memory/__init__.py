@@ -4,8 +4,10 @@ from meshwright.costmodel.memory.call import Call
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
 from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.states import (
+    ModelStates,
     fixed_bytes,
     model_state_bytes,
+    model_states,
     optimizer_bytes,
     optimizer_step_bytes,
     optimizer_temporary_bytes,
@@ -23,7 +25,8 @@ from meshwright.costmodel.memory.storage import (
 )
 
 __all__ = [
-    "Call", "GradientBytes", "Held", "Local", "Origin", "Reduction", "Storage", "Trained",
-    "compact", "fixed_bytes", "fresh", "keep", "model_state_bytes", "optimizer_bytes",
-    "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "working_bytes",
+    "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction", "Storage",
+    "Trained", "compact", "fixed_bytes", "fresh", "keep", "model_state_bytes", "model_states",
+    "optimizer_bytes", "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped",
+    "working_bytes",
 ]  # fmt: skip

@@ -13,8 +13,9 @@ parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,25 +32,56 @@ OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType({
 })  # fmt: skip
 
 
-def model_state_bytes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates(Generic[A]):
+    """Bytes of the weights that are computed with, of gradients, and of what the optimizer keeps:
+    moments, and weights and gradients of its own."""
+
+    weights: A
+    gradients: A
+    optimizer: A
+
+
+def model_states(
     numel: A, *, precision: str, zero: int, dp: A | int, optimizer: str, target: Target = EAGER
-) -> A:
-    """Bytes of weights, gradients and optimizer states of `numel` local (tensor-parallel)
-    parameters; `numel` may be an array."""
+) -> ModelStates[A]:
+    """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them."""
     moments = optimizer_bytes(optimizer)
     mixed = precision != "fp32"
     weight = 2 if mixed else 4
     gradient = target.gradient_bytes if mixed else 4
     master = 4 if mixed and target.master else 0
     if zero == 0:
-        return numel * (weight + gradient + master + moments)
+        return ModelStates(
+            weights=numel * weight, gradients=numel * gradient, optimizer=numel * (master + moments)
+        )
     if zero == 1:
         # the fp32 shard the optimizer reads is a part of the gradients where they lie in buckets
         shard = 0 if target.bucket_copies == 0 and gradient == 4 else 4
-        return numel * (weight + gradient + (4 + shard + moments) / dp)
+        return ModelStates(
+            weights=numel * weight,
+            gradients=numel * gradient,
+            optimizer=numel * ((4 + shard + moments) / dp),
+        )
+    parts = numel / dp
     if zero == 2:
-        return numel * (weight + (gradient + master + moments) / dp)
-    return numel * ((max(weight, master) + gradient + moments) / dp)
+        return ModelStates(
+            weights=numel * weight, gradients=parts * gradient, optimizer=parts * (master + moments)
+        )
+    # one copy of the weights is left, the optimizer's where it has one
+    return ModelStates(
+        weights=parts * max(weight, master), gradients=parts * gradient, optimizer=parts * moments
+    )
+
+
+def model_state_bytes(
+    numel: A, *, precision: str, zero: int, dp: A | int, optimizer: str, target: Target = EAGER
+) -> A:
+    """Bytes of weights, gradients and optimizer states together, as `model_states`."""
+    parts = model_states(
+        numel, precision=precision, zero=zero, dp=dp, optimizer=optimizer, target=target
+    )
+    return parts.weights + parts.gradients + parts.optimizer
 
 
 def fixed_bytes(numel: float, shards: float, *, precision: str, zero: int, optimizer: str) -> float:

@@ -76,7 +76,7 @@ class Pricer(ReshardPricer):
         cost = self._ops[key]
         if self.setting.dp > 1 and takes_batch_statistics(op):
             return cost + batch_statistics(self, op)
-        if self.setting.dp > 1 and self._gathers(op):
+        if self.setting.dp > 1 and self.gathers_batch(op):
             return cost + gathered_batch(self, op, cost)
         return cost
 
@@ -85,7 +85,7 @@ class Pricer(ReshardPricer):
         optimizer step of one parameter."""
         return self.parameters.cost(value, placement)
 
-    def _gathers(self, op: Op) -> bool:
+    def gathers_batch(self, op: Op) -> bool:
         """Whether the data axis gathers the batch for an operator."""
         if op.name not in self._splits:
             self._splits[op.name] = splits_batch(self.graph, self.table, op)

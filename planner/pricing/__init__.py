@@ -9,11 +9,12 @@ from meshwright.planner.pricing.evaluate import (
     evaluate,
     price_stages,
 )
+from meshwright.planner.pricing.held import MemoryParts, memory_parts
 from meshwright.planner.pricing.stage_costs import Degrees, MeshKey, StageCoster, mesh_key
-from meshwright.planner.pricing.work import KINDS_OF_BYTES, Work, priced_work
+from meshwright.planner.pricing.work import KINDS_OF_BYTES, Traffic, Work, priced_work, traffic
 
 __all__ = [
-    "KINDS_OF_BYTES", "Degrees", "Evaluation", "Evaluator", "MeshKey", "Prediction",
-    "RehearsedMemory", "StageCoster", "Work", "bytes_beside_tensors", "evaluate", "mesh_key",
-    "price_stages", "priced_work",
+    "KINDS_OF_BYTES", "Degrees", "Evaluation", "Evaluator", "MemoryParts", "MeshKey", "Prediction",
+    "RehearsedMemory", "StageCoster", "Traffic", "Work", "bytes_beside_tensors", "evaluate",
+    "memory_parts", "mesh_key", "price_stages", "priced_work", "traffic",
 ]  # fmt: skip

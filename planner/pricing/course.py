@@ -10,6 +10,7 @@ from meshwright.costmodel.blocks import (
     BlockBytes,
     Moment,
     PassPrice,
+    Peak,
     Recompute,
     StageBytes,
     Sums,
@@ -19,15 +20,15 @@ from meshwright.costmodel.blocks import (
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.sharding import Assignment, Placement, R
-from meshwright.planner.plan import Plan, crossings, spread_of
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.plan import Plan, crossings
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 
 def plan_peaks(
     plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
-) -> list[int]:
-    """Bytes of a device of each device group at the highest point of a step, reserved ones
-    included; `assignments` are those of the plan's stages."""
+) -> list[Peak]:
+    """The highest point of a step on a device of each device group, reserved bytes included;
+    `assignments` are those of the plan's stages."""
     edges = crossings(plan, coster.graph)
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
@@ -41,9 +42,9 @@ def plan_peaks(
         edges=frozenset(edges),
     )
     device = coster.cluster.device
-    more = max(communicator_bytes(_setting(plan, k, coster)) for k in range(len(plan.stages)))
+    more = max(communicator_bytes(stage_setting(plan, k, coster)) for k in range(len(plan.stages)))
     beside = device.reserved_bytes + more + _batch_bytes(plan, coster)
-    return [math.ceil(peak + beside) for peak in peaks]
+    return [replace(peak, nbytes=math.ceil(peak.nbytes + beside)) for peak in peaks]
 
 
 def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
@@ -59,18 +60,6 @@ def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
     return total
 
 
-def _setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
-    stage = plan.stages[k]
-    return coster.setting(
-        stage,
-        rows=plan.microbatch_rows / stage.dp,
-        microbatches=plan.num_microbatches,
-        zero=stage.zero,
-        dp_shard=stage.dp_shard or 0,
-        spread=spread_of(stage),
-    )
-
-
 def _stage(
     plan: Plan,
     k: int,
@@ -82,7 +71,7 @@ def _stage(
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
     ranks and parameters of earlier stages, to which this one's are added."""
     stage, problem = plan.stages[k], coster.problem
-    setting = _setting(plan, k, coster)
+    setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))
     sums, passes, states = [], list[PassPrice](), dict[str, Placement]()
     entering: list[float] = []  # bytes of what each block is the first to read

@@ -4,11 +4,13 @@ bytes; `Evaluator` prices many plans of one problem.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks import (
     NO_RECOMPUTE,
+    Peak,
     Recompute,
     StageCosts,
     Sums,
@@ -25,9 +27,9 @@ from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment, Placement, R
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, spread_of
+from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings
 from meshwright.planner.pricing.course import plan_peaks
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
 
@@ -61,10 +63,10 @@ class Prediction:
     each device group, where a schedule runs several stages on one), share of the pipeline's time
     that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
     were off for models like it; `assumptions` say what was taken for granted of a configuration
-    that leaves something open. `course_bytes` are the same peaks as they come in the course of a
-    step, where the target's are followed; plans are chosen by `peak_memory_bytes`, which add up the
-    most of each kind of memory. Where the plan was `rehearsed`, the verdict on
-    memory rests on that; the other numbers are prices still."""
+    that leaves something open. `course` has the same peaks as they come in the course of a step,
+    and when, where the target's are followed; plans are chosen by `peak_memory_bytes`, which add up
+    the most of each kind of memory. Where the plan was `rehearsed`, the verdict on memory rests on
+    that; the other numbers are prices still."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -73,8 +75,13 @@ class Prediction:
     step_error: Quantiles
     memory_error: Quantiles
     assumptions: tuple[str, ...] = ()
-    course_bytes: tuple[int, ...] = ()
+    course: tuple[Peak, ...] = ()
     rehearsed: RehearsedMemory | None = None
+
+    @property
+    def course_bytes(self) -> list[int]:
+        """Bytes of the peaks in the course of a step."""
+        return [math.ceil(peak.nbytes) for peak in self.course]
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
@@ -171,7 +178,7 @@ def evaluate(
     if not problem.target.gradients_come:
         return priced
     course = plan_peaks(plan, coster, assignments)
-    return replace(priced, prediction=replace(priced.prediction, course_bytes=tuple(course)))
+    return replace(priced, prediction=replace(priced.prediction, course=tuple(course)))
 
 
 def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
@@ -180,13 +187,7 @@ def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
     found = []
     for ranks in plan.devices:
         stage = next(stage for stage in plan.stages if stage.ranks == ranks)
-        setting = coster.setting(
-            stage,
-            rows=plan.microbatch_rows / stage.dp,
-            microbatches=plan.num_microbatches,
-            zero=stage.zero,
-            dp_shard=stage.dp_shard or 0,
-        )
+        setting = stage_setting(plan, plan.stages.index(stage), coster)
         found.append(coster.cluster.device.reserved_bytes + communicator_bytes(setting))
     return found
 
@@ -238,14 +239,7 @@ def stage_sums(
     """What the costs of stage k are made of: a parameter that several blocks read alike is held
     once, and every block repeats what its own policy says."""
     stage = plan.stages[k]
-    setting = coster.setting(
-        stage,
-        rows=plan.microbatch_rows / stage.dp,
-        microbatches=plan.num_microbatches,
-        zero=stage.zero,
-        dp_shard=stage.dp_shard or 0,
-        spread=spread_of(stage),
-    )
+    setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
     sums, repeated = Sums.zeros(), NO_RECOMPUTE
     stored: set[tuple[str, Placement]] = set()

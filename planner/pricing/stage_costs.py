@@ -38,9 +38,9 @@ from meshwright.costmodel.operators import (
     fuse,
     model_flops,
 )
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, moves
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, Step, moves
 from meshwright.planner.blocks import activations_at_cuts
-from meshwright.planner.plan import expert_weights, fingerprint
+from meshwright.planner.plan import Plan, expert_weights, fingerprint, spread_of
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -226,6 +226,12 @@ class StageCoster:
             known[block.name, tp] = BlockLayouts(self.graph, self.problem.factors, block, tp)
         return known[block.name, tp]
 
+    def steps(
+        self, block: Block, assignment: Assignment, inputs: Mapping[str, Placement], tp: int
+    ) -> tuple[Step, ...]:
+        """What a rank does in a block, one after the other."""
+        return tuple(self._steps(self.layouts(block, tp), assignment, inputs).steps)
+
     def _steps(
         self, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]
     ) -> KnownSteps:
@@ -278,6 +284,19 @@ class StageCoster:
         if key not in known:
             known[key] = [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
         return known[key]
+
+
+def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
+    """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
+    stage = plan.stages[k]
+    return coster.setting(
+        stage,
+        rows=plan.microbatch_rows / stage.dp,
+        microbatches=plan.num_microbatches,
+        zero=stage.zero,
+        dp_shard=stage.dp_shard or 0,
+        spread=spread_of(stage),
+    )
 
 
 def mesh_key(setting: Setting) -> MeshKey:

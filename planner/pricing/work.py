@@ -11,61 +11,70 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.blocks import StageCosts
+from meshwright.costmodel.kernels import crosses_node
+from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import Plan, crossings
-from meshwright.planner.pricing.evaluate import stage_sums, transfer_seconds
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.amounts import Amounts, Axis, add, data_amounts, passes_amounts
+from meshwright.planner.pricing.evaluate import (
+    Evaluation,
+    price_stages,
+    stage_sums,
+    transfer_seconds,
+)
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import DTYPES, Cluster
 from meshwright.profiles.curve import FULL
 
 FREE = 1e30  # FLOP/s or bytes/s
 KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
+LINKS = ("in a node", "between nodes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a rank does in a step: `flops` of products and attention, and bytes that it gives to
+    """What a rank does in a step: `flops` of products and attention, `repeated_flops` of which are
+    recompute, and bytes that it gives to
     links by kind (`KINDS_OF_BYTES`): collectives within forwards and backwards, of gradients and
     weights, and messages to other stages."""
 
     flops: float
+    repeated_flops: float
     sent_bytes: Mapping[str, float]
 
     def __add__(self, other: Work) -> Work:
         sent = {kind: self.sent_bytes[kind] + other.sent_bytes[kind] for kind in KINDS_OF_BYTES}
-        return Work(flops=self.flops + other.flops, sent_bytes=sent)
+        return Work(
+            flops=self.flops + other.flops,
+            repeated_flops=self.repeated_flops + other.repeated_flops,
+            sent_bytes=sent,
+        )
 
 
 def priced_work(
     plan: Plan, problem: Problem, assignments: Sequence[Mapping[str, Assignment]]
 ) -> list[Work]:
     """The work of a rank of each device group, as the price of a checked plan counts it."""
-    computing, sending = (
-        StageCoster(
-            replace(
-                problem,
-                cluster=cluster,
-                precision=plan.precision,
-                profile=None,
-                target=replace(
-                    problem.target, overlap_tensor=(), attention_scale=1.0, zero_bandwidth=1.0
-                ),
-            )
-        )
-        for cluster in _counting(problem.cluster)
-    )
+    computing, sending = _counting_costers(plan, problem)
     messages = _messages(plan, sending)
     found = []
     for ranks in plan.devices:
-        work = Work(flops=0.0, sent_bytes=dict.fromkeys(KINDS_OF_BYTES, 0.0))
+        work = Work(flops=0.0, repeated_flops=0.0, sent_bytes=dict.fromkeys(KINDS_OF_BYTES, 0.0))
         for k, stage in enumerate(plan.stages):
             if stage.ranks == ranks:
-                flops = _flops(plan, k, computing, assignments[k])
+                flops, repeated = _flops(plan, k, computing, assignments[k])
                 sent = _sent(plan, k, sending, assignments[k]) | {KINDS_OF_BYTES[2]: messages[k]}
-                work += Work(flops=flops, sent_bytes=sent)
+                work += Work(flops=flops, repeated_flops=repeated, sent_bytes=sent)
         found.append(work)
     return found
+
+
+def _counting_costers(plan: Plan, problem: Problem) -> list[StageCoster]:
+    """Price FLOPs, and bytes on links, in place of seconds."""
+    target = replace(problem.target, overlap_tensor=(), attention_scale=1.0, zero_bandwidth=1.0)
+    own = replace(problem, precision=plan.precision, profile=None, target=target)
+    return [StageCoster(replace(own, cluster=cluster)) for cluster in _counting(problem.cluster)]
 
 
 def _counting(cluster: Cluster) -> tuple[Cluster, Cluster]:
@@ -111,25 +120,24 @@ def _counting(cluster: Cluster) -> tuple[Cluster, Cluster]:
     return computing, sending
 
 
-def _flops(plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]) -> float:
+def _flops(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> tuple[float, float]:
     _, sums, repeated = stage_sums(plan, k, coster, assignments)
-    return plan.num_microbatches * float(sums.forward_s + sums.backward_s + repeated.seconds)
+    again, m = float(repeated.seconds), plan.num_microbatches
+    return m * (float(sums.forward_s + sums.backward_s) + again), m * again
 
 
 def _sent(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> dict[str, float]:
     setting, sums, repeated = stage_sums(plan, k, coster, assignments)
-    m = plan.num_microbatches
-    passes = m * (sums.forward_comm_s + sums.backward_comm_s + repeated.comm_s)
-    if setting.zero == 3:
-        step = m * (2 * sums.zero3_gather_s + sums.zero3_scatter_s) + sums.zero3_replicate_s
-    elif setting.zero:
-        scatters = m if setting.zero == 2 else 1
-        step = sums.gather_s + scatters * sums.scatter_s + sums.replicate_s
-    else:
-        step = sums.reduce_s
-    return {KINDS_OF_BYTES[0]: float(passes), KINDS_OF_BYTES[1]: float(step)}
+    passes = passes_amounts(plan, k, coster, assignments)
+    step = data_amounts(setting, sums, repeated, None)
+    return {
+        kind: sum(amount.seconds for amount in amounts.values())
+        for kind, amounts in zip(KINDS_OF_BYTES, (passes, step), strict=False)
+    }
 
 
 def _messages(plan: Plan, coster: StageCoster) -> list[float]:
@@ -139,4 +147,108 @@ def _messages(plan: Plan, coster: StageCoster) -> list[float]:
     for edge, values in crossings(plan, coster.graph).items():
         found[edge[0]] += plan.num_microbatches * transfer_seconds(plan, coster, edge, values)
         found[edge[1]] += plan.num_microbatches * transfer_seconds(plan, coster, edge, values)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a rank of a stage says to others in a step on one axis by one collective: calls, bytes
+    that it gives to links, seconds by themselves, and those that nothing hides. `link` is the
+    slowest that its group has. A message between stages is counted by the stage that sends it."""
+
+    stage: int
+    axis: Axis
+    collective: str
+    link: str
+    calls: int
+    sent_bytes: float
+    seconds: float
+    exposed_s: float
+
+
+def traffic(
+    evaluation: Evaluation, problem: Problem, assignments: Sequence[Mapping[str, Assignment]]
+) -> list[Traffic]:
+    """The communication of a priced plan. Seconds of collectives beside passes are exposed in
+    proportion; messages between stages by what the step would take without them."""
+    plan = evaluation.plan
+    coster = StageCoster(replace(problem, precision=plan.precision))
+    counting = _counting_costers(plan, problem)[1]
+    found = []
+    for k, (costs, own) in enumerate(zip(evaluation.stages, assignments, strict=True)):
+        setting = stage_setting(plan, k, coster)
+        seconds = _amounts(plan, k, coster, own, costs)
+        sent = _amounts(plan, k, counting, own, None)
+        for (axis, collective), amount in seconds.items():
+            found.append(
+                Traffic(
+                    stage=k,
+                    axis=axis,
+                    collective=collective,
+                    link=_link(setting, axis),
+                    calls=round(amount.calls),
+                    sent_bytes=sent[axis, collective].seconds,
+                    seconds=amount.seconds,
+                    exposed_s=amount.exposed_s,
+                )
+            )
+    return [*found, *_between_stages(evaluation, coster, counting)]
+
+
+def _amounts(
+    plan: Plan,
+    k: int,
+    coster: StageCoster,
+    assignments: Mapping[str, Assignment],
+    costs: StageCosts[float] | None,
+) -> Amounts:
+    found = passes_amounts(plan, k, coster, assignments)
+    for key, amount in data_amounts(*stage_sums(plan, k, coster, assignments), costs).items():
+        add(found, key, amount)
+    return found
+
+
+def _link(setting: Setting, axis: Axis) -> str:
+    """The slowest link of the groups of an axis."""
+    size, stride = {
+        "tensor": (setting.tp, 1),
+        "context": (setting.cp, setting.tp),
+        "experts": (setting.ep, setting.tp),
+        "data": (setting.dp * setting.cp, setting.tp),
+    }[axis]
+    return LINKS[setting.group(size=size, stride=stride).nodes > 1]
+
+
+def _between_stages(
+    evaluation: Evaluation, coster: StageCoster, counting: StageCoster
+) -> list[Traffic]:
+    plan = evaluation.plan
+    edges = crossings(plan, coster.graph)
+    taken = {edge: transfer_seconds(plan, coster, edge, edges[edge]) for edge in edges}
+    if not (whole := sum(taken.values())):
+        return []
+    without = price_stages(plan, coster, evaluation.stages, send_scale=0.0)
+    step_s = evaluation.prediction.step_time_s
+    exposed = max(0.0, step_s - without.prediction.step_time_s)
+    node, found = coster.cluster.devices_per_node, []
+    for edge, values in edges.items():
+        seconds = plan.num_microbatches * taken[edge]
+        if not seconds:
+            continue  # to a stage on the same ranks
+        source, destination = (plan.stages[k].ranks for k in edge)
+        crosses = crosses_node(source, destination, node)
+        for stage in edge:
+            found.append(
+                Traffic(
+                    stage=stage,
+                    axis="pipeline",
+                    collective="send",
+                    link=LINKS[crosses],
+                    calls=plan.num_microbatches,
+                    sent_bytes=plan.num_microbatches
+                    * transfer_seconds(plan, counting, edge, values),
+                    seconds=seconds,
+                    exposed_s=min(seconds, exposed * taken[edge] / whole / 2),
+                )
+            )
     return found

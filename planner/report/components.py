@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.blocks import StageCosts
@@ -34,19 +33,23 @@ class Components:
 
 def breakdown(evaluation: Evaluation) -> Components:
     """Components of the device group that is busy longest; it may run several stages."""
-    plan, m = evaluation.plan, evaluation.plan.num_microbatches
-    groups = [
-        [s for s, own in zip(evaluation.stages, plan.stages, strict=True) if own.ranks == ranks]
-        for ranks in plan.devices
-    ]
 
-    def total(group: Sequence[StageCosts[float]], *names: str) -> float:
+    def busy(ranks: tuple[int, ...]) -> float:
+        return sum(s.forward_s + s.backward_s for s in _stages(evaluation, ranks))
+
+    return of_group(evaluation, max(evaluation.plan.devices, key=busy))
+
+
+def of_group(evaluation: Evaluation, ranks: tuple[int, ...]) -> Components:
+    """Components of the device group of these ranks; it waits in the rest of the step."""
+    group, m = _stages(evaluation, ranks), evaluation.plan.num_microbatches
+
+    def total(*names: str) -> float:
         return float(sum(getattr(s, name) for s in group for name in names))
 
-    busiest = max(groups, key=lambda group: total(group, "forward_s", "backward_s"))
-    communication = m * total(busiest, "forward_comm_s", "backward_comm_s")
-    busy = m * total(busiest, "forward_s", "backward_s")
-    once = total(busiest, "reduce_s"), total(busiest, "optimizer_s")
+    communication = m * total("forward_comm_s", "backward_comm_s")
+    busy = m * total("forward_s", "backward_s")
+    once = total("reduce_s"), total("optimizer_s")
     bubble = max(0.0, evaluation.prediction.step_time_s - busy - sum(once))
     return Components(
         compute_s=busy - communication,
@@ -55,6 +58,11 @@ def breakdown(evaluation: Evaluation) -> Components:
         gradient_reduction_s=once[0],
         optimizer_s=once[1],
     )
+
+
+def _stages(evaluation: Evaluation, ranks: tuple[int, ...]) -> list[StageCosts[float]]:
+    plan = evaluation.plan
+    return [s for s, own in zip(evaluation.stages, plan.stages, strict=True) if own.ranks == ranks]
 
 
 def why_slower(chosen: Components, other: Components) -> str:

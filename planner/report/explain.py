@@ -22,6 +22,7 @@ from meshwright.planner.plan import (
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
+from meshwright.planner.report.details import Details
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report, Row
 from meshwright.planner.report.ulysses import ulysses_notes
@@ -97,6 +98,7 @@ def explain(
         excluded=[each.as_dict() for each in refused],
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
+        details=Details(evaluation=evaluation, problem=problem, assignments=assignments),
     )
 
 

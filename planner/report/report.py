@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from meshwright.planner.plan import GIB, Plan, counted, seconds
 from meshwright.planner.report.components import Components
+from meshwright.planner.report.details import Details, cost_of
 
+SCHEMA = 2  # of `Report.to_dict()`: another number where a key changes its meaning or goes
 MAX_REFUSALS = 2  # products that an alternative can't split, in the text
 
 Row = Mapping[str, Any]
@@ -44,7 +46,8 @@ class Report:
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
     `alternatives`, `overrides`, `advice` and `sensitivity()` are `deferred`: found when they are
-    first asked for, of several ranks by the one that searched. `rehearsed` is there after a
+    first asked for, of several ranks by the one that priced the plan; so are `details`: memory by
+    what holds it, communication by axis and link, throughput. `rehearsed` is there after a
     rehearsal of this plan: the summary's verdict on memory rests on it then.
     """
 
@@ -60,6 +63,7 @@ class Report:
     timeline: Mapping[str, Any]
     excluded: Sequence[Row] = ()
     rehearsed: Rehearsed | None = None
+    details: Details | None = field(default=None, repr=False, compare=False)
     deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -86,12 +90,14 @@ class Report:
         return self.deferred.sensitivity() if self.deferred else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: seconds, bytes, names."""
+        """Plain data: seconds, bytes, names, as docs/report.md says; `schema` is its version."""
         return {
+            "schema": SCHEMA,
             "summary": dict(self.summary),
             "proof": dict(self.deferred.proof()) if self.deferred else {},
             "stages": [dict(s) for s in self.stages],
             **({"rehearsal": dict(self.rehearsed.data)} if self.rehearsed else {}),
+            **(self.details.to_dict() if self.details else {}),
             "components_s": self.components.as_dict(),
             "runners_up": [dict(r) for r in self.runners_up],
             "alternatives": [dict(a) for a in self.alternatives],
@@ -104,6 +110,15 @@ class Report:
             "planning_s": dict(self.phases_s),
             "plan": json.loads(self.plan.to_json()),
         }
+
+    def cost(
+        self, *, tokens: float | None = None, price_per_hour: float | None = None
+    ) -> Row | None:
+        """Device-hours of a step and of `tokens`, days, and money where a price per device and hour
+        is given; None on ranks that did not price the plan. Raises ValueError as `cost_of`."""
+        if self.details is None:
+            return None
+        return cost_of(self.details, tokens=tokens, price_per_hour=price_per_hour)
 
     def trace(self, path: str | Path) -> None:
         """Write the simulated step as a Chrome trace (chrome://tracing, Perfetto)."""

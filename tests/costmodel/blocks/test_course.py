@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.blocks import BlockBytes, Moment, StageBytes, course_peaks
+from meshwright.costmodel.blocks import BlockBytes, Moment, Peak, StageBytes, course_peaks
 from meshwright.costmodel.memory import Reduction, Trained
+from meshwright.costmodel.schedules import Action
 
 ALONE = Reduction(
     zero=0, weight_bytes=4, summed=False, bucket_bytes=100, alone_bytes=0, received=False
@@ -38,7 +39,7 @@ def peak(own: StageBytes, num_microbatches: int) -> float:
     (found,) = course_peaks(
         [own], schedule="1f1b", num_microbatches=num_microbatches, num_devices=1, edges=frozenset()
     )
-    return found
+    return found.nbytes
 
 
 def test_gradients_come_as_activations_go() -> None:
@@ -51,7 +52,20 @@ def test_gradients_come_as_activations_go() -> None:
 
 def test_the_optimizer_may_be_the_highest_point() -> None:
     own = stage([block(100, 10, 0)], [100], optimizer=5000.0)
-    assert peak(own, 1) == 1000 + 400 + 5000
+    (found,) = course_peaks(
+        [own], schedule="1f1b", num_microbatches=1, num_devices=1, edges=frozenset()
+    )
+    assert found == Peak(nbytes=1000 + 400 + 5000)
+
+
+def test_the_highest_point_is_named() -> None:
+    """The first block's backward is the highest of the second micro-batch's: all gradients."""
+    own = stage([block(100, 500, 0), block(200, 20, 1)], [100, 20])
+    (found,) = course_peaks(
+        [own], schedule="1f1b", num_microbatches=2, num_devices=1, edges=frozenset()
+    )
+    assert (found.action, found.stage, found.block) == (Action.BACKWARD, 0, 0)
+    assert found.nbytes == 1000 + 100 + 500 + 400 + 480
 
 
 @pytest.mark.parametrize(("microbatches", "in_flight"), [(1, 1), (2, 2), (8, 2)])
@@ -69,9 +83,9 @@ def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> 
         edges=frozenset({(0, 1)}),
     )
     posted = 5 * max(0, min(microbatches - 1, 2))
-    assert found[0] == 1000 + in_flight * 105 + 7 + posted
+    assert found[0].nbytes == 1000 + in_flight * 105 + 7 + posted
     left = 5 if microbatches == 8 else 0  # the gradient before is on its way
-    assert found[1] == 1000 + 60 + 9 + posted + left
+    assert found[1].nbytes == 1000 + 60 + 9 + posted + left
 
 
 def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
@@ -80,12 +94,12 @@ def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
     found = course_peaks(
         [own, own], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=frozenset({(0, 1)})
     )
-    assert found == [1000 + 120, 1000 + 120]
+    assert [x.nbytes for x in found] == [1000 + 120, 1000 + 120]
     late = replace(own, blocks=[block(10, 0, 0, put_off=300)])
     (first, _) = course_peaks(
         [late, late], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=frozenset({(0, 1)})
     )
-    assert first == 1000 + 300 + 40
+    assert first.nbytes == 1000 + 300 + 40
 
 
 def test_gradients_are_whole_until_the_last_backward() -> None:
@@ -105,8 +119,9 @@ def test_gradients_are_whole_until_the_last_backward() -> None:
             )
             for k in range(8)
         ]
-        return course_peaks(
+        found = course_peaks(
             own, schedule="interleaved_1f1b", num_microbatches=16, num_devices=4, edges=edges
         )
+        return [x.nbytes for x in found]
 
     assert peaks(shards=4) == peaks(shards=1)

@@ -1,0 +1,193 @@
+"""What a rank of a stage says to others in a step, collective by collective, as the price has it.
+
+The price of a stage adds up seconds; here the same steps of its blocks are gone through by axis and
+collective. Of a communication `seconds` are what it takes by itself, `exposed_s` what is left where
+products or passes run beside it (`costmodel/operators/beside.py`, `costmodel/blocks/stage.py`);
+what the data axis' collectives leave is known for all of them together, and each bears its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.costmodel.blocks import Recompute, StageCosts, Sums
+from meshwright.costmodel.operators import (
+    DTYPE_BYTES,
+    NOTHING,
+    Cost,
+    Pricer,
+    Setting,
+    context_exchange,
+)
+from meshwright.costmodel.rules import takes_batch_statistics
+from meshwright.costmodel.sharding import Assignment, Move, Placement, R, Run, Step, transition
+from meshwright.planner.plan import Plan
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+
+Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
+Key = tuple[Axis, str]  # axis and collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """Calls, seconds of them all, and the seconds that nothing hides."""
+
+    calls: float = 0.0
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            calls=self.calls + other.calls,
+            seconds=self.seconds + other.seconds,
+            exposed_s=self.exposed_s + other.exposed_s,
+        )
+
+    def times(self, factor: float) -> Amount:
+        return Amount(
+            calls=self.calls * factor,
+            seconds=self.seconds * factor,
+            exposed_s=self.exposed_s * factor,
+        )
+
+
+Amounts = dict[Key, Amount]
+
+
+def add(amounts: Amounts, key: Key, amount: Amount) -> None:
+    """Add to what is there under a key."""
+    amounts[key] = amounts.get(key, Amount()) + amount
+
+
+def passes_amounts(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> Amounts:
+    """Communication within the forwards and backwards of stage k in a step, and what its blocks
+    run again of it."""
+    stage, found = plan.stages[k], dict[Key, Amount]()
+    pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+    states: dict[str, Placement] = {}
+    for name, policy in zip(stage.blocks, stage.policies, strict=True):
+        block, assignment = coster.blocks[name], assignments[name]
+        inputs = {value: states.get(value, R) for value in block.inputs}
+        steps = coster.steps(block, assignment, inputs, stage.tp)
+        again = coster.block_sums(pricer, block, assignment, inputs).recompute(policy)
+        forward, backward = _of_steps(pricer, steps)
+        exposed = sum(amount.exposed_s for amount in forward.values())
+        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0)
+        for key, amount in forward.items():
+            add(found, key, amount.times(plan.num_microbatches * more))
+        for key, amount in backward.items():
+            add(found, key, amount.times(plan.num_microbatches))
+        states |= {value: assignment.states[value] for value in block.outputs}
+    return found
+
+
+def _of_steps(pricer: Pricer, steps: tuple[Step, ...]) -> tuple[Amounts, Amounts]:
+    """Of a block: its forward's and its backward's, of one micro-batch."""
+    both: tuple[Amounts, Amounts] = ({}, {})
+    for step in steps:
+        match step:
+            case Move(value, source, target):
+                price = pricer.reshard_parameter if step.once else pricer.reshard
+                cost = price(value, source, target) or NOTHING
+                kinds = transition(source, target) or ("", "")
+                for amounts, kind, exposed in zip(both, kinds, _communication(cost), strict=True):
+                    if exposed:
+                        seconds = pricer.comm(kind, pricer.nbytes(value))
+                        amount = Amount(calls=1, seconds=seconds, exposed_s=exposed)
+                        add(amounts, ("tensor", kind), amount)
+            case Run():
+                for amounts, found in zip(both, _inside(pricer, step), strict=True):
+                    for key, amount in found:
+                        add(amounts, key, amount)
+    return both
+
+
+def _communication(cost: Cost) -> tuple[float, float]:
+    return cost.forward_comm_s, cost.backward_comm_s
+
+
+def _inside(pricer: Pricer, step: Run) -> list[list[tuple[Key, Amount]]]:
+    """What an operator exchanges by itself, in the forward and in the backward."""
+    op, strategy = step.op, step.strategy
+    cost = pricer.op_cost(op, strategy)
+    exchanges = cost.forward_exchange_s, cost.backward_exchange_s
+    whole = context_exchange(pricer, op, strategy, 0.0)
+    kinds: tuple[Key, Key] = (("tensor", "all_reduce"),) * 2
+    if any(whole):
+        halo = op.name in pricer.table.tokens.halos
+        kinds = ("context", "send" if halo else "all_gather"), (
+            "context", "send" if halo else "reduce_scatter",
+        )  # fmt: skip
+    elif takes_batch_statistics(op):
+        kinds = (("data", "all_reduce"),) * 2
+    elif pricer.setting.dp > 1 and pricer.gathers_batch(op):
+        kinds = (("data", "all_gather"),) * 2
+    found = []
+    for key, exposed, tokens, alone in zip(
+        kinds, _communication(cost), exchanges, whole, strict=True
+    ):
+        amounts: list[tuple[Key, Amount]] = []
+        if tokens:
+            amount = Amount(calls=1, seconds=tokens, exposed_s=tokens)
+            amounts.append((("experts", "all_to_all"), amount))
+        if (left := exposed - tokens) > 0 or alone:
+            amount = Amount(calls=1, seconds=max(left, alone), exposed_s=left)
+            amounts.append((key, amount))
+        found.append(amounts)
+    return found
+
+
+def data_amounts(
+    setting: Setting, sums: Sums, repeated: Recompute, costs: StageCosts[float] | None
+) -> Amounts:
+    """Collectives of gradients and weights of a stage in a step; `costs` say what is exposed, all
+    of it where they are not given. Copies into buckets are in the seconds."""
+    m, found = setting.num_microbatches, dict[Key, Amount]()
+    for kind, times, seconds, alone in _collectives(setting, sums):
+        if seconds:
+            calls = times * alone
+            amount = Amount(calls=calls, seconds=times * seconds, exposed_s=times * seconds)
+            add(found, ("data", kind), amount)
+    if costs is None or not found:
+        return found
+    forward = costs.forward_comm_s - float(sums.forward_comm_s)
+    backward = costs.backward_comm_s - float(sums.backward_comm_s + repeated.comm_s)
+    whole = sum(amount.seconds for amount in found.values())
+    exposed = min(1.0, max(0.0, m * (forward + backward) + costs.reduce_s) / whole)
+    return {
+        key: Amount(calls=a.calls, seconds=a.seconds, exposed_s=a.seconds * exposed)
+        for key, a in found.items()
+    }
+
+
+def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float, float]]:
+    """Kind, times a step, seconds of one time, units that it moves then one after the other."""
+    m, several = setting.num_microbatches, setting.dp * setting.cp > 1
+    numel, target = float(sums.parameters), setting.target
+    gradients, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
+
+    def units(nbytes: float, kind: str) -> float:
+        if kind == "bucket":
+            size = target.bucket_bytes or nbytes
+            return math.ceil(nbytes / max(size, target.bucket_bytes_per_rank * setting.dp, 1))
+        return math.ceil(numel / max(float(sums.largest_parameters), 1.0))
+
+    if not several:
+        return
+    unit = target.gathered_unit if setting.zero == 3 else target.unit
+    reduced, gathered = units(gradients, unit), units(weights, unit)
+    if setting.zero == 0:
+        yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
+    elif setting.zero == 3:
+        yield "all_gather", 2 * m, float(sums.zero3_gather_s), gathered
+        yield "reduce_scatter", m, float(sums.zero3_scatter_s), reduced
+        yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
+    else:
+        yield "reduce_scatter", m if setting.zero == 2 else 1, float(sums.scatter_s), reduced
+        yield "all_gather", 1, float(sums.gather_s), gathered
+        yield "all_reduce", 1, float(sums.replicate_s), reduced

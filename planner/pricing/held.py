@@ -1,0 +1,74 @@
+"""Memory of a plan by what holds it, as its price adds it up (`costmodel/blocks/peak.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from meshwright.costmodel.blocks import HeldBytes, held_bytes
+from meshwright.costmodel.schedules import peak_activation, stages_of_devices
+from meshwright.costmodel.sharding import Assignment
+from meshwright.planner.pricing.evaluate import Evaluation, stage_sums
+from meshwright.planner.pricing.stage_costs import StageCoster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes of a device of one device group; together they are its `peak_memory_bytes`.
+
+    `weights` that are computed with, trained or not; `activations` of all micro-batches in flight;
+    `buffers` of gradients under way and gathered weights; `transient`, what is made again and the
+    gradients of activations; `reserved` for the device's context and communicators.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    transient: float
+    reserved: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def memory_parts(
+    evaluation: Evaluation, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
+) -> list[MemoryParts]:
+    """Of each device group; `assignments` are those of the plan's stages."""
+    plan = evaluation.plan
+    held = [_held(evaluation, k, coster, own) for k, own in enumerate(assignments)]
+    counts = {"num_devices": len(plan.devices)}
+    active = peak_activation(
+        plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        bytes_per_stage=[own.activation_bytes for own in evaluation.stages],
+        **counts,
+    )
+    placed = stages_of_devices(plan.schedule, num_stages=len(plan.stages), **counts)
+    found = []
+    for device, members in enumerate(placed):
+        own = [held[k] for k in members]
+        # one stage is in a backward: the one that holds most in it
+        passing = max(own, key=lambda h: h.transient + h.communicators)
+        found.append(
+            MemoryParts(
+                weights=sum(h.weights + h.frozen for h in own),
+                gradients=sum(h.gradients for h in own),
+                optimizer=sum(h.optimizer for h in own),
+                activations=float(active[device]),
+                buffers=sum(h.buffers for h in own),
+                transient=passing.transient,
+                reserved=passing.communicators + coster.cluster.device.reserved_bytes,
+            )
+        )
+    return found
+
+
+def _held(
+    evaluation: Evaluation, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> HeldBytes[float]:
+    setting, sums, repeated = stage_sums(evaluation.plan, k, coster, assignments)
+    found = held_bytes(sums, setting, repeated)
+    return HeldBytes(**{each.name: float(getattr(found, each.name)) for each in fields(found)})

@@ -1,0 +1,180 @@
+"""What a look at a plan needs beyond its prices: memory by what holds it and when it is highest,
+communication by axis and link, time by component of each device group, throughput. It takes a
+second pricing of the plan, so that it waits until it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from meshwright.costmodel.intervals import LEVEL, Quantiles
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharding import Assignment
+from meshwright.planner.plan import compress_ranks
+from meshwright.planner.pricing import (
+    Evaluation,
+    StageCoster,
+    Traffic,
+    memory_parts,
+    priced_work,
+    traffic,
+)
+from meshwright.planner.report.components import of_group
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """Rows of data about a priced plan: seconds of a step, bytes of a device or of a rank."""
+
+    evaluation: Evaluation
+    problem: Problem
+    assignments: Sequence[Mapping[str, Assignment]]
+
+    @cached_property
+    def memory(self) -> list[Row]:
+        """Of each device group: bytes by what holds them (`parts`, which add up to
+        `priced_bytes`), and the peak in the course of a step, with the moment and the block it
+        comes in (none where the target's course is not followed)."""
+        evaluation, plan = self.evaluation, self.evaluation.plan
+        peaks, course = evaluation.prediction.peak_memory_bytes, evaluation.prediction.course
+        quantiles = evaluation.prediction.memory_error
+        rows: list[Row] = []
+        coster = StageCoster(replace(self.problem, precision=plan.precision))
+        parts = memory_parts(evaluation, coster, self.assignments)
+        for k, (ranks, own) in enumerate(zip(plan.devices, parts, strict=True)):
+            row: dict[str, Any] = {
+                "ranks": compress_ranks(ranks),
+                "stages": [n for n, stage in enumerate(plan.stages) if stage.ranks == ranks],
+                "parts": own.as_dict(),
+                "priced_bytes": peaks[k],
+                "interval_bytes": [quantiles.low * peaks[k], quantiles.high * peaks[k]],
+            }
+            if course:
+                peak = course[k]
+                blocks = plan.stages[peak.stage].blocks
+                row |= {
+                    "course_bytes": peak.nbytes,
+                    "moment": peak.action.name.lower() if peak.action else "optimizer",
+                    "stage": peak.stage,
+                    "block": None if peak.block is None else blocks[peak.block],
+                }
+            rows.append(row)
+        return rows
+
+    @cached_property
+    def communication(self) -> list[Row]:
+        """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
+        themselves and exposed."""
+        return [asdict(row) for row in self._traffic]
+
+    @cached_property
+    def _traffic(self) -> list[Traffic]:
+        return traffic(self.evaluation, self.problem, self.assignments)
+
+    @cached_property
+    def components(self) -> list[Row]:
+        """Of each device group: its seconds by what it does (`components_s`); they add up to the
+        step."""
+        return [
+            {
+                "ranks": compress_ranks(ranks),
+                "components_s": of_group(self.evaluation, ranks).as_dict(),
+            }
+            for ranks in self.evaluation.plan.devices
+        ]
+
+    @cached_property
+    def throughput(self) -> Row:
+        """Rows and tokens (rows × length of the sequence, where there is one) per second; model
+        FLOPs utilisation and, with recompute, hardware's (Korthikanti et al., 2022); device-hours
+        of a step."""
+        plan, prediction = self.evaluation.plan, self.evaluation.prediction
+        step_s, ranks = prediction.step_time_s, plan.num_ranks
+        works = priced_work(plan, self.problem, self.assignments)
+        computed, repeated = (
+            sum(getattr(w, name) * len(r) for w, r in zip(works, plan.devices, strict=True))
+            for name in ("flops", "repeated_flops")
+        )
+        peak = self.problem.cluster.device.flops(plan.precision)
+        rows_per_s, length = plan.global_batch_size / step_s, _sequence_length(self.problem)
+        return {
+            "rows_per_s": rows_per_s,
+            "sequence_length": length,
+            "tokens_per_s": length and rows_per_s * length,
+            "tokens_per_s_per_device": length and rows_per_s * length / ranks,
+            "mfu": prediction.mfu,
+            "hfu": prediction.mfu * (computed / (computed - repeated) if computed else 1.0),
+            "model_flops_per_s_per_device": prediction.mfu * peak,
+            "device_hours_per_step": step_s * ranks / 3600,
+        }
+
+    @property
+    def uncertainty(self) -> Row:
+        """How far prices were off for plans like this one: quantiles of measured over predicted,
+        which rows they are of, and how many."""
+        prediction = self.evaluation.prediction
+        return {
+            "level": LEVEL,
+            "step": _quantiles(prediction.step_error),
+            "memory": _quantiles(prediction.memory_error),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "throughput": dict(self.throughput),
+            "uncertainty": dict(self.uncertainty),
+            "memory": [dict(row) for row in self.memory],
+            "communication": [dict(row) for row in self.communication],
+            "device_groups": [dict(row) for row in self.components],
+        }
+
+
+def _sequence_length(problem: Problem) -> int | None:
+    """Tokens of a row: of the sequence, else of what integers (rows, tokens) the batch has."""
+    graph, factors = problem.graph, problem.factors
+    if factors.sequence is not None:
+        return factors.sizes[factors.sequence]
+    metas = [graph.values[v] for v in graph.inputs if factors.has_batch(v)]
+    lengths = [
+        meta.shape[1]
+        for meta in metas
+        if len(meta.shape) == 2 and not meta.dtype.is_floating_point and meta.shape[1] > 1
+    ]
+    return max(lengths, default=None)
+
+
+def _quantiles(found: Quantiles) -> Row:
+    return asdict(found)
+
+
+def cost_of(
+    details: Details, *, tokens: float | None = None, price_per_hour: float | None = None
+) -> Row:
+    """What a run costs: device-hours, days, and money at a price per device and hour that the user
+    gives. Raises ValueError for a model without a sequence, and for numbers that are not above 0.
+    """
+    for name, value in (("tokens", tokens), ("price_per_hour", price_per_hour)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value!r}: legal: a number above 0, or None")
+    found, step = details.throughput, details.evaluation.prediction.step_time_s
+    row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}
+    if price_per_hour is not None:
+        row["price_per_step"] = price_per_hour * row["device_hours_per_step"]
+    if tokens is None:
+        return row
+    if not found["tokens_per_s"]:
+        raise ValueError(
+            f"tokens={tokens:g}: the model has no sequence that a cost could be counted in; "
+            "legal: None, and price_per_step times your number of steps"
+        )
+    seconds = tokens / found["tokens_per_s"]
+    row |= {"tokens": tokens, "steps": seconds / step, "days": seconds / 86400}
+    row["device_hours"] = row["steps"] * row["device_hours_per_step"]
+    if price_per_hour is not None:
+        row["price"] = price_per_hour * row["device_hours"]
+        row["price_per_million_tokens"] = row["price"] / tokens * 1e6
+    return row
