@@ -67,6 +67,7 @@ executor.ranks
 executor.parameters
 executor.stages
 executor.runtime
+executor.files
 executor.checkpoint
 executor.stand_in executor.prices
 executor.rehearsal

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.executor.checkpoint import atomic_folder, checkpoint
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.files import atomic_folder
 from tests.executor.checkpoint.checkpoint_worker import (
     Run,
     differing,

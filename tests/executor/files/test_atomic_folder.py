@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.executor.checkpoint import atomic_folder
+from meshwright.executor.files import atomic_folder
 from tests.executor.checkpoint.checkpoint_worker import differing, start
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
@@ -96,7 +96,10 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     run = start("mlp", "alone")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("…")
-    with pytest.raises(ValueError, match=r"thesis'.*is no checkpoint.*save to another path"):
+    with pytest.raises(
+        ValueError,
+        match=r"thesis': holds what no save wrote, .'chapter1.tex'.*save to another path",
+    ):
         run.save(tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter1.tex").exists()
     (tmp_path / "empty").mkdir()
@@ -105,7 +108,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_being_saved_is_left_alone(tmp_path: Path) -> None:
-    beside = atomic_folder.prepare(tmp_path / "at.0123abcd", "marker")
-    first = atomic_folder.prepare(tmp_path / "at", "marker")
-    second = atomic_folder.prepare(tmp_path / "at", "marker")
+    beside = atomic_folder.prepare(tmp_path / "at.0123abcd")
+    first = atomic_folder.prepare(tmp_path / "at")
+    second = atomic_folder.prepare(tmp_path / "at")
     assert beside.exists() and second.exists() and not first.exists()

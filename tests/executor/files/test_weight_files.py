@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.checkpoint.chunks import ChunkRead
 from meshwright.executor.checkpoint.name_matching import Matched, Wanted, match_names
-from meshwright.executor.checkpoint.weight_files import open_source
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.files.chunks import ChunkRead
+from meshwright.executor.files.weight_files import open_source
 from meshwright.executor.runtime.runtime import Runtime
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
