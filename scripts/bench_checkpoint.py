@@ -121,6 +121,9 @@ def main() -> None:
             "torch's reader": lambda: dcp.load(state, checkpoint_id=chosen.folder, no_dist=True),
         }
         compare("load", runs, chosen.pairs, size)
+        for x in into.values():
+            x.zero_()
+        read_tensors(reads, stored)
         wrong = [name for name, x in given.items() if not torch.equal(x, into[name])]
         if wrong:
             raise SystemExit(f"not read as written: {wrong}")

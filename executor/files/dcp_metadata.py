@@ -126,7 +126,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     except _Misnamed as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # a damaged pickle raises any of them
-        why = str(error) or type(error).__name__
+        why = f"{type(error).__name__}: {error}"
         raise RuntimeError(
             f"{str(path)!r} can't be read ({why}); it must be as torch.distributed.checkpoint "
             f"wrote it: load an earlier checkpoint, or get it anew from its source"
@@ -155,7 +155,7 @@ def _tensors(metadata: Any, folder: Path) -> dict[str, StoredTensor]:
         if index["fqn"] not in chunks_of:
             continue  # an object
         at = index["fqn"], _sizes(index["offset"])
-        file = place["relative_path"]
+        file = place.get("relative_path")
         if file not in paths:
             try:
                 paths[file] = inside(folder, file, repr(str(folder / METADATA)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class _Checksums(_StorageWriterTransforms):
         super().__init__()
         self.of: dict[MetadataIndex, ChecksumStream] = {}
 
-    def transform_save_stream(self, item: WriteItem, file: IO[bytes]) -> tuple[Any, list[str]]:
+    def transform_save_stream(self, item: WriteItem, file: Any) -> tuple[Any, list[str]]:
         self.of[item.index] = ChecksumStream(file)
         return self.of[item.index], []
 
