@@ -202,7 +202,7 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"'__0_0.distcp' has 100 bytes, and \d+ were saved"):
         run.load(tmp_path / "at0")
     data.write_bytes(whole[:-1000] + bytes(1000))
-    says = r"at0': damaged, and read in part.*'optimizer.*' in '.*__0_0.distcp' is damaged: its"
+    says = r"at0': damaged, and read in part.*'model.*' in '.*__0_0.distcp' is damaged: its"
     with pytest.raises(RuntimeError, match=says):
         run.load(tmp_path / "at0")
     (tmp_path / "at0" / "training.pt").write_bytes(b"PK")
