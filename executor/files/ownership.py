@@ -94,8 +94,8 @@ def check_file(folder: Path, name: str, files: Mapping[str, OwnFile]) -> None:
 
 
 def foreign_files(folder: Path, *, finished: bool) -> list[str]:
-    """What is in a folder that no save wrote, by name. Of a `finished` folder there must be a
-    manifest or, from an older version, the notes: else all of it is foreign."""
+    """What is in a folder that no save wrote, by name. In a `finished` folder there must be a sound
+    manifest or, as in one of an older version, notes: else all of it is foreign."""
     if not folder.is_dir() or folder.is_symlink():
         return [folder.name] if folder.exists() or folder.is_symlink() else []
     entries = sorted(folder.iterdir())
@@ -103,7 +103,7 @@ def foreign_files(folder: Path, *, finished: bool) -> list[str]:
         listed = read_manifest(folder)
     except RuntimeError:  # nothing but its names says what the save wrote
         listed = None
-    ours = not finished or any(entry.name in (MANIFEST, NOTES) for entry in entries)
+    ours = not finished or listed is not None or (folder / NOTES).is_file()
     return [
         entry.name
         for entry in entries

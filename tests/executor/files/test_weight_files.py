@@ -340,9 +340,10 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
     assert set(open_source(sharded(inside, "state.safetensors")).shapes) == set(STATE)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"weight_map": 5}', "[" * 100_000, '{"weight_map": {"a": []}}']
-)
+NO_INDEX = ("", "[]", '{"weight_map": 5}', "[" * 100_000, '{"weight_map": {"a": []}}')
+
+
+@pytest.mark.parametrize("text", NO_INDEX, ids=lambda text: text[:30])
 def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(RuntimeError, match=r"index.json' is damaged .*it must be an object with"):
