@@ -8,28 +8,29 @@ from typing import IO, Any
 
 import xxhash
 
-BLOCK_BYTES = 2**20  # read or summed up at a time; it stays in a core's cache
+BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """Of bytes in memory."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-def checksum_of_part(handle: int, start: int, length: int) -> str:
-    """Of bytes `start` to `start + length` of an open file, or as many as it has; the file's
-    position is left alone, so that another thread can read meanwhile."""
-    state, block = xxhash.xxh3_64(), memoryview(bytearray(min(BLOCK_BYTES, length)))
-    while length > 0 and (count := os.preadv(handle, [block[:length]], start)):
-        state.update(block[:count])
-        start, length = start + count, length - count
+def read_and_sum(handle: int, start: int, into: memoryview) -> str:
+    """Fill memory from an open file, from byte `start` on; returns the checksum of what was read.
+    The file's position is left alone. Raises EOFError where the file ends before."""
+    state, count = xxhash.xxh3_64(), 0
+    while count < len(into):
+        more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start + count)
+        if not more:
+            raise EOFError("is not there: the file became shorter")
+        state.update(into[count : count + more])
+        count += more
     return state.hexdigest()
 
 
 def checksum_of_file(path: Path) -> str:
     """Of a whole file."""
-    with path.open("rb") as file:
-        return checksum_of_part(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    state, block = xxhash.xxh3_64(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            state.update(block[:count])
+    return state.hexdigest()
 
 
 class ChecksumStream:

@@ -1,23 +1,22 @@
 """Reading of tensors from a folder of torch.distributed.checkpoint (DCP): boxes of them, in place.
 
-DCP stores a chunk as an archive of `torch.save`. It is read whole, once, into memory that serves
-all chunks, and copied from there to where its boxes belong; meanwhile another thread takes its
-checksum. Chunks without one, of older checkpoints and of other programs, are read as they are.
+DCP stores a chunk as an archive of `torch.save`. A thread reads it whole, once, and compares its
+checksum; its boxes are copied from there to where they belong while the next is read. Two buffers
+of the largest chunk serve all. Chunks without a checksum, of older checkpoints and of other
+programs, are read as they are.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from meshwright.executor.files.checksums import BLOCK_BYTES, checksum
+from meshwright.executor.files.checksums import read_and_sum
 from meshwright.executor.files.chunks import Box, ChunkRead, narrowed
 from meshwright.executor.files.dcp_metadata import StoredChunk, StoredTensor
 from meshwright.executor.ranks import phase
@@ -39,16 +38,20 @@ def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor])
                 place = chunk.start, read.name, chunk.box[0]
                 chunks.setdefault(place, (chunk, []))[1].append((read, both))
     lengths = [_stored_whole(path, chunks) for path, chunks in by_file.items()]
-    buffer = torch.empty(max(lengths, default=0), dtype=torch.uint8)
-    with ThreadPoolExecutor(1) as beside, torch.no_grad(), phase("reading a checkpoint"):
+    buffers = [torch.empty(max(lengths, default=0), dtype=torch.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(1) as ahead, torch.no_grad(), phase("reading a checkpoint"):
         for path, chunks in sorted(by_file.items()):
             with path.open("rb") as file:
-                for _, (chunk, copies) in sorted(chunks.items()):
+                every = [chunk for _, chunk in sorted(chunks.items())]
+                coming = ahead.submit(_verified, file, every[0][0], buffers[0])
+                for k, (chunk, copies) in enumerate(every):
                     name = copies[0][0].name
                     try:
-                        data = _bytes(file.fileno(), chunk, buffer)
-                        x = _Archive(file=file, chunk=chunk, dtype=stored[name].dtype, data=data)
-                        _copy_verified(x, copies, beside)
+                        data = coming.result()
+                        if k + 1 < len(every):
+                            buffer = buffers[(k + 1) % 2]
+                            coming = ahead.submit(_verified, file, every[k + 1][0], buffer)
+                        _copy(_tensor(file, chunk, data, stored[name].dtype), chunk, copies)
                     except Exception as error:
                         raise RuntimeError(f"{name!r} in {str(path)!r} {error}") from error
 
@@ -75,66 +78,26 @@ def _stored_whole(path: Path, chunks: Chunks) -> int:
     return max(chunk.length for chunk, _ in chunks.values())
 
 
-def _bytes(handle: int, chunk: StoredChunk, buffer: torch.Tensor) -> torch.Tensor:
-    """A chunk's archive, in the first bytes of the buffer."""
+def _verified(file: IO[bytes], chunk: StoredChunk, buffer: torch.Tensor) -> torch.Tensor:
+    """A chunk's archive, in the first bytes of the buffer. Raises ValueError where it is not what
+    was saved."""
     data = buffer[: chunk.length]
-    view, count = _view(data), 0
-    while count < chunk.length:
-        more = os.preadv(handle, [view[count:]], chunk.start + count)
-        if not more:
-            raise ValueError("is not there: the file became shorter")
-        count += more
+    array: Any = data.numpy()
+    if read_and_sum(file.fileno(), chunk.start, memoryview(array)) != chunk.xxh3_64 is not None:
+        raise ValueError("is damaged: its checksum is not that of what was saved")
     return data
 
 
-def _view(data: torch.Tensor) -> memoryview:
-    array: Any = data.numpy()
-    return memoryview(array)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Archive:
-    """A chunk's archive, in its file and, read, in memory."""
-
-    file: Any
-    chunk: StoredChunk
-    dtype: torch.dtype
-    data: torch.Tensor
-
-    def tensor(self) -> torch.Tensor:
-        """Its tensor, in this memory: loaded without values, it says where they are."""
-        chunk = self.chunk
-        part: Any = _create_file_view(self.file, chunk.start, chunk.length)
-        x = torch.load(part, map_location="meta", weights_only=True)
-        if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (
-            chunk.box[1],
-            self.dtype,
-        ):
-            raise ValueError(f"is no tensor of {self.dtype} and shape {chunk.box[1]}")
-        start = x.untyped_storage()._checkpoint_offset
-        assert start is not None, "torch.load says no more where values are"
-        values = self.data[start : start + x.untyped_storage().nbytes()].view(self.dtype)
-        return values.as_strided(x.shape, x.stride(), values.storage_offset() + x.storage_offset())
-
-
-def _copy_verified(x: _Archive, copies: Iterable[Copy], beside: ThreadPoolExecutor) -> None:
-    """Copy a chunk's boxes, while `beside` sums up its bytes. Raises ValueError where the sum is
-    not that of what was saved."""
-    chunk, view = x.chunk, _view(x.data)
-    if len(view) <= BLOCK_BYTES or chunk.xxh3_64 is None:
-        _verify(chunk, None if chunk.xxh3_64 is None else checksum(view))
-        _copy(x.tensor(), chunk, copies)
-        return
-    found = beside.submit(checksum, view)
-    try:
-        _copy(x.tensor(), chunk, copies)
-    finally:  # which says more than an error of what was damaged
-        _verify(chunk, found.result())
-
-
-def _verify(chunk: StoredChunk, found: str | None) -> None:
-    if found != chunk.xxh3_64:
-        raise ValueError("is damaged: its checksum is not that of what was saved")
+def _tensor(file: Any, chunk: StoredChunk, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of an archive, in its memory: loaded without values, it says where they are."""
+    archive: Any = _create_file_view(file, chunk.start, chunk.length)
+    x = torch.load(archive, map_location="meta", weights_only=True)
+    if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (chunk.box[1], dtype):
+        raise ValueError(f"is no tensor of {dtype} and shape {chunk.box[1]}")
+    start = x.untyped_storage()._checkpoint_offset
+    assert start is not None, "torch.load says no more where values are"
+    values = data[start : start + x.untyped_storage().nbytes()].view(dtype)
+    return values.as_strided(x.shape, x.stride(), values.storage_offset() + x.storage_offset())
 
 
 def _copy(x: torch.Tensor, chunk: StoredChunk, copies: Iterable[Copy]) -> None:
