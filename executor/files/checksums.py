@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,16 +12,18 @@ import xxhash
 BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
 
 
-def read_and_sum(handle: int, start: int, into: memoryview) -> str:
-    """Fill memory from an open file, from byte `start` on; returns the checksum of what was read.
-    The file's position is left alone. Raises EOFError where the file ends before."""
-    state, count = xxhash.xxh3_64(), 0
-    while count < len(into):
-        more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start + count)
-        if not more:
-            raise EOFError("is not there: the file became shorter")
-        state.update(into[count : count + more])
-        count += more
+def read_and_sum(handle: int, start: int, parts: Iterable[memoryview]) -> str:
+    """Fill memory, part by part, from an open file, from byte `start` on; returns the checksum of
+    what was read. Raises EOFError where the file ends before."""
+    state = xxhash.xxh3_64()
+    for into in parts:
+        count = 0
+        while count < len(into):
+            more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start)
+            if not more:
+                raise EOFError("is not there: the file became shorter")
+            state.update(into[count : count + more])
+            start, count = start + more, count + more
     return state.hexdigest()
 
 

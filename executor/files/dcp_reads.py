@@ -1,15 +1,14 @@
 """Reading of tensors from a folder of torch.distributed.checkpoint (DCP): boxes of them, in place.
 
-DCP stores a chunk as an archive of `torch.save`. A thread reads it whole, once, and compares its
-checksum; its boxes are copied from there to where they belong while the next is read. Two buffers
-of the largest chunk serve all. Chunks without a checksum, of older checkpoints and of other
+DCP stores a chunk as an archive of `torch.save`. Its bytes are read once and summed up on the way:
+to where they belong, if that is the whole chunk as it is; else to a buffer, which boxes are copied
+from, and which serves all chunks. Chunks without a checksum, of older checkpoints and of other
 programs, are read as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,20 +37,14 @@ def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor])
                 place = chunk.start, read.name, chunk.box[0]
                 chunks.setdefault(place, (chunk, []))[1].append((read, both))
     lengths = [_stored_whole(path, chunks) for path, chunks in by_file.items()]
-    buffers = [torch.empty(max(lengths, default=0), dtype=torch.uint8) for _ in range(2)]
-    with ThreadPoolExecutor(1) as ahead, torch.no_grad(), phase("reading a checkpoint"):
+    buffer = torch.empty(max(lengths, default=0), dtype=torch.uint8)  # takes pages where written
+    with torch.no_grad(), phase("reading a checkpoint"):
         for path, chunks in sorted(by_file.items()):
             with path.open("rb") as file:
-                every = [chunk for _, chunk in sorted(chunks.items())]
-                coming = ahead.submit(_verified, file, every[0][0], buffers[0])
-                for k, (chunk, copies) in enumerate(every):
+                for _, (chunk, copies) in sorted(chunks.items()):
                     name = copies[0][0].name
                     try:
-                        data = coming.result()
-                        if k + 1 < len(every):
-                            buffer = buffers[(k + 1) % 2]
-                            coming = ahead.submit(_verified, file, every[k + 1][0], buffer)
-                        _copy(_tensor(file, chunk, data, stored[name].dtype), chunk, copies)
+                        _read(file, chunk, copies, stored[name].dtype, buffer)
                     except Exception as error:
                         raise RuntimeError(f"{name!r} in {str(path)!r} {error}") from error
 
@@ -78,26 +71,64 @@ def _stored_whole(path: Path, chunks: Chunks) -> int:
     return max(chunk.length for chunk, _ in chunks.values())
 
 
-def _verified(file: IO[bytes], chunk: StoredChunk, buffer: torch.Tensor) -> torch.Tensor:
-    """A chunk's archive, in the first bytes of the buffer. Raises ValueError where it is not what
-    was saved."""
+def _read(
+    file: IO[bytes],
+    chunk: StoredChunk,
+    copies: list[Copy],
+    dtype: torch.dtype,
+    buffer: torch.Tensor,
+) -> None:
+    """Read a chunk's boxes. Raises ValueError where it is damaged."""
     data = buffer[: chunk.length]
-    array: Any = data.numpy()
-    if read_and_sum(file.fileno(), chunk.start, memoryview(array)) != chunk.xxh3_64 is not None:
-        raise ValueError("is damaged: its checksum is not that of what was saved")
-    return data
+    try:
+        x, start = _described(file, chunk, dtype)
+    except Exception:  # of damage its checksum says more
+        _fill(file, chunk, [data])
+        raise
+    size = x.untyped_storage().nbytes()
+    into = _memory(x, chunk, copies)
+    if into is not None:
+        _fill(file, chunk, [data[:start], into, data[start : chunk.length - size]])
+        return
+    _fill(file, chunk, [data])
+    values = data[start : start + size].view(dtype)
+    first = values.storage_offset() + x.storage_offset()
+    _copy(values.as_strided(x.shape, x.stride(), first), chunk, copies)
 
 
-def _tensor(file: Any, chunk: StoredChunk, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of an archive, in its memory: loaded without values, it says where they are."""
+def _described(file: Any, chunk: StoredChunk, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The tensor of an archive, without values, and the byte where they start."""
     archive: Any = _create_file_view(file, chunk.start, chunk.length)
     x = torch.load(archive, map_location="meta", weights_only=True)
     if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (chunk.box[1], dtype):
         raise ValueError(f"is no tensor of {dtype} and shape {chunk.box[1]}")
     start = x.untyped_storage()._checkpoint_offset
     assert start is not None, "torch.load says no more where values are"
-    values = data[start : start + x.untyped_storage().nbytes()].view(dtype)
-    return values.as_strided(x.shape, x.stride(), values.storage_offset() + x.storage_offset())
+    if start + x.untyped_storage().nbytes() > chunk.length:
+        raise ValueError("is not stored whole")
+    return x, start
+
+
+def _memory(x: torch.Tensor, chunk: StoredChunk, copies: list[Copy]) -> torch.Tensor | None:
+    """The bytes that a chunk can be read into as it is; None where it must be copied."""
+    ((read, (starts, sizes)), *others) = copies
+    into = narrowed(
+        read.into, [a - b for a, (b, _) in zip(starts, read.ranges, strict=True)], sizes
+    )
+    whole = not others and sizes == chunk.box[1] and x.dtype == into.dtype
+    plain = into.device.type == "cpu" and into.is_contiguous() and x.is_contiguous()
+    if whole and plain and x.untyped_storage().nbytes() == into.nbytes:
+        return into.reshape(-1).view(torch.uint8)
+    return None
+
+
+def _fill(file: IO[bytes], chunk: StoredChunk, parts: Iterable[torch.Tensor]) -> None:
+    """Read a chunk's archive into memory, part by part. Raises ValueError where it is not what was
+    saved."""
+    arrays: list[Any] = [part.numpy() for part in parts if part.numel()]
+    found = read_and_sum(file.fileno(), chunk.start, [memoryview(array) for array in arrays])
+    if found != chunk.xxh3_64 is not None:
+        raise ValueError("is damaged: its checksum is not that of what was saved")
 
 
 def _copy(x: torch.Tensor, chunk: StoredChunk, copies: Iterable[Copy]) -> None:
