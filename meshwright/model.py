@@ -241,7 +241,9 @@ class ParallelModel:
 
     def load_weights(self, path: str | Path) -> None:
         """Read weights from a `torch.save` file, safetensors (a file, or a folder with an index) or
-        a DCP folder, each rank only its part. ValueError for missing or misshapen names.
+        a DCP folder, each rank only its part. ValueError for missing or misshapen names and for
+        names of files outside the folder, RuntimeError for a file that is damaged or would run
+        code.
         """
         weights.load_weights(self.runtime, path)
 
@@ -269,8 +271,9 @@ class ParallelModel:
         """Write parameters, buffers, optimizer states, the number of steps, seed and loss scale to
         a folder that all ranks see. Collective.
 
-        A checkpoint already at `path` is replaced when the new one is complete; killed at any
-        point, one of the two is there. `extra` are your own objects with `state_dict()`, the same
+        A checkpoint already at `path`, which may be a link, is replaced when the new one is
+        complete; killed at any point, one of the two is there. Where the folder holds what no save
+        wrote, ValueError names it. `extra` are your own objects with `state_dict()`, the same
         on all ranks, such as `{"scheduler": scheduler}`. Asynchronous, it returns when the state is
         copied to the host: training may go on, `.wait()` on what is returned says that it is on the
         disk, and the next save or load, and the end of the process, wait for it. An error in the
@@ -294,8 +297,9 @@ class ParallelModel:
         """Read what `save_checkpoint` wrote, under this plan or another. Collective.
 
         The optimizer may be new; its class must be the one that was saved, its groups may be in any
-        order. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
-        damaged file), the same on all ranks.
+        order. What is read is verified by its checksums; older checkpoints, without, are warned
+        about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
+        damaged file, or one that would run code), the same on all ranks.
         """
         checkpoint.load(self.runtime, path, optimizer, extra=extra)
 

@@ -67,6 +67,7 @@ executor.ranks
 executor.parameters
 executor.stages
 executor.runtime
+executor.files
 executor.checkpoint
 executor.stand_in executor.prices
 executor.rehearsal
@@ -94,8 +95,6 @@ SOLVERS = ("pulp", "highspy")
 SOLVING = "planner/intra_op/solvers.py"
 COMMUNICATING = ("executor/", "profiles/measure/collectives.py")
 PRINTING = ("meshwright/cli.py",)
-
-
 BESIDE = ("scripts", "examples", "tests")
 
 Rule = Callable[[SourceFile], list[str]]

@@ -9,8 +9,11 @@ A checkpoint is a folder on a file system that all ranks see:
                           masks, loss scale, options and counters of the optimizer, and the states
                           of the user's own objects
     plan.json             the plan that it was saved under, for people: loading does not read it
+    manifest.json         the files of the save, with their sizes and checksums
 
-`dcp.load({"model": ...}, checkpoint_id=path)` reads the weights without Meshwright.
+`dcp.load({"model": ...}, checkpoint_id=path)` reads the weights without Meshwright. What is read is
+verified by the checksums; a checkpoint of an older version, without a manifest, is loaded with a
+note that it is not.
 
 Of the replicas of a chunk, one rank writes (`collected.py`). An error of one rank in a save or a
 load is raised on all (`ranks/object_collectives.py`). `atomic_folder.py` says how a finished folder
@@ -23,8 +26,7 @@ overwritten some; every other error is raised before. Tensors without elements a
 
 from __future__ import annotations
 
-import io
-import pickle
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +36,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.executor.checkpoint import atomic_folder, optimizer_state
-from meshwright.executor.checkpoint.chunks import LocalChunks
+from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
-from meshwright.executor.checkpoint.dcp_storage import read_tensors, stored_tensors, write_tensors
+from meshwright.executor.checkpoint.notes import read_notes, write_notes
 from meshwright.executor.checkpoint.weights import initialise_buffers
 from meshwright.executor.devices import synchronize
+from meshwright.executor.files import (
+    MANIFEST,
+    NOTES,
+    LocalChunks,
+    StoredTensor,
+    atomic_folder,
+    check_files,
+    read_metadata,
+    read_tensors,
+    write_manifest,
+    write_tensors,
+)
 from meshwright.executor.ranks import (
     Background,
     all_gather_object,
@@ -55,8 +68,7 @@ from meshwright.executor.ranks import (
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.stages import follow
 
-FORMAT = 1
-NOTES, PLAN = "training.pt", "plan.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +86,12 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Targets:
-    """The tensors that a rank loads into: the model's and the optimizer's new states, by FQN."""
+    """The tensors that a rank loads into, the model's and the optimizer's new states, by FQN; and
+    those that are `stored`."""
 
     model: dict[str, torch.Tensor]
     optimizer: optimizer_state.States
+    stored: dict[str, StoredTensor]
 
 
 def _group(runtime: Runtime) -> dist.ProcessGroup | None:
@@ -105,16 +119,16 @@ def save(
     ValueError for a state that can't be saved, RuntimeError where writing fails.
     """
     background.finish_all()
-    folder, group = Path(path).absolute(), _group(runtime)
+    group = _group(runtime)
     if optimizer is not None:
         follow(optimizer)
     with progress.during("saving a checkpoint"):
-        saving = run_on_first(group, lambda: atomic_folder.prepare(folder, NOTES))
+        folder, saving = run_on_first(group, lambda: _prepared_folder(path))
         collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
         tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
         # on every rank, since a state may be gathered from all
         given = run_on_all(group, lambda: {n: x.state_dict() for n, x in (extra or {}).items()})
-        run_on_first(group, lambda: _write_notes(saving, runtime, all_notes, given))
+        run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
         if not asynchronous:
             _write(tensors, saving, folder, group)
             return Saving(thread=None)
@@ -126,6 +140,12 @@ def save(
             synchronize(runtime.place.device)
     work = partial(_write, copied, saving, folder, group)
     return Saving(thread=Background(f"checkpoint {folder}", work))
+
+
+def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
+    """The folder that `path` leads to, and the one to fill in its place."""
+    folder = atomic_folder.followed(path)
+    return folder, atomic_folder.prepare(folder)
 
 
 def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path) -> Collected:
@@ -144,43 +164,6 @@ def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: 
     return collect(runtime, optimizer)
 
 
-def _write_notes(
-    saving: Path,
-    runtime: Runtime,
-    notes: list[optimizer_state.Notes | None],
-    states: Mapping[str, Any],
-) -> None:
-    """Write the notes and the plan, with the `states` of what is saved beside the model. Raises
-    ValueError for a state that does not load without running code."""
-    given = [note for note in notes if note is not None]
-    merged = optimizer_state.merge(given) if given else None
-    described = {
-        "format": FORMAT,
-        "model": runtime.plan.model,
-        "steps": runtime.steps,
-        "seed": runtime.seed,
-        "loss_scale": runtime.loss_scale.state_dict() if runtime.loss_scale else None,
-        "optimizer": merged,
-        "extra": dict(states),
-    }
-    for name, value in {"optimizer": merged, **states}.items():
-        try:
-            torch.load(io.BytesIO(_serialized(value)), weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"checkpoint: the state of {name!r} holds more than tensors, numbers, text and "
-                f"containers of these, so it could not be loaded safely: {error}"
-            ) from error
-    atomic_folder.write_synced(saving / NOTES, _serialized(described))
-    atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
-
-
-def _serialized(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
 def _write(
     tensors: Mapping[str, Mapping[str, LocalChunks]],
     saving: Path,
@@ -190,8 +173,13 @@ def _write(
     """Write the tensors, and publish the folder when all ranks have."""
     failed = f"checkpoint {str(folder)!r}: not saved; what was there before still is"
     with raising_runtime_error(failed):
-        write_tensors(tensors, saving, group)
-        run_on_first(group, lambda: atomic_folder.publish(saving, folder))
+        bytes_of = write_tensors(tensors, saving, group)
+        run_on_first(group, lambda: _publish(bytes_of, saving, folder))
+
+
+def _publish(bytes_of: Mapping[str, int], saving: Path, folder: Path) -> None:
+    atomic_folder.write_synced(saving / MANIFEST, write_manifest(saving, bytes_of))
+    atomic_folder.publish(saving, folder)
 
 
 # --- load -----------------------------------------------------------------------------------------
@@ -216,13 +204,13 @@ def load(
     place = f"checkpoint {str(path)!r}"
     with progress.during("loading a checkpoint"):
         folder, notes = run_on_first(
-            group, lambda: _opened(Path(path).absolute(), runtime, optimizer, extra or {}, place)
+            group, lambda: _opened(path, runtime, optimizer, extra or {}, place)
         )
         targets, options = run_on_all(
             group, lambda: _prepared(runtime, optimizer, folder, notes, place)
         )
         merged = _merged_options(all_gather_object(group, options), place)
-        _read(targets, folder, group, place)
+        _read(targets, group, place)
         runtime.load_state_dict(targets.model)
         runtime.steps, runtime.seed = notes["steps"], notes["seed"]
         if runtime.loss_scale is not None and notes["loss_scale"] is not None:
@@ -240,7 +228,7 @@ def load(
 
 
 def _opened(
-    path: Path,
+    path: str | Path,
     runtime: Runtime,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
@@ -248,7 +236,7 @@ def _opened(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder to read, and its notes. Raises FileNotFoundError or ValueError where this run
     can't load them."""
-    folder = atomic_folder.published(path)
+    folder = atomic_folder.published(atomic_folder.followed(path))
     if not folder.exists():
         raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")
     if not (folder / NOTES).exists():
@@ -256,16 +244,16 @@ def _opened(
             f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "
             f"otherwise go through load_state_dict"
         )
-    with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
-        notes = torch.load(folder / NOTES, weights_only=True)
-    if notes["format"] != FORMAT:
-        raise ValueError(f"{place}: has format {notes['format']}; this version reads {FORMAT}")
-    if notes["model"] != runtime.plan.model:
-        raise ValueError(
-            f"{place}: is of another model (fingerprint {notes['model']}, this one "
-            f"{runtime.plan.model}); load it with the model that it was saved from, or read its "
-            f"weights by torch.distributed.checkpoint and give load_state_dict those that fit"
+    with raising_runtime_error(f"{place}: damaged"):
+        verified = check_files(folder)
+    if not verified:
+        log.warning(
+            "%s: has no %r, as those of older versions: it is loaded without verification of its "
+            "files; the next save writes one",
+            place,
+            MANIFEST,
         )
+    notes = read_notes(folder, runtime, place)
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
     if missing := sorted(set(extra) - set(notes["extra"])):
@@ -286,7 +274,7 @@ def _prepared(
 
     Buffers that are on meta and were not saved are initialised, as by `load_weights`.
     """
-    stored = stored_tensors(folder)
+    stored = read_metadata(folder)
     model = {
         fqn: torch.empty_like(x, device="cpu") if x.is_meta else x
         for fqn, x in model_tensors(runtime).items()
@@ -298,14 +286,14 @@ def _prepared(
             f"saved from a model that keeps fewer buffers"
         )
     for fqn, x in needed.items():
-        if stored[f"model.{fqn}"].size != x.shape:
+        if stored[f"model.{fqn}"].shape != x.shape:
             raise ValueError(
-                f"{place}: {fqn!r} has shape {tuple(stored[f'model.{fqn}'].size)}, the model "
+                f"{place}: {fqn!r} has shape {stored[f'model.{fqn}'].shape}, the model "
                 f"{tuple(x.shape)}"
             )
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
     if optimizer is None:
-        return _Targets(model=model, optimizer={}), []
+        return _Targets(model=model, optimizer={}, stored=stored), []
     stored_states = {
         name.removeprefix("optimizer."): x
         for name, x in stored.items()
@@ -314,7 +302,7 @@ def _prepared(
     parameters, saved = dict(runtime.named_parameters()), notes["optimizer"]
     states = optimizer_state.allocate(optimizer, parameters, saved, stored_states, place)
     options = optimizer_state.options_of(optimizer, parameters, saved, place)
-    return _Targets(model=model, optimizer=states), options
+    return _Targets(model=model, optimizer=states, stored=stored), options
 
 
 def _merged_options(
@@ -331,10 +319,10 @@ def _merged_options(
     return [next((x for x in known if x is not None), None) for known in by_group]
 
 
-def _read(targets: _Targets, folder: Path, group: dist.ProcessGroup | None, place: str) -> None:
+def _read(targets: _Targets, group: dist.ProcessGroup | None, place: str) -> None:
     named = {f"model.{fqn}": x for fqn, x in targets.model.items()}
     for fqn, state in targets.optimizer.items():
         named |= {f"optimizer.{fqn}.{name}": x for name, x in state.items()}
     reads = [read for name, x in named.items() for read in LocalChunks.of(x).reads(name)]
     with raising_runtime_error(f"{place}: damaged, and read in part; load an earlier one"):
-        read_tensors(reads, folder, group)
+        run_on_all(group, lambda: read_tensors(reads, targets.stored))

@@ -16,19 +16,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.executor.checkpoint import optimizer_state
-from meshwright.executor.checkpoint.chunks import (
+from meshwright.executor.files import (
+    Box,
     LocalChunks,
     Replica,
     ReplicaWriters,
     placements_on,
+    planned_writes,
     untiled,
 )
-from meshwright.executor.checkpoint.dcp_storage import planned_writes
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.stages import follow
 from meshwright.planner.plan import stages_of_parameters
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

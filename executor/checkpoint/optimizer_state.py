@@ -19,8 +19,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from meshwright.executor.files import StoredTensor
 
 Notes = dict[str, Any]
 States = dict[str, dict[str, torch.Tensor]]  # FQN -> name -> tensor
@@ -91,7 +92,7 @@ def allocate(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     saved: Notes,
-    stored: Mapping[str, TensorStorageMetadata],
+    stored: Mapping[str, StoredTensor],
     place: str,
 ) -> States:
     """Empty tensors for the states of a rank's parameters, by FQN and name. `stored` is the
@@ -195,12 +196,12 @@ def _host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _empty(parameter: torch.Tensor, kind: TensorStorageMetadata) -> torch.Tensor:
+def _empty(parameter: torch.Tensor, kind: StoredTensor) -> torch.Tensor:
     """An empty state: laid out as its parameter if it has its shape, else replicated."""
-    dtype = kind.properties.dtype
-    if kind.size == parameter.shape:
+    dtype = kind.dtype
+    if kind.shape == parameter.shape:
         return torch.empty_like(parameter.detach(), dtype=dtype)
-    whole = torch.empty(kind.size, dtype=dtype, device=parameter.device)
+    whole = torch.empty(kind.shape, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh

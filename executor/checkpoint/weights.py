@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from meshwright.executor.checkpoint.chunks import LocalChunks
 from meshwright.executor.checkpoint.initialise import initialise
 from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_names
-from meshwright.executor.checkpoint.weight_files import open_source
+from meshwright.executor.files import LocalChunks, open_source
 from meshwright.executor.parameters import refresh_frozen
 from meshwright.executor.runtime import RankState
 

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.executor.checkpoint import checkpoint, dcp_storage
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.files import dcp_writes
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
@@ -272,17 +273,17 @@ def _foreign() -> torch.optim.Optimizer:
 
 
 def _full_disk(run: Run, path: Path, asynchronous: bool = False) -> None:
-    real = dcp_storage.SavePlanner.lookup_object
+    real = dcp_writes.ChunkPlanner.lookup_object
 
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if launch.rank() == 1:
-        dcp_storage.SavePlanner.lookup_object = fail  # type: ignore[method-assign]
+        dcp_writes.ChunkPlanner.lookup_object = fail  # type: ignore[method-assign]
     try:
         run.save(path, asynchronous=asynchronous).wait()
     finally:
-        dcp_storage.SavePlanner.lookup_object = real  # type: ignore[method-assign]
+        dcp_writes.ChunkPlanner.lookup_object = real  # type: ignore[method-assign]
 
 
 def killed(folder: Path) -> None:
@@ -299,7 +300,7 @@ def killed(folder: Path) -> None:
         def die(*_: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        dcp_storage.SavePlanner.lookup_object = die  # type: ignore[method-assign]
+        dcp_writes.ChunkPlanner.lookup_object = die  # type: ignore[method-assign]
     run.save(folder / "precious")
 
 

@@ -171,7 +171,7 @@ def test_a_mistake_is_told_alike_on_all_ranks(launched: Launched) -> None:
     says = {
         "missing": r"FileNotFoundError: checkpoint '.*nowhere': there is none",
         "no checkpoint": r"ValueError: .*has no 'training.pt'",
-        "not replaced": r"ValueError: .*is no checkpoint .*so it is not replaced",
+        "not replaced": r"ValueError: .*no save wrote, \['file'\], so it is not replaced",
         "other model": r"ValueError: .*is of another model \(fingerprint \w+, this one \w+\)",
         "other optimizer": r"ValueError: .*are those of AdamW, which SGD can't take",
         "no such extra": r"ValueError: .*holds no state of \['sampler'\]; saved .*\['scheduler'\]",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.executor.checkpoint import atomic_folder, checkpoint
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.files import atomic_folder
 from tests.executor.checkpoint.checkpoint_worker import (
     Run,
     differing,
@@ -196,11 +197,16 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     run = start("mlp", "alone")
     run.save(tmp_path / "at0")
     (data,) = (tmp_path / "at0").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(RuntimeError, match=r"at0': damaged, and read in part; load an earlier"):
+    whole = data.read_bytes()
+    data.write_bytes(whole[:100])
+    with pytest.raises(RuntimeError, match=r"'__0_0.distcp' has 100 bytes, and \d+ were saved"):
+        run.load(tmp_path / "at0")
+    data.write_bytes(whole[:-1000] + bytes(1000))
+    says = r"at0': damaged, and read in part.*'model.*' in '.*__0_0.distcp' is damaged: its"
+    with pytest.raises(RuntimeError, match=says):
         run.load(tmp_path / "at0")
     (tmp_path / "at0" / "training.pt").write_bytes(b"PK")
-    with pytest.raises(RuntimeError, match=r"'training.pt' is damaged"):
+    with pytest.raises(RuntimeError, match=r"'training.pt' has 2 bytes, and \d+ were saved"):
         run.load(tmp_path / "at0")
 
 

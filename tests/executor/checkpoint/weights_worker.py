@@ -22,8 +22,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from meshwright.executor.checkpoint import checkpoint, weight_files
+from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.files import weight_files
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from tests.helpers.plan_building import Knobs, build_plan

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright import ParallelModel
-from meshwright.executor.checkpoint import atomic_folder
+from meshwright.executor.files import atomic_folder
 from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.watchdog import progress
 from meshwright.planner.overrides.overrides import Overrides

@@ -129,9 +129,7 @@ def test_a_save_and_a_load_are_phases_for_the_watchdog(
     phases.clear()
     run.load(tmp_path / "at")
     loading = ("loading a checkpoint", False)
-    assert phases[0] == phases[-1] == loading
-    assert phases[1:-1:2] == [waiting] * (len(phases[1:-1]) // 2 + 1)
-    assert ("reading a checkpoint", False) in phases
+    assert phases == [loading, ("reading a checkpoint", False), loading]
     assert progress.activity.phase is None
 
 

@@ -9,8 +9,9 @@ import pytest
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.executor.checkpoint import SavedTensor, chunks
-from meshwright.executor.checkpoint.chunks import untiled
+from meshwright.executor.checkpoint import SavedTensor
+from meshwright.executor.files import chunks
+from meshwright.executor.files.chunks import untiled
 from meshwright.executor.rehearsal import RankLog, unlike_saves
 from tests.executor.rehearsal.test_rehearsal import rehearsal
 from tests.parity.parity_cells import Cell

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.executor import devices, stand_in
 from meshwright.executor.checkpoint import checkpoint, handover
-from meshwright.executor.checkpoint.chunks import LocalChunks
+from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.lowering import backend_of, reshard
 from meshwright.executor.parameters import weight_gather
 from meshwright.executor.ranks import launch

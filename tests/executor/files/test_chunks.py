@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from meshwright.executor.checkpoint.chunks import ReplicaWriters, local_chunks
 from meshwright.executor.checkpoint.optimizer_state import collect
+from meshwright.executor.files.chunks import ReplicaWriters, local_chunks
 
 
 @st.composite

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.checkpoint.chunks import ChunkRead
 from meshwright.executor.checkpoint.name_matching import Matched, Wanted, match_names
-from meshwright.executor.checkpoint.weight_files import open_source
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.files.chunks import ChunkRead
+from meshwright.executor.files.weight_files import open_source
 from meshwright.executor.runtime.runtime import Runtime
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
@@ -315,3 +315,61 @@ def test_buffers_outside_the_state_are_asked_for_with_the_way_out() -> None:
         runtime.load_state_dict(CASES["llama"].build().state_dict())
     init_weights(runtime)
     runtime.load_state_dict(CASES["llama"].build().state_dict())
+
+
+# --- files that were made to harm -----------------------------------------------------------------
+
+
+def sharded(folder: Path, name: Any) -> Path:
+    """An index that names one file for all of `STATE`."""
+    index = {"weight_map": {key: name for key in STATE}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["../state.safetensors", "link.safetensors", "/etc/passwd", 5])
+def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
+    inside = tmp_path / "at"
+    inside.mkdir()
+    write(tmp_path, "safetensors")
+    (inside / "link.safetensors").symlink_to(tmp_path / "state.safetensors")
+    with pytest.raises(ValueError, match=r"index.json' names the file .*, which is"):
+        open_source(sharded(inside, name))
+    (inside / "state.safetensors").symlink_to(inside / "real.safetensors")
+    (tmp_path / "state.safetensors").rename(inside / "real.safetensors")
+    assert set(open_source(sharded(inside, "state.safetensors")).shapes) == set(STATE)
+
+
+NO_INDEX = ("", "[]", '{"weight_map": 5}', "[" * 100_000, '{"weight_map": {"a": []}}')
+
+
+@pytest.mark.parametrize("text", NO_INDEX, ids=lambda text: text[:30])
+def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(RuntimeError, match=r"index.json' is damaged .*it must be an object with"):
+        open_source(tmp_path)
+
+
+class Calls:
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+
+def test_a_file_of_weights_runs_no_code(tmp_path: Path) -> None:
+    torch.save({"a": Calls(tmp_path / "ran")}, tmp_path / "state.pt")
+    with pytest.raises(RuntimeError, match=r"state.pt' would run code, or is no such file"):
+        open_source(tmp_path / "state.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_damaged_file_of_weights_is_told(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind)
+    whole = path.read_bytes()
+    for damaged in (b"", b"PK", whole[:50], bytes(len(whole))):
+        path.write_bytes(damaged)
+        with pytest.raises(RuntimeError, match=rf"'{path}' (is damaged|would run code), or is no"):
+            open_source(path)

@@ -11,6 +11,10 @@ half-written ever has either name; readers take the first that exists. Rename mu
 that look, as on local and on shared POSIX file systems (NFS, Lustre, GPFS), and one job at a time
 writes to a path. `n` is random: a host whose NFS client remembers the last save's name would write
 into the folder that has been published since.
+
+Nothing but what saves wrote (`ownership.py`) is ever removed: a folder that holds anything else is
+refused, before the save and again before it is replaced. `F` is what a path leads to when its links
+are followed.
 """
 
 from __future__ import annotations
@@ -18,42 +22,56 @@ from __future__ import annotations
 import glob
 import os
 import secrets
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from meshwright.executor.files.ownership import SHOWN, foreign_files
 
-def prepare(folder: Path, marker: str) -> Path:
+
+def followed(path: str | Path) -> Path:
+    """The folder that a path leads to, be it there or not. Raises ValueError where links lead in a
+    circle, or to no folder that a save could replace."""
+    try:
+        folder = Path(path).resolve()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"checkpoint {str(path)!r}: its links lead nowhere ({error}); give another path"
+        ) from error
+    if not folder.name:
+        raise ValueError(f"checkpoint {str(path)!r}: is the root folder; give one inside it")
+    return folder
+
+
+def prepare(folder: Path) -> Path:
     """Clean up after earlier crashes; returns a new empty folder, to be filled and published.
 
-    Raises ValueError where `folder` exists, and is no folder with a file `marker` in it.
+    Raises ValueError where `folder`, or what is left of an earlier save, holds what no save wrote.
     """
     old = _old(folder)
     saving = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.saving")
     folder.parent.mkdir(parents=True, exist_ok=True)
     if old.exists() and not folder.exists():
         _rename(old, folder)
-    if folder.exists() and not _replaceable(folder, marker):
-        raise ValueError(
-            f"checkpoint {str(folder)!r}: exists and is no checkpoint (no {marker!r} in it), so it "
-            f"is not replaced; save to another path, or remove it"
-        )
+    _refuse_foreign(folder, finished=True)
     unfinished = f".{glob.escape(folder.name)}.{'[0-9a-f]' * 8}.saving"
     for leftover in (*folder.parent.glob(unfinished), old):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+        _remove(leftover)
     saving.mkdir()
     sync_folder(folder.parent)
     return saving
 
 
 def publish(saving: Path, folder: Path) -> None:
-    """Replace `folder` by a prepared one, whose files are complete and synced."""
+    """Replace `folder` by a prepared one, whose files are complete and synced. Raises ValueError
+    where it holds what no save wrote."""
     old = _old(folder)
     sync_folder(saving)
+    _refuse_foreign(folder, finished=True)
     if folder.exists():
         _rename(folder, old)
     _rename(saving, folder)
-    shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next `prepare` clears up
+    with suppress(OSError, ValueError):  # the new one is there; the next `prepare` clears up
+        _remove(old)
 
 
 def published(folder: Path) -> Path:
@@ -88,5 +106,19 @@ def _rename(source: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def _replaceable(folder: Path, marker: str) -> bool:
-    return folder.is_dir() and ((folder / marker).exists() or not any(folder.iterdir()))
+def _refuse_foreign(folder: Path, *, finished: bool) -> None:
+    if names := foreign_files(folder, finished=finished):
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise ValueError(
+            f"checkpoint {str(folder)!r}: holds what no save wrote, {names[:SHOWN]}{more}, so it "
+            f"is not replaced; move that elsewhere, or save to another path"
+        )
+
+
+def _remove(leftover: Path) -> None:
+    """Remove what is left of a save, its files only."""
+    _refuse_foreign(leftover, finished=False)
+    if leftover.exists():
+        for file in sorted(leftover.iterdir()):
+            file.unlink()
+        leftover.rmdir()

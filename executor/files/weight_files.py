@@ -6,23 +6,33 @@
 - of safetensors, one file or several with an index: the bytes of the box;
 - of a checkpoint folder of torch.distributed.checkpoint (DCP): the saved chunks that overlap the
   box (its format stores a chunk as one archive).
+
+No file runs code, and an index names files of its own folder only. Checkpoints are verified by
+their checksums; the other formats have none that are read.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from meshwright.executor.checkpoint.atomic_folder import published
-from meshwright.executor.checkpoint.chunks import ChunkRead
-from meshwright.executor.checkpoint.dcp_storage import read_tensors_alone, stored_tensors
+from meshwright.executor.files.atomic_folder import followed, published
+from meshwright.executor.files.chunks import ChunkRead
+from meshwright.executor.files.dcp_metadata import read_metadata
+from meshwright.executor.files.dcp_reads import read_tensors
+from meshwright.executor.files.ownership import METADATA
+from meshwright.executor.files.paths import inside
+from meshwright.executor.ranks import launch
 
+log = logging.getLogger(__name__)
 FORMATS = (
     "a file of torch.save (.pt, .pth, .bin), a .safetensors file, a folder with "
     "model.safetensors(.index.json), or a checkpoint folder with .metadata"
@@ -39,10 +49,13 @@ class WeightSource(Protocol):
 
 
 def open_source(path: str | Path) -> WeightSource:
-    """The weights at `path`, in any of `FORMATS`. Raises ValueError where there are none."""
-    path = published(Path(path))
+    """The weights at `path`, in any of `FORMATS`. Raises ValueError where there are none, or a name
+    leads out of the folder, RuntimeError where a file is damaged or would run code."""
+    path = Path(path)
+    if not path.is_file():  # a link to a file keeps its name, which says the format
+        path = published(followed(path))
     if path.is_dir():
-        if (path / ".metadata").is_file():
+        if (path / METADATA).is_file():
             return CheckpointFolder(path)
         return WeightFiles(_files_of(path))
     if path.is_file():
@@ -69,8 +82,15 @@ def _only(folder: Path, paths: Sequence[Path]) -> Path:
 
 
 def _indexed(index: Path) -> list[Path]:
-    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    files = [index.parent / name for name in sorted(set(names))]
+    try:
+        names = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RuntimeError(
+            f"weights: {str(index)!r} is damaged ({type(error).__name__}: {error}); it must be an "
+            f'object with "weight_map": {{name of a tensor: name of its file}}'
+        ) from error
+    files = [inside(index.parent, name, f"weights: {str(index)!r}") for name in names]
+    files.sort()
     if missing := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"weights: {str(index)!r} lists {missing}, which are not there")
     return files
@@ -97,7 +117,7 @@ class WeightFiles:
         for read in reads:
             by_file.setdefault(self.path_of[read.name], []).append(read)
         for path, of_file in by_file.items():
-            with ExitStack() as stack, torch.no_grad():
+            with ExitStack() as stack, torch.no_grad(), _damage_named(path):
                 stored = opened(path, stack)
                 for read in of_file:
                     read.into.copy_(stored[read.name][read.index])
@@ -120,12 +140,27 @@ def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
             raise ImportError(
                 f"weights: {str(path)!r} needs the safetensors package: pip install safetensors"
             ) from error
-        file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with _damage_named(path):
+            file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    with _damage_named(path):
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(state, Mapping):
         raise ValueError(f"weights: {str(path)!r} holds a {type(state).__name__}, no state dict")
     return dict(_flat(state))
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn what readers raise of a file that is damaged, or would run code, into RuntimeError."""
+    try:
+        yield
+    except Exception as error:
+        how = "would run code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
+        raise RuntimeError(
+            f"weights: {str(path)!r} {how}, or is no such file ({error!s:.400}); get it anew, "
+            f"or give {FORMATS}"
+        ) from error
 
 
 def _flat(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,9 +179,15 @@ class CheckpointFolder:
     """A DCP folder, of which only the tensors are read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.shapes = {name: tuple(x.size) for name, x in stored_tensors(path).items()}
+        self.stored = read_metadata(path)
+        self.shapes = {name: x.shape for name, x in self.stored.items()}
+        chunks = [chunk for x in self.stored.values() for chunk in x.chunks]
+        if not all(chunk.xxh3_64 for chunk in chunks) and launch.rank() == 0:
+            log.warning(
+                "weights: %r has no checksums, as those of other programs and of older versions: "
+                "it is read without verification",
+                str(path),
+            )
 
     def fill(self, reads: Sequence[ChunkRead]) -> None:
-        if reads:
-            read_tensors_alone(reads, self.path)
+        read_tensors(reads, self.stored)

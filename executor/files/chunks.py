@@ -37,6 +37,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from meshwright.executor.devices import to_host
 from meshwright.executor.host_values import with_values
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, sizes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -110,14 +112,6 @@ class ChunkRead:
     def index(self) -> tuple[slice, ...]:
         """The box as an index of the whole tensor."""
         return tuple(slice(*ends) for ends in self.ranges)
-
-    @property
-    def metadata(self) -> ChunkStorageMetadata:
-        """The box as DCP describes it."""
-        return ChunkStorageMetadata(
-            offsets=torch.Size(start for start, _ in self.ranges),
-            sizes=torch.Size(stop - start for start, stop in self.ranges),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

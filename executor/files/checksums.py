@@ -1,0 +1,58 @@
+"""Checksums of what is written and read: XXH3 of 64 bits, which finds damage, not forgery."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
+
+
+def read_and_sum(handle: int, start: int, parts: Iterable[memoryview]) -> str:
+    """Fill memory, part by part, from an open file, from byte `start` on; returns the checksum of
+    what was read. Raises EOFError where the file ends before."""
+    state = xxhash.xxh3_64()
+    for into in parts:
+        count = 0
+        while count < len(into):
+            more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start)
+            if not more:
+                raise EOFError("is not there: the file became shorter")
+            state.update(into[count : count + more])
+            start, count = start + more, count + more
+    return state.hexdigest()
+
+
+def checksum_of_file(path: Path) -> str:
+    """Of a whole file."""
+    state, block = xxhash.xxh3_64(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            state.update(block[:count])
+    return state.hexdigest()
+
+
+class ChecksumStream:
+    """Passes what is written on to a file, and sums it up."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._state = file, xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        self._state.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Leaves the file open, for what comes after."""
+        self.flush()
+
+    def checksum(self) -> str:
+        """Of all that was written."""
+        return self._state.hexdigest()

@@ -1,0 +1,138 @@
+"""Reading of tensors from a folder of torch.distributed.checkpoint (DCP): boxes of them, in place.
+
+DCP stores a chunk as an archive of `torch.save`. Its bytes are read once and summed up on the way:
+to where they belong, if that is the whole chunk as it is; else to a buffer, which boxes are copied
+from, and which serves all chunks. Chunks without a checksum, of older checkpoints and of other
+programs, are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from meshwright.executor.files.checksums import read_and_sum
+from meshwright.executor.files.chunks import Box, ChunkRead, narrowed
+from meshwright.executor.files.dcp_metadata import StoredChunk, StoredTensor
+from meshwright.executor.ranks import phase
+
+Copy = tuple[ChunkRead, Box]  # a read, and the box of it and of the chunk
+Place = tuple[int, str, tuple[int, ...]]  # where a chunk starts, of which tensor, and where in it
+Chunks = dict[Place, tuple[StoredChunk, list[Copy]]]  # of a file
+
+
+def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor]) -> None:
+    """Read boxes of the stored tensors in place. Raises RuntimeError, which names file and tensor,
+    for a chunk that is damaged; what was read before stays."""
+    by_file: dict[Path, Chunks] = {}
+    for read in reads:
+        box = tuple(a for a, _ in read.ranges), tuple(b - a for a, b in read.ranges)
+        for chunk in stored[read.name].chunks:
+            if (both := overlap(chunk.box, box)) is not None:
+                chunks = by_file.setdefault(chunk.file, {})
+                place = chunk.start, read.name, chunk.box[0]
+                chunks.setdefault(place, (chunk, []))[1].append((read, both))
+    lengths = [_stored_whole(path, chunks) for path, chunks in by_file.items()]
+    buffer = torch.empty(max(lengths, default=0), dtype=torch.uint8)  # takes pages where written
+    with torch.no_grad(), phase("reading a checkpoint"):
+        for path, chunks in sorted(by_file.items()):
+            with path.open("rb") as file:
+                for _, (chunk, copies) in sorted(chunks.items()):
+                    name = copies[0][0].name
+                    try:
+                        _read(file, chunk, copies, stored[name].dtype, buffer)
+                    except Exception as error:
+                        raise RuntimeError(f"{name!r} in {str(path)!r} {error}") from error
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box that two boxes share; None without an element."""
+    starts = tuple(map(max, one[0], other[0]))
+    ends = (
+        min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)
+    )
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return None if any(n <= 0 for n in sizes) else (starts, sizes)
+
+
+def _stored_whole(path: Path, chunks: Chunks) -> int:
+    """The bytes of a file's largest chunk. Raises RuntimeError where the file ends before one."""
+    size = path.stat().st_size if path.is_file() else 0
+    for chunk, copies in chunks.values():
+        if chunk.start + chunk.length > size:
+            raise RuntimeError(
+                f"{copies[0][0].name!r} in {str(path)!r} is not there: the file has {size} bytes, "
+                f"and {chunk.start + chunk.length} were saved"
+            )
+    return max(chunk.length for chunk, _ in chunks.values())
+
+
+def _read(
+    file: IO[bytes],
+    chunk: StoredChunk,
+    copies: list[Copy],
+    dtype: torch.dtype,
+    buffer: torch.Tensor,
+) -> None:
+    """Read a chunk's boxes. Raises ValueError where it is damaged."""
+    data = buffer[: chunk.length]
+    try:
+        x, start = _described(file, chunk, dtype)
+    except Exception:  # of damage its checksum says more
+        _fill(file, chunk, [data])
+        raise
+    size = x.untyped_storage().nbytes()
+    into = _memory(x, chunk, copies)
+    if into is not None:
+        _fill(file, chunk, [data[:start], into, data[start : chunk.length - size]])
+        return
+    _fill(file, chunk, [data])
+    values = data[start : start + size].view(dtype)
+    first = values.storage_offset() + x.storage_offset()
+    _copy(values.as_strided(x.shape, x.stride(), first), chunk, copies)
+
+
+def _described(file: Any, chunk: StoredChunk, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The tensor of an archive, without values, and the byte where they start."""
+    archive: Any = _create_file_view(file, chunk.start, chunk.length)
+    x = torch.load(archive, map_location="meta", weights_only=True)
+    if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (chunk.box[1], dtype):
+        raise ValueError(f"is no tensor of {dtype} and shape {chunk.box[1]}")
+    start = x.untyped_storage()._checkpoint_offset
+    assert start is not None, "torch.load says no more where values are"
+    if start + x.untyped_storage().nbytes() > chunk.length:
+        raise ValueError("is not stored whole")
+    return x, start
+
+
+def _memory(x: torch.Tensor, chunk: StoredChunk, copies: list[Copy]) -> torch.Tensor | None:
+    """The bytes that a chunk can be read into as it is; None where it must be copied."""
+    ((read, (starts, sizes)), *others) = copies
+    into = narrowed(
+        read.into, [a - b for a, (b, _) in zip(starts, read.ranges, strict=True)], sizes
+    )
+    whole = not others and sizes == chunk.box[1] and x.dtype == into.dtype
+    plain = into.device.type == "cpu" and into.is_contiguous() and x.is_contiguous()
+    if whole and plain and x.untyped_storage().nbytes() == into.nbytes:
+        return into.reshape(-1).view(torch.uint8)
+    return None
+
+
+def _fill(file: IO[bytes], chunk: StoredChunk, parts: Iterable[torch.Tensor]) -> None:
+    """Read a chunk's archive into memory, part by part. Raises ValueError where it is not what was
+    saved."""
+    arrays: list[Any] = [part.numpy() for part in parts if part.numel()]
+    found = read_and_sum(file.fileno(), chunk.start, [memoryview(array) for array in arrays])
+    if found != chunk.xxh3_64 is not None:
+        raise ValueError("is damaged: its checksum is not that of what was saved")
+
+
+def _copy(x: torch.Tensor, chunk: StoredChunk, copies: Iterable[Copy]) -> None:
+    for read, (starts, sizes) in copies:
+        into = [start - a for start, (a, _) in zip(starts, read.ranges, strict=True)]
+        of = [start - a for start, a in zip(starts, chunk.box[0], strict=True)]
+        narrowed(read.into, into, sizes).copy_(narrowed(x, of, sizes))

@@ -1,0 +1,115 @@
+"""What of a folder a save wrote: the manifest, and the names that a save may write.
+
+A save writes `manifest.json` last, of the files beside it:
+
+    {"format": 1, "files": {"training.pt": {"bytes": 1234, "xxh3_64": "0123456789abcdef"}, ...}}
+
+The files of tensors have no checksum there: those of their parts are in `.metadata`
+(`dcp_writes.py`). A folder without a manifest is an unfinished save, or was saved by an older
+version.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.executor.files.checksums import checksum_of_file
+
+NOTES, PLAN, METADATA, MANIFEST = "training.pt", "plan.json", ".metadata", "manifest.json"
+FORMAT = 1
+SHOWN = 5
+_NAMES = re.compile(r"training\.pt|plan\.json|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFile:
+    """The size and, of files that are not of tensors, the checksum of a file of a save."""
+
+    bytes: int
+    xxh3_64: str | None = None
+
+
+def write_manifest(folder: Path, bytes_of: Mapping[str, int]) -> bytes:
+    """The manifest of a complete folder: `bytes_of` the files of tensors, and what is beside."""
+    files: dict[str, dict[str, Any]] = {name: {"bytes": n} for name, n in sorted(bytes_of.items())}
+    for name in (METADATA, NOTES, PLAN):
+        path = folder / name
+        files[name] = {"bytes": path.stat().st_size, "xxh3_64": checksum_of_file(path)}
+    return json.dumps({"format": FORMAT, "files": files}, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> dict[str, OwnFile] | None:
+    """The files that a save wrote, by name; None where an older version did. Raises RuntimeError
+    for a damaged manifest."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        files = {name: OwnFile(**fields) for name, fields in found["files"].items()}
+        sound = found["format"] == FORMAT and all(map(_sound, files.values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise RuntimeError(
+            f"{str(path)!r} is damaged: it must say format {FORMAT}, and of each of its files the "
+            f"bytes; load an earlier checkpoint"
+        )
+    return files
+
+
+def _sound(file: OwnFile) -> bool:
+    return type(file.bytes) is int and (file.xxh3_64 is None or type(file.xxh3_64) is str)
+
+
+def check_files(folder: Path) -> bool:
+    """Whether what a load reads is as it was saved, as far as the manifest says; False where there
+    is none. Raises RuntimeError for a file that is not."""
+    files = read_manifest(folder)
+    if files is None:
+        return False
+    for name in files.keys() - {PLAN} | {METADATA, NOTES}:  # the plan is not read
+        check_file(folder, name, files)
+    return True
+
+
+def check_file(folder: Path, name: str, files: Mapping[str, OwnFile]) -> None:
+    """Raise RuntimeError where a file is not the one that was saved."""
+    said, path = files.get(name), folder / name
+    size = path.stat().st_size if path.is_file() else None
+    if said is None or size is None:
+        fault = f"{'is missing' if size is None else 'is not in its manifest'}"
+    elif size != said.bytes:
+        fault = f"has {size} bytes, and {said.bytes} were saved"
+    elif said.xxh3_64 is not None and checksum_of_file(path) != said.xxh3_64:
+        fault = "is damaged: its checksum is not that of what was saved"
+    else:
+        return
+    raise RuntimeError(f"{name!r} {fault}; load an earlier checkpoint")
+
+
+def foreign_files(folder: Path, *, finished: bool) -> list[str]:
+    """What is in a folder that no save wrote, by name. In a `finished` folder there must be a sound
+    manifest or, as in one of an older version, notes: else all of it is foreign."""
+    if not folder.is_dir() or folder.is_symlink():
+        return [folder.name] if folder.exists() or folder.is_symlink() else []
+    entries = sorted(folder.iterdir())
+    try:
+        listed = read_manifest(folder)
+    except RuntimeError:  # nothing but its names says what the save wrote
+        listed = None
+    ours = not finished or listed is not None or (folder / NOTES).is_file()
+    return [
+        entry.name
+        for entry in entries
+        if not ours
+        or not _NAMES.fullmatch(entry.name)
+        or not entry.is_file()
+        or entry.is_symlink()
+        or (listed is not None and entry.name not in (*listed, MANIFEST))
+    ]

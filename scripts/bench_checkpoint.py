@@ -1,0 +1,141 @@
+"""What checksums cost a checkpoint: reads and writes with and without them, in turns in one run.
+
+    python -m scripts.bench_checkpoint --folder /tmp/bench --mib 1024
+
+The tensors are as those of a small language model and its optimizer. Files are in the page cache,
+where checksums cost most beside the rest; `--pairs` runs of each kind are taken in turns. A ratio
+is that of two runs beside each other; the median of them is printed, and the quarters around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from meshwright.executor.files import (
+    LocalChunks,
+    checksums,
+    read_metadata,
+    read_tensors,
+    write_tensors,
+)
+
+WIDTH = 1024
+
+
+def tensors(mib: int) -> dict[str, torch.Tensor]:
+    """Layers of a transformer of `WIDTH`, as many as fit, behind an embedding."""
+    found = {"embedding": torch.randn(16 * WIDTH, WIDTH)}
+    shapes = {"qkv": (3 * WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "norm": (WIDTH,), "bias": (8,)}
+    layer = 0
+    while sum(x.nbytes for x in found.values()) < mib * 2**20:
+        found |= {f"layers.{layer}.{name}": torch.randn(shape) for name, shape in shapes.items()}
+        layer += 1
+    return found
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the clock and of the CPUs."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def compare(label: str, runs: Mapping[str, Callable[[], object]], pairs: int, size: int) -> None:
+    """Print, for each kind of run, its speed and its ratio to the first kind."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for k in range(pairs + 1):
+        order = list(runs) if k % 2 else list(runs)[::-1]
+        for name in order:
+            result = timed(runs[name])
+            if k:  # the first warms up
+                found[name].append(result)
+    base = next(iter(runs))
+    for name, results in found.items():
+        speed = size / statistics.median(clock for clock, _ in results) / 1e9
+        said = []
+        for unit, what in enumerate(("clock", "CPU")):
+            ratios = [a[unit] / b[unit] for a, b in zip(results, found[base], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            said.append(f"{what} × {middle:.3f} ({low:.3f} to {high:.3f})")
+        print(f"{label}, {name}: {speed:.2f} GB/s, {', '.join(said)}")
+
+
+class Unsummed:
+    """In place of xxhash: sums nothing up."""
+
+    def update(self, data: object) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+def unsummed(run: Callable[[], object]) -> Callable[[], None]:
+    """The same without checksums."""
+
+    def running() -> None:
+        real = checksums.xxhash
+        checksums.xxhash = SimpleNamespace(xxh3_64=Unsummed)  # type: ignore[assignment]
+        try:
+            run()
+        finally:
+            checksums.xxhash = real
+
+    return running
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="made, and removed at the end")
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=9)
+    chosen = parser.parse_args()
+    given = tensors(chosen.mib)
+    size = sum(x.nbytes for x in given.values())
+    chunks = {"model": {name: LocalChunks.of(x) for name, x in given.items()}}
+    chosen.folder.mkdir(parents=True)
+    try:
+
+        def write() -> None:
+            write_tensors(chunks, chosen.folder, None)
+
+        compare("save", {"without checksums": unsummed(write), "with": write}, chosen.pairs, size)
+        write()
+        stored = read_metadata(chosen.folder)
+        bare = {
+            name: replace(x, chunks=tuple(replace(chunk, xxh3_64=None) for chunk in x.chunks))
+            for name, x in stored.items()
+        }
+        into = {name: torch.empty_like(x) for name, x in given.items()}
+        reads = [
+            read for name, x in into.items() for read in LocalChunks.of(x).reads(f"model.{name}")
+        ]
+        state = {"model": into}
+        runs = {
+            "without checksums": unsummed(lambda: read_tensors(reads, bare)),
+            "with": lambda: read_tensors(reads, stored),
+            "torch's reader": lambda: dcp.load(state, checkpoint_id=chosen.folder, no_dist=True),
+        }
+        compare("load", runs, chosen.pairs, size)
+        for x in into.values():
+            x.zero_()
+        read_tensors(reads, stored)
+        wrong = [name for name, x in given.items() if not torch.equal(x, into[name])]
+        if wrong:
+            raise SystemExit(f"not read as written: {wrong}")
+    finally:
+        shutil.rmtree(chosen.folder)
+
+
+if __name__ == "__main__":
+    main()
