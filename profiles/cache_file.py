@@ -75,8 +75,13 @@ class CacheFile:
     """The file at `path`; every call opens and closes it, so processes may share it."""
 
     def __init__(self, path: Path, *, lock_timeout_s: float) -> None:
-        self.path = Path(os.path.realpath(path))
+        self.given = path
         self.lock_timeout_s = lock_timeout_s
+
+    @property
+    def path(self) -> Path:
+        """The file itself: a link to it stays."""
+        return Path(os.path.realpath(self.given))
 
     def read(self, work: Callable[[sqlite3.Connection], R], empty: R) -> R:
         """`work` on the file; `empty` where there is none, or none that can be used. Raises OSError
@@ -86,9 +91,12 @@ class CacheFile:
                 return empty
             try:
                 return self._on_file(work)
-            except Unusable:
+            except (Unusable, FileNotFoundError):
                 pass
-            with self._alone():  # another process may have put a new one in its place
+            except sqlite3.Error as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
+                    raise
+            with self._alone():  # another process may have put a new one in its place, or does so
                 return self._or_moved(work, empty)
 
     def write(self, work: Callable[[sqlite3.Connection], R]) -> R:
