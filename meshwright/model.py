@@ -24,7 +24,7 @@ from meshwright.planner.overrides import Overrides
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.shapes import OtherShapes
 from meshwright.traced import TracedModel
-from meshwright.world import why_not_here
+from meshwright.world import one_at_a_time, why_not_here
 
 
 class ParallelModel:
@@ -48,6 +48,7 @@ class ParallelModel:
         self._runtime: Runtime | None = None
         self._saving: Saving | None = None
 
+    @one_at_a_time()
     def replan(
         self,
         overrides: Overrides | None = None,
@@ -86,6 +87,7 @@ class ParallelModel:
             assert self.runtime is not None
         return self
 
+    @one_at_a_time()
     def rehearse(self, *, every: bool = False, optimizer: MakeOptimizer | None = None) -> Rehearsal:
         """Run the plan's own steps for one rank of each kind, or for `every` rank, on this process
         and on tensors without values: no weight is made, nothing is sent, nothing changes here.
