@@ -18,7 +18,7 @@ from meshwright.executor.parameters import WholeTensors, clip_
 from meshwright.executor.ranks import launch, progress
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed_step
-from meshwright.executor.stages import CheckedPlan
+from meshwright.executor.stages import CheckedPlan, check_trains
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.overrides import Overrides
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
@@ -67,6 +67,7 @@ class ParallelModel:
         """
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 
+        self._check_optimizer(optimizer)
         request = replace(
             self._request,
             overrides=overrides or Overrides(),
@@ -79,6 +80,11 @@ class ParallelModel:
             left = hand_over(self._runtime, new.plan, optimizer)
             take_over(new.runtime, left, optimizer)
         return new.started()
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise ValueError for an optimizer of another model."""
+        if optimizer is not None and not self._why_not:
+            check_trains(optimizer, self.runtime.model)
 
     def started(self) -> ParallelModel:
         """This model, lowered where ranks are running: process groups are made by all of them
@@ -115,6 +121,7 @@ class ParallelModel:
         self.report, self.prediction = self._decision.report, self._decision.prediction
         return found
 
+    @one_at_a_time()
     def _checked(self) -> CheckedPlan:
         """The plan, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
@@ -278,6 +285,7 @@ class ParallelModel:
         disk, and the next save or load, and the end of the process, wait for it. An error in the
         background is raised by `.wait()` or the next save.
         """
+        self._check_optimizer(optimizer)
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
@@ -299,6 +307,7 @@ class ParallelModel:
         order. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
         damaged file), the same on all ranks.
         """
+        self._check_optimizer(optimizer)
         checkpoint.load(self.runtime, path, optimizer, extra=extra)
 
 
