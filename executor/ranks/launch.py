@@ -127,6 +127,8 @@ def start(backend: str) -> None:
         dist.init_process_group(
             backend, store=PrefixStore(prefix, shared), rank=me, world_size=world, timeout=longest
         )
+    if world > 1:
+        sys.excepthook = _end_by_hook  # torch has put its own around it, which prints when it ends
 
 
 def _shorten_timeouts(limit_s: float) -> None:
