@@ -29,9 +29,10 @@ from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.traced import TracedModel
-from meshwright.world import check_world
+from meshwright.world import check_world, one_at_a_time
 
 
+@one_at_a_time()
 def auto_parallelize(
     model: nn.Module,
     cluster: Cluster,
@@ -93,8 +94,9 @@ def auto_parallelize(
     uneven a mixture of experts routes: tokens of the busiest of the ranks that share experts out,
     over the mean. It multiplies what such ranks compute, exchange and keep; 1.0 is balanced.
 
-    Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`): what, where,
-    the legal values, the way out.
+    Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
+    running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):
+    what, where, the legal values, the way out.
     """
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
     precision = precision or default_precision(cluster)

@@ -18,13 +18,13 @@ from meshwright.executor.parameters import WholeTensors, clip_
 from meshwright.executor.ranks import launch, progress
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed_step
-from meshwright.executor.stages import CheckedPlan
+from meshwright.executor.stages import CheckedPlan, check_trains
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.overrides import Overrides
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.shapes import OtherShapes
 from meshwright.traced import TracedModel
-from meshwright.world import why_not_here
+from meshwright.world import one_at_a_time, why_not_here
 
 
 class ParallelModel:
@@ -48,6 +48,7 @@ class ParallelModel:
         self._runtime: Runtime | None = None
         self._saving: Saving | None = None
 
+    @one_at_a_time()
     def replan(
         self,
         overrides: Overrides | None = None,
@@ -66,6 +67,7 @@ class ParallelModel:
         """
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 
+        self._check_optimizer(optimizer)
         request = replace(
             self._request,
             overrides=overrides or Overrides(),
@@ -79,6 +81,11 @@ class ParallelModel:
             take_over(new.runtime, left, optimizer)
         return new.started()
 
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise ValueError for an optimizer of another model."""
+        if optimizer is not None and not self._why_not:
+            check_trains(optimizer, self.runtime.model)
+
     def started(self) -> ParallelModel:
         """This model, lowered where ranks are running: process groups are made by all of them
         together."""
@@ -86,6 +93,7 @@ class ParallelModel:
             assert self.runtime is not None
         return self
 
+    @one_at_a_time()
     def rehearse(self, *, every: bool = False, optimizer: MakeOptimizer | None = None) -> Rehearsal:
         """Run the plan's own steps for one rank of each kind, or for `every` rank, on this process
         and on tensors without values: no weight is made, nothing is sent, nothing changes here.
@@ -113,6 +121,7 @@ class ParallelModel:
         self.report, self.prediction = self._decision.report, self._decision.prediction
         return found
 
+    @one_at_a_time()
     def _checked(self) -> CheckedPlan:
         """The plan, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
@@ -279,6 +288,7 @@ class ParallelModel:
         disk, and the next save or load, and the end of the process, wait for it. An error in the
         background is raised by `.wait()` or the next save.
         """
+        self._check_optimizer(optimizer)
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
@@ -301,6 +311,7 @@ class ParallelModel:
         about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
         damaged file, or one that would run code), the same on all ranks.
         """
+        self._check_optimizer(optimizer)
         checkpoint.load(self.runtime, path, optimizer, extra=extra)
 
 

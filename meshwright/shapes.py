@@ -20,6 +20,7 @@ from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, fingerprint
 from meshwright.planner.pricing import Evaluator
 from meshwright.traced import TracedModel
+from meshwright.world import one_at_a_time
 
 
 class OtherShapes:
@@ -30,6 +31,7 @@ class OtherShapes:
         self.problem = problem
         self.traced = traced
 
+    @one_at_a_time()
     def __call__(self, shape: BatchShape, batch: Any) -> CheckedPlan:
         """The plan at the shape of a batch. Raises ValueError where it can't be run there, and
         `InfeasibleError` where it would not fit the memory. Collective."""

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from meshwright.executor.ranks import launch
 from meshwright.planner.plan import Plan, PlanError, check_runs
 from meshwright.profiles.cluster import Cluster
+
+_PLANNING = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Plans of several threads are made one after the other: a trace changes state of the process.
+
+    Raises RuntimeError where ranks are running and another thread plans: planning is collective,
+    and threads take turns in another order on each rank.
+    """
+    if not _PLANNING.acquire(blocking=False):
+        if launch.world_size() > 1:
+            raise RuntimeError(
+                f"thread {threading.current_thread().name!r} plans while another one does, on "
+                "ranks that must plan together; legal: one thread of a rank that plans at a time. "
+                "Way out: plan in one thread, or join each before the next"
+            )
+        _PLANNING.acquire()
+    try:
+        yield
+    finally:
+        _PLANNING.release()
 
 
 def check_world(cluster: Cluster, world: int | None) -> None:

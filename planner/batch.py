@@ -27,9 +27,27 @@ def batch_rows(example_inputs: Any) -> int:
 
 
 def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """A batch as (path, leaf) pairs and its structure; paths like `input_ids`, `0`, `0.mask`."""
+    """A batch as (path, leaf) pairs and its structure; paths like `input_ids`, `0`, `0.mask`.
+    Raises ValueError for a tensor whose rows can't be cut out."""
     leaves, spec = pytree.tree_flatten_with_path(_plain_batch(batch))
-    return [(".".join(_key(k) for k in path) or "0", leaf) for path, leaf in leaves], spec
+    named = [(".".join(_key(k) for k in path) or "0", leaf) for path, leaf in leaves]
+    for path, leaf in named:
+        if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
+            raise ValueError(
+                f"the batch's entry {path!r} is a {kind} tensor; legal: dense tensors, of which "
+                "ranks take rows. Way out: pass it dense, or its indices, offsets and values as "
+                "dense entries, and make it of them in the forward"
+            )
+    return named, spec
+
+
+def unusual_kind(x: torch.Tensor) -> str | None:
+    """What a tensor is that is not dense: sparse, nested, quantized; None for a dense one."""
+    if x.is_quantized:
+        return "quantized"
+    if x.is_nested:
+        return "nested"
+    return None if x.layout == torch.strided else str(x.layout).removeprefix("torch.").lstrip("_")
 
 
 def is_number(entry: Any) -> bool:

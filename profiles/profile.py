@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from meshwright.profiles.timings import CollectiveTiming, Timing
 
 log = logging.getLogger(__name__)
 
+MAX_FAMILY = 1_000  # calls to interpolate between: each question looks at all of them
 MEASURED, INTERPOLATED = "measured", "interpolated"
 
 Point = tuple[int, float]  # bytes, seconds
@@ -60,7 +60,8 @@ class Profile:
         families: dict[str, list[tuple[tuple[int, ...], Timing]]] = defaultdict(list)
         for text, timing in self.measurements.operators.items():
             family, sizes = _family(text)
-            families[family].append((sizes, timing))
+            if len(families[family]) < MAX_FAMILY:
+                families[family].append((sizes, timing))
         return dict(families)
 
     @cached_property
@@ -119,21 +120,16 @@ def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None
 
     A CPU's measurements hold for this machine, driver and torch alone; a GPU's for that GPU: where
     several drivers or torch versions were measured, this machine's, else the latest. Curves that
-    others measured on such nodes stand in for those that were not measured here. A cache that can
-    neither be read nor begun anew (another user's, a full disk) is as good as none, with a warning.
+    others measured on such nodes stand in for those that were not measured here. A cache that can't
+    be had (locked, another user's, a full disk) is as good as none, with a warning.
     """
     store = store or Store()
     if not store.path.exists():
         return None
     try:
         return _loaded(cluster, store)
-    except (OSError, sqlite3.Error) as error:
-        log.warning(
-            "the profile cache %s is left alone (%s), and nothing in it is used; name another "
-            "folder in MESHWRIGHT_CACHE",
-            store.path,
-            error,
-        )
+    except OSError as error:
+        log.warning("left alone, and nothing in it is used: %s", error)
         return None
 
 

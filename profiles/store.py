@@ -1,22 +1,19 @@
 """The cache of measured times: one SQLite file, exchanged as JSON.
 
 A measurement belongs to a device (its name, its driver, the torch that drove it) and is found by
-its dtype and signature, or by its collective, backend, group and bytes. A file that is corrupt,
-held locked, of another format, or that holds a number no clock can have read is moved aside with a
-warning and a new one begun: what was measured can be measured again, what is wrong must not be
-used.
+its dtype and signature, or by its collective, backend, group and bytes. A file that is corrupt
+(`cache_file.py`), or that holds a number no clock can have read, is moved aside with a warning and
+a new one begun: what was measured can be measured again, what is wrong must not be used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import platform
 import sqlite3
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -24,31 +21,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from meshwright.profiles.cache_file import CacheFile, rows_of
 from meshwright.profiles.device import check_number, check_whole
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.timings import CollectiveTiming, Timing
 
-log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 T = TypeVar("T", Timing, CollectiveTiming)
 
 FORMAT = 1  # of the JSON
-SCHEMA = 2  # of the file; 1 had no column for the source of a collective
 KIND = "meshwright profile"
 LOCK_TIMEOUT_S = 5.0
-_UPGRADE = "ALTER TABLE collectives ADD COLUMN source TEXT NOT NULL DEFAULT ''"
-_SCHEMA = """
-CREATE TABLE operators (
-    device TEXT, driver TEXT, torch TEXT, dtype TEXT, signature TEXT,
-    forward_s REAL, backward_s REAL, repetitions INTEGER, spread REAL,
-    PRIMARY KEY (device, driver, torch, dtype, signature));
-CREATE TABLE collectives (
-    device TEXT, driver TEXT, torch TEXT, backend TEXT, kind TEXT, ranks INTEGER, size INTEGER,
-    per_node INTEGER, nbytes INTEGER, seconds REAL, repetitions INTEGER, spread REAL,
-    source TEXT NOT NULL DEFAULT '',
-    PRIMARY KEY (device, driver, torch, backend, kind, ranks, size, per_node, nbytes));
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -95,26 +77,24 @@ def default_path() -> Path:
 
 
 class Store:
-    """The cache at `path`. Every call opens and closes the file, so processes may share it."""
+    """The cache at `path`, which processes may share. Every call raises OSError where the file
+    can't be had: locked for longer than the timeout, another user's, on a full disk."""
 
     def __init__(
         self, path: str | Path | None = None, *, lock_timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
         self.path = Path(path) if path is not None else default_path()
-        self.lock_timeout_s = lock_timeout_s
+        self._file = CacheFile(self.path, lock_timeout_s=lock_timeout_s)
 
     def read(self, device: DeviceId) -> Measurements:
         """The measurements of a device; empty where there are none."""
-        return self._guarded(lambda connection: _read(connection, device))
+        nothing = Measurements(device=device, operators={}, collectives=())
+        return self._file.read(lambda connection: _read(connection, device), nothing)
 
     def devices(self) -> list[DeviceId]:
         """The devices that have measurements, sorted."""
-        query = (
-            "SELECT device, driver, torch FROM operators UNION "
-            "SELECT device, driver, torch FROM collectives ORDER BY 1, 2, 3"
-        )
-        rows = self._guarded(lambda connection: connection.execute(query).fetchall())
-        return [DeviceId(name=n, driver=d, torch=t) for n, d, t in rows]
+        nothing: set[DeviceId] = set()
+        return sorted(self._file.read(_devices, nothing))
 
     def add(self, measurements: Measurements) -> None:
         """Store measurements, replacing those of the same signature or message. Raises ValueError
@@ -128,79 +108,44 @@ class Store:
         collectives = [(*key, *_values(c)) for c in measurements.collectives]
 
         def write(connection: sqlite3.Connection) -> None:
-            with connection:
-                for table, rows in (("operators", operators), ("collectives", collectives)):
-                    marks = ", ".join("?" * len(rows[0])) if rows else ""
-                    if rows:
-                        connection.executemany(
-                            f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows
-                        )
+            for table, rows in (("operators", operators), ("collectives", collectives)):
+                if rows:
+                    marks = ", ".join("?" * len(rows[0]))
+                    connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
 
-        self._guarded(write)
-
-    # --- the file ---
-
-    def _guarded(self, work: Callable[[sqlite3.Connection], R]) -> R:
-        """Run `work` on the file, or on a new one where the file can't be used."""
-        try:
-            return self._with_file(work)
-        except (sqlite3.Error, ValueError) as error:
-            self._move_aside(error)
-        return self._with_file(work)
-
-    def _with_file(self, work: Callable[[sqlite3.Connection], R]) -> R:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self.path, timeout=self.lock_timeout_s)
-        with contextlib.closing(connection):
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0 and not connection.execute("PRAGMA schema_version").fetchone()[0]:
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version={SCHEMA};COMMIT;")
-            elif version == 1:
-                _upgrade(connection)
-            elif version != SCHEMA:
-                raise ValueError(f"format {version}; this version reads {SCHEMA}")
-            return work(connection)
-
-    def _move_aside(self, error: Exception) -> None:
-        """Rename the file, with its journals: a process that has it open keeps a whole one."""
-        aside = self.path.with_name(f"{self.path.name}.unusable-{time.time_ns()}")
-        for end in ("", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(f"{self.path}{end}", f"{aside}{end}")
-        log.warning(
-            "the profile cache %s can't be used (%s); it is kept as %s and a new one is begun: "
-            "run `meshwright profile` again",
-            self.path,
-            error,
-            aside.name,
-        )
+        self._file.write(write)
 
 
-def _upgrade(connection: sqlite3.Connection) -> None:
-    """Migrate a file of schema 1, unless another process has just done it."""
-    with connection:
-        connection.execute("BEGIN IMMEDIATE")
-        if connection.execute("PRAGMA user_version").fetchone()[0] == 1:
-            connection.execute(_UPGRADE)
-            connection.execute(f"PRAGMA user_version={SCHEMA}")
+def _devices(connection: sqlite3.Connection) -> set[DeviceId]:
+    found = set()
+    for table in ("operators", "collectives"):
+        for names in rows_of(connection, f"SELECT DISTINCT device, driver, torch FROM {table}"):
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"cached device {names!r:.80}: its names must be texts")
+            found.add(DeviceId(name=names[0], driver=names[1], torch=names[2]))
+    return found
 
 
 def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
     mine = "WHERE device = ? AND driver = ? AND torch = ?"
     key = (device.name, device.driver, device.torch)
-    operators = connection.execute(
-        f"SELECT signature, {_columns(Timing)} FROM operators {mine}", key
-    ).fetchall()
-    collectives = connection.execute(
-        f"SELECT {_columns(CollectiveTiming)} FROM collectives {mine}", key
-    ).fetchall()
+    operators = rows_of(
+        connection, f"SELECT signature, {_columns(Timing)} FROM operators {mine}", key
+    )
+    collectives = rows_of(
+        connection, f"SELECT {_columns(CollectiveTiming)} FROM collectives {mine}", key
+    )
     measurements = Measurements(
         device=device,
         operators={text: _record(Timing, values) for text, *values in operators},
         collectives=tuple(_record(CollectiveTiming, values) for values in collectives),
     )
     _check(measurements, "cached")
+    found = measurements.collectives
+    if len({(c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes) for c in found}) < len(
+        found
+    ):
+        raise ValueError("cached collectives: one of them is there twice")
     return measurements
 
 
@@ -224,6 +169,8 @@ def _record(kind: type[T], values: Iterable[Any]) -> T:
 def _check(measurements: Measurements, place: str) -> None:
     """Raise ValueError for a value that no measurement can have given."""
     for text, timing in measurements.operators.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{place} operator {text!r:.80}: its signature must be a text")
         OpSignature.parse(text)
         where = f"{place} operator {text[:80]}"
         check_number(f"{where}: forward_s", timing.forward_s)

@@ -1,9 +1,4 @@
-"""Process group of a run: rendezvous under torchrun, broadcast of decisions, orderly shutdown.
-
-torchrun's agent may keep one store for all restarts of its ranks, with the keys of the dead in it,
-and the number of restarts differs between agents. So the ranks of one start agree on a key prefix
-that no other start has: each writes a random word, and rank 0 answers each word with its own.
-"""
+"""Process group of a run: start under torchrun, broadcast of decisions, orderly shutdown."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import os
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,20 +16,22 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # dist declares none of them
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # dist declares neither
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
-from meshwright.executor.ranks import background
+from meshwright.executor.ranks import background, joining
+from meshwright.executor.ranks.interrupts import Interrupts
+from meshwright.executor.ranks.joining import StartError
 from meshwright.executor.ranks.watchdog import FIRST_STEP_FACTOR, Watchdog, progress, say
 
 T = TypeVar("T")
 
 TIMEOUT_S = 300.0  # a rank that makes no progress stops all after this long
 TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"  # overrides it
-POLL_S = 0.05  # at the start only
+INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 
 _watchdog: Watchdog | None = None  # one per process, as is the process group
+_interrupts: Interrupts | None = None
 
 
 def under_torchrun() -> bool:
@@ -92,10 +88,11 @@ def start(backend: str) -> None:
     """Join the process group that torchrun's environment describes, unless it is already joined,
     and start the watchdog.
 
-    Until the first step is done every phase may take `FIRST_STEP_FACTOR` times the timeout. Raises
-    RuntimeError where a rank has no GPU for nccl, or where the others don't come.
+    Until the first step is done every phase may take `FIRST_STEP_FACTOR` times the timeout; ranks
+    have the timeout to come. Raises RuntimeError where a rank has no GPU for nccl, or where the
+    others don't come.
     """
-    global _watchdog
+    global _watchdog, _interrupts
     if running() or not under_torchrun():
         return
     if backend == "nccl":
@@ -109,55 +106,29 @@ def start(backend: str) -> None:
         torch.cuda.set_device(local_rank)
     limit_s = timeout_s()
     longest = timedelta(seconds=FIRST_STEP_FACTOR * limit_s)
-    shared, me, world = next(rendezvous("env://", timeout=longest))
-    shared.set_timeout(longest)
-    prefix = _agreed_prefix(shared, me, world, longest.total_seconds())
-    dist.init_process_group(
-        backend, store=PrefixStore(prefix, shared), rank=me, world_size=world, timeout=longest
-    )
+    me, world = joining.place()
     if world > 1:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        sys.excepthook = _end_by_hook
+    shared = joining.connected(me, limit_s=limit_s, timeout=longest)
+    prefix = joining.agreed_prefix(shared, me, world, limit_s)
+    if world > 1:
+        host, port = shared.host, shared.port
         own = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
         _watchdog = Watchdog(
             PrefixStore(f"{prefix}/watch", own),
             rank=me,
             world_size=world,
             limit_s=limit_s,
-            holder=_store_holder(),
+            holder=f"{joining.holder_of_store()}, which holds it,",
             first_step=lambda: _shorten_timeouts(limit_s),
         )
-        sys.excepthook = _end_by_hook
-
-
-def _agreed_prefix(store: Store, me: int, world: int, limit_s: float) -> str:
-    """A key prefix that all ranks of this start share, and no other start. Raises RuntimeError
-    after `limit_s`."""
-    word = uuid.uuid4().hex
-    if me != 0:
-        store.set(f"meshwright/word/{me}", word)
-        try:
-            prefix = store.get(f"meshwright/answer/{word}").decode()
-        except RuntimeError as error:
-            raise RuntimeError(f"start: no answer from rank 0 within {limit_s:g} s") from error
-        store.set(f"{prefix}/here/{me}", "")
-        return str(prefix)
-    prefix, deadline_s = f"meshwright/{word}", time.monotonic() + limit_s
-    absent = list(range(1, world))
-    while absent:
-        for r in absent:  # a word of an earlier start is answered too, and read by nobody
-            if store.check([f"meshwright/word/{r}"]):
-                theirs = store.get(f"meshwright/word/{r}").decode()
-                store.set(f"meshwright/answer/{theirs}", prefix)
-        time.sleep(POLL_S)
-        absent = [r for r in absent if not store.check([f"{prefix}/here/{r}"])]
-        if absent and time.monotonic() > deadline_s:
-            raise RuntimeError(f"start: no word from ranks {absent} within {limit_s:g} s")
-    return prefix
-
-
-def _store_holder() -> str:
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "the first node's torchrun, which holds it," if agent else "rank 0, which holds it,"
+        _interrupts = Interrupts(_end_interrupted)
+    with progress.during("joining the process group", waits=True):
+        dist.init_process_group(
+            backend, store=PrefixStore(prefix, shared), rank=me, world_size=world, timeout=longest
+        )
+    if world > 1:
+        sys.excepthook = _end_by_hook  # torch has put its own around it, which prints when it ends
 
 
 def _shorten_timeouts(limit_s: float) -> None:
@@ -192,7 +163,7 @@ def agree_on(decide: Callable[[], T]) -> T:
 def stop() -> None:
     """Destroy the process group when all ranks are done. The watchdog ends this process where that
     takes longer than the timeout."""
-    global _watchdog
+    global _watchdog, _interrupts
     if not running():
         return
     with progress.during("leaving the process group", waits=True):
@@ -201,6 +172,9 @@ def stop() -> None:
     if _watchdog is not None:
         _watchdog.close()
         _watchdog = None
+    if _interrupts is not None:
+        _interrupts.close()
+        _interrupts = None
     dist.destroy_process_group()
     gc.collect()
     time.sleep(0.3)  # gloo's threads must be gone before the interpreter is
@@ -214,8 +188,8 @@ def distributed(backend: str = "gloo") -> Iterator[None]:
     Without `os._exit` the other ranks would wait for this one until the process group's timeout.
     `sys.exit()` and `sys.exit(0)` leave in order, when the other ranks do.
     """
-    start(backend)
     try:
+        start(backend)
         try:
             yield
         except SystemExit as leaving:
@@ -225,7 +199,7 @@ def distributed(backend: str = "gloo") -> Iterator[None]:
             raise
         stop()
     except BaseException as error:
-        if not running() or world_size() == 1:
+        if world_size() == 1 and not _ends_in_a_line(error):
             raise
         _end(error)
 
@@ -234,19 +208,45 @@ def _end_by_hook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """`sys.excepthook` for a script without `distributed`: an error of one rank ends all ranks."""
-    if _watchdog is None:
+    if _watchdog is None and not _ends_in_a_line(error):
         sys.__excepthook__(kind, error, trace)
     else:
         _end(error)
 
 
+def _ends_in_a_line(error: BaseException) -> bool:
+    """Whether an error before the process group says all in a line."""
+    if _watchdog is not None:
+        return True
+    among_ranks = under_torchrun() and os.environ["WORLD_SIZE"] != "1"
+    return among_ranks and isinstance(error, StartError | KeyboardInterrupt)
+
+
 def _end(error: BaseException) -> NoReturn:
     """Report what this rank raised, and end its process."""
+    name = f"rank {os.environ.get('RANK', rank())}"
+    if isinstance(error, KeyboardInterrupt):
+        _end_interrupted()
     if _watchdog is not None:
         _watchdog.report(error)
+    elif isinstance(error, StartError):
+        say(f"{name} failed: {error}")
     else:  # the process group is the user's own
-        say(f"rank {rank()} failed: {''.join(traceback.format_exception(error))}")
+        say(f"{name} failed: {''.join(traceback.format_exception(error))}")
     code = error.code if isinstance(error, SystemExit) else 1
+    _leave(code if isinstance(code, int) else 1)
+
+
+def _end_interrupted() -> NoReturn:
+    """End this process after Ctrl-C, with one line of all ranks."""
+    if _watchdog is not None:
+        _watchdog.interrupt()
+    elif os.environ.get("RANK", "0") == "0":
+        say("interrupted (Ctrl-C) before the ranks had come together: all end")
+    _leave(INTERRUPTED)
+
+
+def _leave(code: int) -> NoReturn:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)

@@ -42,6 +42,7 @@ GRACE_S = 5.0  # for the answers of ranks that are busy, and to come out of a lo
 FIRST_STEP_FACTOR = 4  # compilation and first connections: this many times the timeout
 LINGER_S = 1.0  # this rank may hold the store: the others read the cause before it goes
 SHOWN = 8  # ranks named in a line; there may be thousands
+INTERRUPTED = "interrupted (Ctrl-C)"  # begins the cause where a person ended the run
 _STDERR = 2
 
 
@@ -212,6 +213,13 @@ class Watchdog:
         reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         self._fail(reason, "".join(traceback.format_exception(error)))
 
+    def interrupt(self) -> None:
+        """Announce that Ctrl-C ended this rank; one rank says so for all."""
+        self.failing.set()
+        speaker = _thread(self._announce_interrupt)
+        speaker.join(timeout=GRACE_S)
+        time.sleep(LINGER_S)
+
     # --- the threads ---
 
     def _clock(self) -> None:
@@ -249,7 +257,7 @@ class Watchdog:
         if self.failing.wait(GRACE_S):
             return
         place = f"; it was in {progress.activity}, at\n{self._stack()}" if stuck else ""
-        say(f"{progress.name(self.rank)} stops: {self.cause}{place}")
+        self._stop(place)
         time.sleep(LINGER_S)
         os._exit(1)
 
@@ -280,13 +288,25 @@ class Watchdog:
                 if self.store.add("failures", 1) > 1:
                     self.cause = self._read_cause()
             if self.cause is not None:
-                say(f"{progress.name(self.rank)} stops: {self.cause}")
+                self._stop()
                 return
             cause = self._failed(reason) + self._roll_call()
             self.store.set("cause", cause)
             say(f"{cause}\n{details}")
         except RuntimeError:
             say(f"{self._failed(reason)}; {self._lost()}")
+
+    def _announce_interrupt(self) -> None:
+        with suppress(RuntimeError):  # of the store: then others have ended already
+            if self.cause is None and self.store.add("failures", 1) == 1:
+                where = f"{progress.name(self.rank)} was in {progress.activity}"
+                self.store.set("cause", f"{INTERRUPTED}: all ranks end; {where}")
+                say(f"{INTERRUPTED}: all ranks end; {where}")
+
+    def _stop(self, place: str = "") -> None:
+        """Say why this rank ends with another; of Ctrl-C that one has said enough."""
+        if self.cause is not None and not self.cause.startswith(INTERRUPTED):
+            say(f"{progress.name(self.rank)} stops: {self.cause}{place}")
 
     def _failed(self, reason: str) -> str:
         return f"{progress.name(self.rank)} failed in {progress.activity}: {reason}"

@@ -9,10 +9,16 @@ from meshwright.executor.stages.parameters import replicated
 from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
 from meshwright.executor.stages.stage import Pass
 from meshwright.executor.stages.totals import add_totals
-from meshwright.executor.stages.user_model import REFUSES_CALLS, UserModel, current, follow
+from meshwright.executor.stages.user_model import (
+    REFUSES_CALLS,
+    UserModel,
+    check_trains,
+    current,
+    follow,
+)
 
 __all__ = [
     "REFUSES_CALLS", "BatchShape", "Batches", "Builder", "BuiltStage", "CheckedPlan", "HeldBuffer",
     "LoweredStage", "Observer", "Pass", "Phase", "PipelineRun", "Rows", "RunStage", "UserModel",
-    "add_totals", "current", "follow", "replicated",
+    "add_totals", "check_trains", "current", "follow", "replicated",
 ]  # fmt: skip

@@ -254,6 +254,20 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             params[k] = new
 
 
+def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError for an optimizer that has no parameter of the model: it was made over
+    another one, or over copies."""
+    known = {id(p) for p in model.parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if given and not any(id(current(p)) in known for p in given):
+        raise ValueError(
+            f"optimizer: none of the {len(given)} parameters of this {type(optimizer).__name__} is "
+            f"the model's, e.g. one of shape {tuple(given[0].shape)}; legal: an optimizer over the "
+            "result's parameters(), or the model's. Way out: make it over those; one of another "
+            "model, or of whole_tensor_optimizer, is saved by extra={'name': it}"
+        )
+
+
 @cache
 def _follow_replaced() -> None:
     """Have every optimizer of this process `follow` before its step."""

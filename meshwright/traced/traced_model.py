@@ -22,7 +22,7 @@ from meshwright.costmodel.sharding import (
 )
 from meshwright.costmodel.user_rules import verified
 from meshwright.executor.ranks import same_random_state
-from meshwright.planner.batch import batch_rows
+from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing import trace
 from meshwright.traced.attributes import Attributes
@@ -33,7 +33,7 @@ class TracedModel:
     """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered.
 
     Every rank traces in rank 0's random state. Raises ValueError for a model whose parameters are
-    DTensors already.
+    DTensors already, not dense, or complex and trained.
     """
 
     def __init__(
@@ -48,11 +48,7 @@ class TracedModel:
         """The model is cut into blocks as in the graph `like`, where there is one."""
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
-        if split := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
-            raise ValueError(
-                f"model: {split[0]!r} is a DTensor: the model was parallelized before; go on with "
-                f"the result's replan(), or give a model of plain parameters"
-            )
+        _check_parameters(model)
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self._modes = [(m, m.training) for m in model.modules()]
@@ -136,3 +132,20 @@ class TracedModel:
         finally:
             for m, training in now:
                 m.training = training
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Raise ValueError for parameters that can't be laid out, reduced or trained."""
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise ValueError(
+                f"model: {name!r} is a DTensor: the model was parallelized before; go on with "
+                f"the result's replan(), or give a model of plain parameters"
+            )
+        kind = unusual_kind(p) or ("complex" if p.is_complex() and p.requires_grad else None)
+        if kind:
+            raise ValueError(
+                f"model: parameter {name!r} is {kind}; legal: dense parameters of real numbers, "
+                "whose gradients ranks reduce in float32. Way out: keep a sparse one as a buffer, "
+                "a complex one as torch.view_as_real of it, and freeze one that isn't trained"
+            )

@@ -76,12 +76,14 @@ class LossModule(nn.Module):
             with _buffers_in_place(self.model), self.stand_ins.watched():
                 output = self.model(*args, **kwargs)
             loss = self.loss_fn(output, *targets) if self.loss_fn else _loss_in(output)
+            maker = "loss_fn" if self.loss_fn else "the model"
             if self.loss_fn and _is_pair(loss):
+                _check_real(maker, *loss)
                 loss = loss[0] / loss[1]
         loss = tensor_of(loss)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            _check_real(maker, loss)
             return loss
-        maker = "loss_fn" if self.loss_fn else "the model"
         what = _described(output if loss is None and not self.loss_fn else loss)
         raise TraceError(
             f"{maker} gives {what} where a scalar loss is needed; pass loss_fn=, labels among the "
@@ -135,6 +137,20 @@ def _loss_in(output: Any) -> Any:
         return output.get("loss")
     loss = getattr(output, "loss", output)
     return loss[0] if isinstance(loss, (tuple, list)) and loss else loss
+
+
+def _check_real(maker: str, loss: Any, count: Any = 1) -> None:
+    """Raise TraceError for a loss without a gradient by its dtype, and for a complex count."""
+    complex_count = isinstance(count, torch.Tensor) and count.is_complex()
+    if loss.dtype.is_floating_point and not complex_count:
+        return
+    what, dtype = ("count", count.dtype) if complex_count else ("loss", loss.dtype)
+    legal = "real, whole or floating" if complex_count else "float32, float64, bfloat16, float16"
+    raise TraceError(
+        f"{maker} gives a {what} of {dtype}, which nothing can be trained on; legal: {legal}. Way "
+        "out: of a complex number take .abs() or .real; keep counts, argmax and comparisons out of "
+        "the loss, as they have no gradient"
+    )
 
 
 def _is_pair(loss: Any) -> bool:

@@ -132,20 +132,6 @@ def test_a_truncated_file_is_not_believed(store: Store) -> None:
     assert len(aside(store)) == 1
 
 
-def test_a_file_that_stays_locked_is_rebuilt(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    store.add(some())
-    with closing(sqlite3.connect(store.path, isolation_level=None)) as holder:
-        holder.execute("PRAGMA locking_mode=EXCLUSIVE")
-        holder.execute("BEGIN EXCLUSIVE")
-        with caplog.at_level(logging.WARNING):
-            store.add(Measurements(device=HERE, operators={call(2): timing()}, collectives=()))
-        assert "locked" in caplog.text
-        assert store.read(HERE).operators == {call(2): timing()}
-    assert len(aside(store)) == 1
-
-
 @pytest.mark.parametrize(
     ("column", "value"),
     [

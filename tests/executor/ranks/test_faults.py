@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.executor.ranks import joining
 from meshwright.executor.ranks import launch as process_group
 from meshwright.executor.ranks.object_collectives import WAITING
 from meshwright.executor.ranks.watchdog import (
@@ -284,7 +285,7 @@ def test_ranks_of_one_start_agree_on_keys_of_their_own() -> None:
         prefixes = dict.fromkeys(range(3), "")
 
         def join(rank: int, into: dict[int, str] = prefixes) -> None:
-            into[rank] = process_group._agreed_prefix(store, rank, 3, 30.0)
+            into[rank] = joining.agreed_prefix(store, rank, 3, 30.0)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
         for thread in threads:
@@ -294,11 +295,6 @@ def test_ranks_of_one_start_agree_on_keys_of_their_own() -> None:
         assert len(set(prefixes.values())) == 1, prefixes
         assert prefixes[0] not in found | {""}
         found.add(prefixes[0])
-
-
-def test_missing_rank_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"no word from ranks \[1, 2\] within 0.2 s"):
-        process_group._agreed_prefix(dist.HashStore(), 0, 3, 0.2)
 
 
 # --- the launcher ---------------------------------------------------------------------------------

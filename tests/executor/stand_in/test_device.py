@@ -342,7 +342,7 @@ def _handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start of a run over NCCL, up to the rendezvous, where there are two GPUs."""
+    """The start of a run over NCCL, up to the search for the store, where there are two GPUs."""
     chosen: list[int] = []
     with monkeypatch.context() as patch:
         for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
@@ -353,8 +353,9 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RuntimeError, match="local rank 1 finds 1 GPUs"):
             launch.start("nccl")
         patch.setattr(torch.cuda, "device_count", lambda: 2)
-        patch.setattr(launch, "rendezvous", lambda *_, **__: iter(()))
-        with pytest.raises(StopIteration):
+        patch.delenv("MASTER_ADDR", raising=False)
+        patch.setattr(sys, "excepthook", sys.excepthook)  # which a start replaces
+        with pytest.raises(RuntimeError, match="MASTER_"):
             launch.start("nccl")
         assert chosen == [1]
         assert launch.device_here() == torch.device("cuda", 1)

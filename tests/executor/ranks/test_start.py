@@ -1,0 +1,208 @@
+"""Ranks that end before they have come together are named soon, in the first line that others say;
+Ctrl-C ends all ranks with one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.executor.ranks import joining
+from meshwright.executor.ranks.interrupts import Interrupts
+from meshwright.executor.ranks.joining import StartError, agreed_prefix
+from tests.helpers.launching import ROOT, Launch, free_port, launch
+
+WORKER = Path(__file__).with_name("start_worker.py")
+TIMEOUT_S = 6
+SOON_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_TIMEOUT_S", str(TIMEOUT_S))
+
+
+def _run(faults: Mapping[int, str], *, ranks: int) -> Launch:
+    """Ranks of which some have a fault; the others must end by themselves, soon after those."""
+    run = launch(WORKER, json.dumps(faults), "", ranks=ranks, timeout_s=120, grace_s=60)
+    assert not any(rank.killed or rank.children_left for rank in run.ranks), run.tail()
+    struck_s = max(run.ranks[k].wall_s for k in faults)
+    for k, rank in enumerate(run.ranks):
+        assert rank.returncode != 0
+        assert rank.wall_s - struck_s < SOON_S or k in faults
+    return run
+
+
+def test_ranks_that_end_before_the_group_are_named() -> None:
+    """Killed, failed in an import, left with a code, killed while they are awaited."""
+    run = _run({1: "kill", 2: "raise", 4: "exit", 5: "word"}, ranks=6)
+    for k in (0, 3):
+        (line,) = run.ranks[k].stderr.splitlines()  # and nothing of any library
+        start = f"rank {k} failed: start: no word from ranks 1, 2, 4, 5 within 6 s"
+        assert line.startswith(start), line
+        assert "MESHWRIGHT_TIMEOUT_S" in line
+
+
+def test_rank_0_that_ends_before_the_group_is_named() -> None:
+    run = _run({0: "kill"}, ranks=2)
+    (line,) = run.ranks[1].stderr.splitlines()
+    assert line.startswith("rank 1 failed: start: no word from rank 0 at MASTER_ADDR="), line
+
+
+def test_rank_that_cannot_join_the_group_says_why_to_all() -> None:
+    run = _run({1: "group"}, ranks=3)
+    cause = "rank 1 failed in joining the process group, step 1: RuntimeError: no such backend here"
+    assert run.ranks[1].stderr.startswith(cause)
+    for k in (0, 2):
+        assert run.ranks[k].stderr.splitlines()[0] == f"rank {k} stops: {cause}"
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def _in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except StartError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_who_waits_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank may come late: a warning ends nothing."""
+    monkeypatch.setattr(joining, "NOTICE_S", 0.2)
+    store = dist.HashStore()
+    first, found = _in_thread(lambda: agreed_prefix(store, 0, 3, 60.0))
+    time.sleep(0.5)
+    others = [_in_thread(lambda r=r: agreed_prefix(store, r, 3, 60.0)) for r in (1, 2)]
+    for thread in (first, *(thread for thread, _ in others)):
+        thread.join(timeout=60)
+    assert len({str(one) for one in (*found, *others[0][1], *others[1][1])}) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("rank 0 waits at the start: no word from ranks 1, 2 for 0.2 s")
+
+
+def test_ranks_that_are_there_hear_who_is_missing() -> None:
+    store = dist.HashStore()
+    threads = [_in_thread(lambda r=r: agreed_prefix(store, r, 4, 0.5)) for r in (0, 2)]
+    for thread, found in threads:
+        thread.join(timeout=60)
+        (error,) = found
+        assert str(error).startswith("start: no word from ranks 1, 3 within 0.5 s")
+
+
+def test_missing_rank_0_is_named() -> None:
+    with pytest.raises(StartError, match=r"no word from rank 0 within 0\.1 s"):
+        agreed_prefix(dist.HashStore(), 1, 2, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "first"), ("WORLD_SIZE", "-2"), ("MASTER_PORT", ""), ("MASTER_ADDR", "")],
+)
+def test_a_wrong_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, text in {**given, name: value}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(StartError, match=rf"start: {name}.*torchrun"):
+        joining.place()
+        joining.connected(1, limit_s=0.1, timeout=timedelta(seconds=1))
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(
+            StartError,
+            match=rf"no store at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: .*a free port",
+        ),
+    ):
+        joining.connected(0, limit_s=1.0, timeout=timedelta(seconds=1))
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_that_python_raises_ends_nothing() -> None:
+    ended: list[None] = []
+    interrupts = Interrupts(lambda: ended.append(None))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+    finally:
+        interrupts.close()
+    assert not ended
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_handlers_of_the_user_stay() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert not Interrupts(lambda: None).installed
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_under_torchrun_ends_all_ranks_with_a_line(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+        str(free_port()), str(WORKER), "{}", str(tmp_path),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agent = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    files = [tmp_path / f"{k}.pid" for k in range(2)]
+    try:
+        deadline_s = time.monotonic() + 120
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline_s and agent.poll() is None
+            time.sleep(0.1)
+        time.sleep(1.0)  # rank 0 is inside of its receive
+        struck_s = time.monotonic()
+        agent.send_signal(signal.SIGINT)
+        _, said = agent.communicate(timeout=60)
+        assert time.monotonic() - struck_s < SOON_S
+    finally:
+        agent.kill()
+        left = [_killed(int(file.read_text())) for file in files if file.exists()]
+    assert left == [False, False], said
+    ours = [line for line in said.splitlines() if "rank " in line and "agent" not in line]
+    (line,) = (line for line in ours if "interrupted" in line)
+    assert line.startswith("interrupted (Ctrl-C): all ranks end; rank ")
+    assert "Traceback" not in said.split(line)[0]
+    assert said.count("Traceback") <= 1  # the agent's own
+
+
+def _killed(pid: int) -> bool:
+    """Whether a process was there to be killed."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
