@@ -28,6 +28,7 @@ from meshwright.model import ParallelModel, repeated
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import override_flags
 from meshwright.shown_plan import plan_text
 
@@ -164,9 +165,10 @@ def _cluster(text: str) -> Cluster:
         return Cluster.detect()
     name, _, count = text.partition(":")
     if count and not count.isdigit():
-        raise ValueError(
-            f"--cluster {text!r}: after the colon comes a number of nodes, e.g. h100-sxm:8, or of "
-            "processes, e.g. local:4"
+        raise MeshwrightError(
+            "after the colon comes a number",
+            place=f"--cluster {text!r}",
+            legal="nodes, e.g. h100-sxm:8, or processes, e.g. local:4",
         )
     number = int(count or 1)
     return (
@@ -178,27 +180,37 @@ def _model(text: str) -> tuple[Any, ...]:
     """(model, example_inputs[, loss_fn]) from `module:function`."""
     module, colon, function = text.partition(":")
     if not colon:
-        raise ValueError(f"model {text!r}: expected module:function, e.g. my_models:gpt2")
+        raise MeshwrightError(
+            "names no function",
+            place=f"model {text!r}",
+            legal="module:function, e.g. my_models:gpt2",
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"model {text!r}: {error}; it is looked for in {os.getcwd()} and on PYTHONPATH"
+        raise MeshwrightError(
+            error,
+            place=f"model {text!r}",
+            legal="an importable module",
+            way_out=f"it is looked for in {os.getcwd()} and on PYTHONPATH",
         ) from error
     make = getattr(found, function, None)
     if not callable(make):
         near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
-        raise ValueError(
-            f"model {text!r}: module {module!r} has no function {function!r}; "
-            f"nearest: {', '.join(near) or 'none'}"
+        raise MeshwrightError(
+            f"module {module!r} has no function {function!r}",
+            place=f"model {text!r}",
+            legal="a function of the module",
+            way_out=f"nearest: {', '.join(near) or 'none'}",
         )
     built = make()
     if not isinstance(built, tuple) or len(built) not in (2, 3):
-        raise ValueError(
-            f"model {text!r}: returned a {type(built).__name__}; legal: a tuple "
-            "(model, example_inputs) or (model, example_inputs, loss_fn)"
+        raise MeshwrightError(
+            f"returned a {type(built).__name__}",
+            place=f"model {text!r}",
+            legal="a tuple (model, example_inputs) or (model, example_inputs, loss_fn)",
         )
     return built
 
@@ -304,7 +316,11 @@ def _profile(args: argparse.Namespace) -> int:
             return 0
         _say(str(imported))
     if args.model is None or args.batch is None:
-        raise ValueError("profile: a model and --batch are needed, except with --import FILE")
+        raise MeshwrightError(
+            "a model and --batch are missing",
+            place="profile",
+            legal="MODEL --batch N, or --import FILE",
+        )
     model, example, *rest = _model(args.model)
     summary = profile_command.profile_model(
         model,

@@ -13,6 +13,7 @@ from meshwright.planner.overrides import check_overrides
 from meshwright.planner.plan import InfeasibleError
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.world import planned_to_run
 
 
@@ -35,9 +36,10 @@ def search_plan(
     if executable is None:
         executable = planned_to_run(problem.cluster)
     if launch.running() and not executable:
-        raise ValueError(
-            "executable=False: ranks are running, and wait for a plan that they can run; "
-            "legal: True or None, or plan in a process of its own"
+        raise MeshwrightError(
+            "ranks are running, and wait for a plan that they can run",
+            place="executable=False",
+            legal="True or None, or plan in a process of its own",
         )
     check_overrides(
         request.overrides,

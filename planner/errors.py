@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.profiles.inputs import MeshwrightError
 
-class TraceError(ValueError):
+
+class TraceError(MeshwrightError):
     """The model can't be traced: says where in the user's source, why, and what to do."""
 
 

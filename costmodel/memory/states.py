@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 A = TypeVar("A", float, NDArray[np.float64])
 
@@ -96,10 +97,12 @@ def optimizer_bytes(optimizer: str) -> int:
     try:
         return OPTIMIZER_BYTES[optimizer]
     except KeyError:
-        raise ValueError(
-            f"optimizer={optimizer!r}: the planner knows the states of {sorted(OPTIMIZER_BYTES)}; "
-            "name the one with as many moments as yours (the model is trained with any torch "
-            "optimizer)"
+        raise MeshwrightError(
+            f"={shown(optimizer)}",
+            place="optimizer",
+            legal=sorted(OPTIMIZER_BYTES),
+            way_out="name the one with as many moments as yours (the model is trained with any "
+            "torch optimizer)",
         ) from None
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.rules.language import Metas, Misfit, OpFactors, SpecOptions, factors
+from meshwright.profiles.inputs import MeshwrightError
 
 
-class RuleError(ValueError):
+class RuleError(MeshwrightError):
     """A rule that can't be, or that does not hold: says which factor, and by how much."""
 
 

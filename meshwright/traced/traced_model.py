@@ -25,6 +25,7 @@ from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing import trace
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
 
@@ -49,9 +50,11 @@ class TracedModel:
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
         if split := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
-            raise ValueError(
-                f"model: {split[0]!r} is a DTensor: the model was parallelized before; go on with "
-                f"the result's replan(), or give a model of plain parameters"
+            raise MeshwrightError(
+                f"{split[0]!r} is a DTensor: the model was parallelized before",
+                place="model",
+                legal="plain parameters",
+                way_out="go on with the result's replan(), or give a model of plain parameters",
             )
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.plan import PLACEMENTS, ZERO
+from meshwright.profiles.inputs import MeshwrightError
 
 MESH = ("tp", "dp", "cp", "ep")
 BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value
@@ -37,7 +38,7 @@ FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
 FORBIDDABLE = (*FORBIDS, "unequal_meshes")
 
 
-class OverrideError(ValueError):
+class OverrideError(MeshwrightError):
     """An override that can't hold: names the value, the place, the legal values and the way out."""
 
 
@@ -53,7 +54,7 @@ def check_value(name: str, value: Any) -> None:
     if by_block and isinstance(value, Mapping):
         values = list(value.values())
         if not values or not all(isinstance(pattern, str) and pattern for pattern in value):
-            raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
+            raise OverrideError(f"={value!r:.80}", place=f"override {name}", legal=legal)
     for one in values:
         right = not isinstance(one, bool) and (
             isinstance(one, type(next(iter(choices)))) and one in choices
@@ -61,19 +62,21 @@ def check_value(name: str, value: Any) -> None:
             else isinstance(one, int) and one >= 1
         )
         if not right:
-            raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
+            raise OverrideError(f"={value!r:.80}", place=f"override {name}", legal=legal)
 
 
 def check_forbid(forbid: Any) -> None:
     if isinstance(forbid, str):
         raise OverrideError(
-            f"override forbid={forbid!r}: legal: a list of names, forbid=[{forbid!r}]"
+            f"={forbid!r}", place="override forbid", legal=f"a list of names, forbid=[{forbid!r}]"
         )
     for name in forbid:
         if name not in FORBIDDABLE:
             near = difflib.get_close_matches(str(name), FORBIDDABLE, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise OverrideError(f"override forbid={name!r}: legal: {', '.join(FORBIDDABLE)}{hint}")
+            raise OverrideError(
+                f"={name!r}", place="override forbid", legal=f"{', '.join(FORBIDDABLE)}{hint}"
+            )
 
 
 def check_stages(stages: Any) -> None:
@@ -81,10 +84,10 @@ def check_stages(stages: Any) -> None:
         return
     legal = 'a list of block names per stage, e.g. [["embed", "layers.0-5"], ["layers.6-11"]]'
     if isinstance(stages, str) or not stages:
-        raise OverrideError(f"override stages={stages!r}: legal: {legal}")
+        raise OverrideError(f"={stages!r}", place="override stages", legal=legal)
     for k, stage in enumerate(stages):
         if isinstance(stage, str) or not stage or not all(isinstance(n, str) for n in stage):
-            raise OverrideError(f"override stages[{k}]={stage!r}: legal: {legal}")
+            raise OverrideError(f"={stage!r}", place=f"override stages[{k}]", legal=legal)
 
 
 def check_shardings(shardings: Any) -> None:
@@ -92,6 +95,7 @@ def check_shardings(shardings: Any) -> None:
         isinstance(text, str) for item in shardings.items() for text in item
     ):
         raise OverrideError(
-            f"override shardings={shardings!r:.80}: legal: a dict of glob: decision, e.g. "
-            '{"layers.*.mlp.up_proj": "colwise"}'
+            f"={shardings!r:.80}",
+            place="override shardings",
+            legal='a dict of glob: decision, e.g. {"layers.*.mlp.up_proj": "colwise"}',
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.plan.words import seconds
+from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Relaxation:
         return f"{self.what} ({self.plan}: {seconds(self.step_time_s)} a step)"
 
 
-class InfeasibleError(ValueError):
+class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
     closest; `relaxations`, what would help by itself, the cheapest first."""
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.timings import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -96,7 +97,9 @@ def read_nccl_tests(
     nor printed, for a log without a table, and for a number that can't be read.
     """
     if ranks < 2 or not 1 <= nodes <= ranks:
-        raise ValueError(f"{source}: {ranks} ranks on {nodes} nodes; legal: 2 or more, on 1 to all")
+        raise MeshwrightError(
+            f"{ranks} ranks on {nodes} nodes", place=source, legal="2 or more, on 1 to all"
+        )
     kind = _collective_of(text, collective, source)
     gpus = [listed["gpu"] for _, listed in _listed_ranks(text)]
     rows = [
@@ -113,9 +116,11 @@ def read_nccl_tests(
         for size, time_us, in_place in _log_lines(text, source)
     ]
     if not rows:
-        raise ValueError(
-            f"{source}: no line of an nccl-tests table in {len(text.splitlines())} lines; a line "
-            f"has size count type redop [root], then time algbw busbw #wrong twice"
+        raise MeshwrightError(
+            f"no line of an nccl-tests table in {len(text.splitlines())} lines",
+            place=source,
+            legal="lines of size count type redop [root], then time algbw busbw #wrong twice",
+            way_out="name the log of a run of nccl-tests",
         )
     return rows
 
@@ -136,11 +141,19 @@ def world_of_log(
         world = (len(hosts), len(set(hosts.values())))
         for name, given, found in zip(("ranks", "nodes"), (ranks, nodes), world, strict=True):
             if given not in (None, found):
-                raise ValueError(f"{source}:{first}: {name} is {given}, but the log lists {found}")
+                raise MeshwrightError(
+                    f" is {given}, but the log lists {found}",
+                    place=f"{source}:{first}: {name}",
+                    legal=found,
+                    way_out=f"leave --{name} out",
+                )
         return world
     if ranks is None or nodes is None:
-        raise ValueError(
-            f"{source}: the log lists no ranks; give both --ranks N and --nodes K of that run"
+        raise MeshwrightError(
+            "the log lists no ranks",
+            place=source,
+            legal="a header that lists them, or --ranks and --nodes",
+            way_out="give both --ranks N and --nodes K of that run",
         )
     return ranks, nodes
 
@@ -159,11 +172,11 @@ def read_collectives_csv(path: str | os.PathLike[str]) -> list[CollectiveRow]:
         where = f"{place}:{line}"
         kind = cells["collective"]
         if kind not in COLLECTIVES:
-            raise ValueError(f"{where}: collective is {kind!r}; legal: {', '.join(COLLECTIVES)}")
+            raise MeshwrightError(f" is {kind!r}", place=f"{where}: collective", legal=COLLECTIVES)
         convention = cells["size_convention"]
         if not convention.startswith(_CONVENTIONS):
-            raise ValueError(
-                f"{where}: size_convention is {convention!r}; legal: {', '.join(_CONVENTIONS)}"
+            raise MeshwrightError(
+                f" is {convention!r}", place=f"{where}: size_convention", legal=_CONVENTIONS
             )
         n_gpus = _whole(cells["n_gpus"], f"{where}: n_gpus")
         size = _number(cells["size_bytes"], f"{where}: size_bytes")
@@ -194,7 +207,9 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
         where = f"{place}:{line}"
         given = [name for name in ("m", "n", "k") if cells[name]]
         if len(given) not in (0, 3):
-            raise ValueError(f"{where}: of m, n and k only {given}; legal: all three or none")
+            raise MeshwrightError(
+                f"of m, n and k only {given}", place=where, legal="all three or none"
+            )
         m, n, k = (_whole(cells[name], f"{where}: {name}") if given else 0 for name in "mnk")
         groups = cells["groups"]
         rows.append(
@@ -313,19 +328,29 @@ def _collective_of(text: str, given: str | None, source: str) -> str:
     """The collective of a log, from its program's name or as given. Raises ValueError where both
     differ or are missing."""
     if given is not None and given not in COLLECTIVES:
-        raise ValueError(f"{source}: collective is {given!r}; legal: {', '.join(COLLECTIVES)}")
+        raise MeshwrightError(f" is {given!r}", place=f"{source}: collective", legal=COLLECTIVES)
     programs = re.findall(r"\b(\w+?)_perf\b", text)
     printed = {_PROGRAMS[program] for program in programs if program in _PROGRAMS}
     if len(printed) > 1:
-        raise ValueError(
-            f"{source}: the log is of {' and '.join(sorted(printed))}; give each run a file"
+        raise MeshwrightError(
+            f"the log is of {' and '.join(sorted(printed))}",
+            place=source,
+            legal="one collective",
+            way_out="give each run a file",
         )
     if given and printed and printed != {given}:
-        raise ValueError(f"{source}: collective is {given!r}, but the log is of {printed.pop()!r}")
+        raise MeshwrightError(
+            f" is {given!r}, but the log is of {printed.pop()!r}",
+            place=f"{source}: collective",
+            legal=printed,
+            way_out="leave --collective out",
+        )
     if not printed and not given:
-        raise ValueError(
-            f"{source}: the log doesn't say which collective it measured; pass collective= "
-            f"(--collective), one of {', '.join(COLLECTIVES)}"
+        raise MeshwrightError(
+            "the log doesn't say which collective it measured",
+            place=source,
+            legal=COLLECTIVES,
+            way_out="pass collective= (--collective)",
         )
     return given or printed.pop()
 
@@ -338,7 +363,7 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
             continue
         where, legal = f"{source}:{line}", " or ".join(map(str, _LOG_COLUMNS))
         if len(columns) not in _LOG_COLUMNS:
-            raise ValueError(f"{where}: {len(columns)} columns; legal: {legal}")
+            raise MeshwrightError(f"{len(columns)} columns", place=where, legal=legal)
         if not int(columns[0]):  # a line of 0 bytes moved nothing
             continue
         for in_place, column in _TIME_COLUMNS.items():
@@ -358,15 +383,30 @@ def _csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mappi
         try:
             missing = [name for name in needed if name not in (reader.fieldnames or ())]
             if missing:
-                raise ValueError(f"{place}:1: no column {', '.join(missing)}; needed: {needed}")
+                raise MeshwrightError(
+                    f"no column {', '.join(missing)}",
+                    place=f"{place}:1",
+                    legal=needed,
+                    way_out="add the columns, empty where they may be",
+                )
             for cells in reader:
                 for name in needed:
                     if cells[name] is None:
-                        raise ValueError(f"{place}:{reader.line_num}: the row ends before {name}")
+                        raise MeshwrightError(
+                            f"the row ends before {name}",
+                            place=f"{place}:{reader.line_num}",
+                            legal=f"{len(needed)} cells or more",
+                            way_out="fill the row up",
+                        )
                 yield reader.line_num, cells
         except (csv.Error, UnicodeDecodeError) as error:
             where = f"{place}:{reader.line_num + 1}"
-            raise ValueError(f"{where}: not a row of a CSV file in UTF-8 ({error})") from None
+            raise MeshwrightError(
+                f"not a row of a CSV file in UTF-8 ({error})",
+                place=where,
+                legal="a row as the csv module writes it",
+                way_out="correct the row",
+            ) from None
 
 
 def _number(text: str, what: str) -> float:
@@ -375,11 +415,11 @@ def _number(text: str, what: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{what} is {text!r}; legal: a finite number above 0")
+        raise MeshwrightError(f" is {text!r}", place=what, legal="a finite number above 0")
     return value
 
 
 def _whole(text: str, what: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{what} is {text!r}; legal: a whole number, 1 or more")
+        raise MeshwrightError(f" is {text!r}", place=what, legal="a whole number, 1 or more")
     return int(text)
