@@ -33,38 +33,47 @@ from meshwright.shell import override_flags
 from meshwright.shown_plan import plan_text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+def perform(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Raises what goes wrong."""
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     try:
         code: int = args.command(args)
         return code
     except InfeasibleError as error:
-        if getattr(args, "json", False):
-            _print(
-                json.dumps(
-                    {
-                        "infeasible": str(error),
-                        "shortfall_bytes": list(error.shortfall_bytes),
-                        "relaxations": [asdict(found) for found in error.relaxations],
-                    },
-                    indent=2,
-                )
-            )
+        if args.json:
+            _print(json.dumps(_infeasible(error), indent=2))
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        return perform(argv)
+    except InfeasibleError as error:
         _say(f"infeasible: {error}")
         return 2
-    except (ValueError, RuntimeError, ImportError, OSError) as error:
+    except (MeshwrightError, RuntimeError, ImportError, OSError, ValueError) as error:
         _say(f"error: {error}")
         return 1
+
+
+def _infeasible(error: InfeasibleError) -> dict[str, Any]:
+    return {
+        "infeasible": str(error),
+        "shortfall_bytes": list(error.shortfall_bytes),
+        "relaxations": [asdict(found) for found in error.relaxations],
+    }
 
 
 class _Parser(argparse.ArgumentParser):
     """Exits with 1 for a wrong command line: 2 is kept for "no plan fits"."""
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(1, f"{self.prog}: error: {message}\n")
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise MeshwrightError(
+            message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

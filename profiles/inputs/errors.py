@@ -23,8 +23,8 @@ class MeshwrightError(ValueError):
     ) -> None:
         super().__init__(str(what))
         self.what, self.place = str(what), str(place)
-        one = isinstance(legal, str) or not isinstance(legal, Iterable)
-        self.legal = str(legal) if one else ", ".join(map(str, legal))
+        several = () if isinstance(legal, str) or not isinstance(legal, Iterable) else legal
+        self.legal = ", ".join(map(str, several)) or str(legal)
         self._way_out = way_out
 
     @property
