@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.profiles.inputs import MeshwrightError, shown
+
 
 def batch_rows(example_inputs: Any) -> int:
     """The rows of a sample batch: the commonest dim 0 of its tensors. Raises ValueError where it
@@ -18,10 +20,14 @@ def batch_rows(example_inputs: Any) -> int:
     leaves = [leaf for _, leaf in input_leaves(example_inputs)[0]]
     sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
     if not sizes:
-        raise ValueError(
-            f"example_inputs={example_inputs!r:.60} holds no tensor with a batch dim; pass a dict "
-            "of keyword or a tuple of positional arguments of the model for one sample batch, "
-            "batch dim first, e.g. example_inputs={'input_ids': ids, 'labels': ids}"
+        raise MeshwrightError(
+            f"={shown(example_inputs)} holds no tensor with a batch dim",
+            place="example_inputs",
+            legal=(
+                "a dict of keyword or a tuple of positional arguments of the model for one "
+                "sample batch, batch dim first"
+            ),
+            way_out="pass one, e.g. example_inputs={'input_ids': ids, 'labels': ids}",
         )
     return Counter(sizes).most_common(1)[0][0]
 
@@ -70,9 +76,11 @@ def split_batch(
         if not wants_targets:
             return (), kwargs, ()
         if "targets" not in kwargs:
-            raise ValueError(
-                f"loss_fn takes (output, targets) but the batch has only {sorted(kwargs)}; add the "
-                "entry 'targets'"
+            raise MeshwrightError(
+                f" has only {sorted(map(str, kwargs))}, and loss_fn takes (output, targets)",
+                place="example_inputs",
+                legal="a dict with the entry 'targets'",
+                way_out="add it",
             )
         targets = kwargs.pop("targets")
         return (), kwargs, (targets,)
@@ -80,8 +88,11 @@ def split_batch(
     if not wants_targets:
         return args, {}, ()
     if len(args) < 2:
-        raise ValueError(
-            "loss_fn takes (output, targets) but the batch has one entry; pass (inputs..., targets)"
+        raise MeshwrightError(
+            " has one entry, and loss_fn takes (output, targets)",
+            place="example_inputs",
+            legal="(inputs..., targets)",
+            way_out="add the targets",
         )
     return args[:-1], {}, args[-1:]
 

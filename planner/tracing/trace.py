@@ -58,6 +58,7 @@ from meshwright.planner.tracing.user_module import (
     user_frame,
 )
 from meshwright.planner.tracing.values import mixed_operands
+from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,13 @@ def trace(
     source line where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
     """
     if precision not in DTYPES:
-        raise ValueError(f"precision={precision!r}; legal: {', '.join(DTYPES)}")
+        raise MeshwrightError(f"={precision!r}", place="precision", legal=DTYPES)
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise ValueError(
-            "loss_fn has parameters of its own; make it a part of the model, which then returns "
-            "the loss"
+        raise MeshwrightError(
+            " has parameters of its own",
+            place="loss_fn",
+            legal="a function, or a module without parameters",
+            way_out="make it a part of the model, which then returns the loss",
         )
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     FakeBatch.of(example_inputs, DTYPES[precision], batch_size)

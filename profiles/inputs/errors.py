@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 _GOES_ON = ("=", " ", "[", ",")  # a clause that begins so continues its place
 
@@ -15,34 +15,38 @@ class MeshwrightError(ValueError):
     the text is made of the four. Where legal values are given and nothing else, one of them is the
     way out.
 
-    An error that is made of a text alone has no fields.
+    An error that is made of a text alone has the fields that its class has for all of its errors,
+    which are true, and less telling.
     """
+
+    PLACE: ClassVar[str] = ""
+    LEGAL: ClassVar[str] = ""
+    WAY_OUT: ClassVar[str] = ""
 
     def __init__(
         self, what: object, *, place: object = "", legal: object = "", way_out: str = ""
     ) -> None:
         super().__init__(str(what))
-        self.what, self.place = str(what), str(place)
         several = () if isinstance(legal, str) or not isinstance(legal, Iterable) else legal
-        self.legal = ", ".join(map(str, several)) or str(legal)
-        self._way_out = way_out
-
-    @property
-    def way_out(self) -> str:
-        return self._way_out or (f"give one of: {self.legal}" if self.legal else "")
+        listed = ", ".join(map(str, several)) or str(legal)
+        self._said = (str(what), str(place), listed, way_out)
+        self.what = str(what)
+        self.place = str(place) or self.PLACE
+        self.legal = listed or self.LEGAL
+        self.way_out = way_out or self.WAY_OUT or (listed and f"give one of: {listed}")
 
     @classmethod
     def of(cls, error: ValueError, place: object) -> Self:
         """An error with the fields of another, found inside `place`."""
         if not isinstance(error, MeshwrightError):
             return cls(error, place=place)
-        inside = f"{place}{_joined(error.place)}"
-        return cls(error.what, place=inside, legal=error.legal, way_out=error._way_out)
+        what, inside, legal, way_out = error._said
+        return cls(what, place=f"{place}{_joined(inside)}", legal=legal, way_out=way_out)
 
     def __str__(self) -> str:
-        where = f"{self.place}{_joined(self.what)}" if self.place else self.what
-        legal = f"legal: {self.legal}" if self.legal else ""
-        return "; ".join(filter(None, (where, legal, self._way_out)))
+        what, place, legal, way_out = self._said
+        where = f"{place}{_joined(what)}" if place else what
+        return "; ".join(filter(None, (where, legal and f"legal: {legal}", way_out)))
 
 
 def _joined(clause: str) -> str:

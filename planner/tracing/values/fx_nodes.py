@@ -85,8 +85,9 @@ def check_dense(node: fx.Node) -> None:
     """Raise `TraceError` for an embedding whose gradient would be a sparse tensor."""
     if str(node.target) == "aten.embedding.default" and node.args[4:5] == (True,):
         raise TraceError(
-            f"at {where(node)} an embedding has sparse=True: gradients are reduced and handed over "
-            "as dense tensors; drop it, and take a dense optimizer"
+            "gradients are reduced and handed over as dense tensors",
+            place=f"at {where(node)} an embedding has sparse=True",
+            way_out="drop it, and take a dense optimizer",
         )
 
 
