@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from meshwright.costmodel.memory import optimizer_bytes
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import GIB, PRECISIONS, Plan
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
 OBJECTIVES = ("robust", "fastest")
 ROWS_MEET = ("exact", "per_microbatch")
@@ -41,7 +41,7 @@ def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
     ):
         if not isinstance(value, wanted):
             raise MeshwrightError(
-                f"={value!r:.60} is a {type(value).__name__}", place=name, legal=legal
+                f"={shown(value)} is a {type(value).__name__}", place=name, legal=legal
             )
     if plan is not None and overrides is not None and overrides.given():
         raise MeshwrightError(
@@ -62,20 +62,20 @@ def check_values(
 ) -> None:
     """ValueError for a number or name that can't be."""
     batch = global_batch_size
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+    if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= MAX_ROWS:
         raise MeshwrightError(
-            f"={batch!r}",
+            f"={shown(batch)}",
             place="global_batch_size",
-            legal="an integer from 1, rows per optimizer step",
+            legal=f"an integer from 1 to {MAX_ROWS}, rows per optimizer step",
         )
     if precision not in PRECISIONS:
-        raise MeshwrightError(f"={precision!r}", place="precision", legal=PRECISIONS)
+        raise MeshwrightError(f"={shown(precision)}", place="precision", legal=PRECISIONS)
     optimizer_bytes(optimizer)
     if time_limit_s is not None:
         _check_time_limit(time_limit_s)
     if tf32 and precision != "fp32":
         raise MeshwrightError(
-            f"={precision!r} with tf32=True, which is about fp32 products",
+            f"={shown(precision)} with tf32=True, which is about fp32 products",
             place="precision",
             legal="fp32",
             way_out="drop one of the two",
@@ -86,15 +86,14 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
     """ValueError for an objective or consent that can't be, or a margin that leaves tensors no
     memory."""
     if rows_meet not in ROWS_MEET:
-        raise MeshwrightError(f"={rows_meet!r}", place="rows_meet", legal=ROWS_MEET)
+        raise MeshwrightError(f"={shown(rows_meet)}", place="rows_meet", legal=ROWS_MEET)
     if objective not in OBJECTIVES:
-        raise MeshwrightError(f"={objective!r}", place="objective", legal=OBJECTIVES)
+        raise MeshwrightError(f"={shown(objective)}", place="objective", legal=OBJECTIVES)
     if memory_margin is None:
         return
-    number = isinstance(memory_margin, int | float) and not isinstance(memory_margin, bool)
-    if not number or not 0 <= memory_margin < 1:
+    if not is_number(memory_margin) or not 0 <= memory_margin < 1:
         raise MeshwrightError(
-            f"={memory_margin!r}",
+            f"={shown(memory_margin)}",
             place="memory_margin",
             legal=(
                 "the part of a device's memory to leave free, from 0 to less than 1, or None "
@@ -113,10 +112,9 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
 
 
 def _check_time_limit(time_limit_s: Any) -> None:
-    number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
-    if not number or not 0 <= time_limit_s < math.inf:
+    if not is_number(time_limit_s) or time_limit_s < 0:
         raise MeshwrightError(
-            f"={time_limit_s!r}",
+            f"={shown(time_limit_s)}",
             place="time_limit_s",
             legal="seconds, 0 or more, or None for no limit",
         )

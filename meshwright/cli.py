@@ -7,11 +7,8 @@ don't match, 2: no plan fits, or the rehearsed one doesn't.
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,6 +27,7 @@ from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import override_flags
+from meshwright.shell.named import UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shown_plan import plan_text
 
 
@@ -38,6 +36,8 @@ def perform(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     try:
+        for name in ("output", "trace", "timeline", "export"):
+            check_writable(f"--{name}", getattr(args, name, None))
         code: int = args.command(args)
         return code
     except InfeasibleError as error:
@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InfeasibleError as error:
         _say(f"infeasible: {error}")
         return 2
-    except (MeshwrightError, RuntimeError, ImportError, OSError, ValueError) as error:
+    except UserCodeError as error:
+        traceback.print_exception(error.__cause__)
+        _say(f"error: {error}")
+        return 1
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
         _say(f"error: {error}")
         return 1
 
@@ -167,68 +171,11 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     profile.set_defaults(command=_profile)
 
 
-def _cluster(text: str) -> Cluster:
-    if text.endswith(".toml"):
-        return Cluster.load(text)
-    if text == "detect":
-        return Cluster.detect()
-    name, _, count = text.partition(":")
-    if count and not count.isdigit():
-        raise MeshwrightError(
-            "after the colon comes a number",
-            place=f"--cluster {text!r}",
-            legal="nodes, e.g. h100-sxm:8, or processes, e.g. local:4",
-        )
-    number = int(count or 1)
-    return (
-        Cluster.local(number) if name == "local" else Cluster.from_catalog(name, num_nodes=number)
-    )
-
-
-def _model(text: str) -> tuple[Any, ...]:
-    """(model, example_inputs[, loss_fn]) from `module:function`."""
-    module, colon, function = text.partition(":")
-    if not colon:
-        raise MeshwrightError(
-            "names no function",
-            place=f"model {text!r}",
-            legal="module:function, e.g. my_models:gpt2",
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise MeshwrightError(
-            error,
-            place=f"model {text!r}",
-            legal="an importable module",
-            way_out=f"it is looked for in {os.getcwd()} and on PYTHONPATH",
-        ) from error
-    make = getattr(found, function, None)
-    if not callable(make):
-        near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
-        raise MeshwrightError(
-            f"module {module!r} has no function {function!r}",
-            place=f"model {text!r}",
-            legal="a function of the module",
-            way_out=f"nearest: {', '.join(near) or 'none'}",
-        )
-    built = make()
-    if not isinstance(built, tuple) or len(built) not in (2, 3):
-        raise MeshwrightError(
-            f"returned a {type(built).__name__}",
-            place=f"model {text!r}",
-            legal="a tuple (model, example_inputs) or (model, example_inputs, loss_fn)",
-        )
-    return built
-
-
 def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
-    model, example, *rest = _model(args.model)
+    model, example, *rest = model_named(args.model)
     result = auto_parallelize(
         model,
-        _cluster(args.cluster),
+        cluster_named(args.cluster),
         example_inputs=example,
         global_batch_size=args.batch,
         loss_fn=rest[0] if rest else None,
@@ -286,7 +233,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_named(args.cluster)
     with launch.distributed(cluster.backend):
         result, example = _parallelize(args, plan=args.plan, compile=args.compile)
         if args.weights:
@@ -314,7 +261,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_named(args.cluster)
     if args.imported:
         imported = profile_command.import_profile(
             cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
@@ -330,7 +277,7 @@ def _profile(args: argparse.Namespace) -> int:
             place="profile",
             legal="MODEL --batch N, or --import FILE",
         )
-    model, example, *rest = _model(args.model)
+    model, example, *rest = model_named(args.model)
     summary = profile_command.profile_model(
         model,
         example,

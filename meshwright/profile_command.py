@@ -26,7 +26,7 @@ from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import divisors
 from meshwright.planner.tracing import trace
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, read_text
 from meshwright.profiles.measure import (
     COLLECTIVES,
     SIZES_BYTES,
@@ -283,7 +283,7 @@ def _rows_of_log(
 ) -> list[CollectiveRow]:
     """The rows of an nccl-tests log; ValueError where it names another GPU."""
     source, device = str(place), cluster.device.name
-    text = place.read_text(encoding="utf-8", errors="replace")
+    text = read_text(place)
     ranks, nodes = world_of_log(text, ranks=ranks, nodes=nodes, source=source)
     rows = read_nccl_tests(text, ranks=ranks, nodes=nodes, source=source, collective=collective)
     gpu = rows[0].gpu

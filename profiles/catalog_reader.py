@@ -188,7 +188,7 @@ def catalog_names() -> tuple[str, ...]:
 @cache
 def read_entry(name: str) -> Entry:
     """The catalog entry of that name. Raises ValueError with the nearest names if unknown."""
-    if not isinstance(name, str) or name not in catalog_names():
+    if name not in catalog_names():
         raise unknown_name("hardware name", name, catalog_names())
     return read_file(CATALOG_DIR / f"{name}.json")
 

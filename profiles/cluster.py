@@ -87,7 +87,7 @@ class Cluster:
         Raises ValueError for an unknown name, with the nearest and all names, and for more devices
         per node than the node has.
         """
-        entry = read_entry(name)
+        entry = read_entry(name if isinstance(name, str) else shown(name))
         node = entry if entry.is_node else read_entry(entry.texts["usual_node"])
         device = read_entry(node.texts["device"]) if entry.is_node else entry
         most = int(node.value("devices_per_node"))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import MeshwrightError, parse_json, shown
 
 Operand = tuple[str, tuple[int, ...], bool]  # dtype name, local shape, requires grad
 
@@ -82,7 +82,7 @@ class OpSignature:
     def parse(text: str) -> OpSignature:
         """The inverse of `text`. Raises ValueError for a text that is not one."""
         try:
-            data = json.loads(text)
+            data = parse_json(text, place="signature")
             target, operands = data.pop("op"), data.pop("operands")
             signature = OpSignature(
                 target=str(target),

@@ -304,6 +304,7 @@ def check_overrides(
                 raise OverrideError(
                     f"more than {devices}",
                     place=f"override {spelled(name, pattern, value)}",
+                    legal=f"up to {num_devices}",
                     way_out=_WAY_OUT,
                 )
     if pp is None or None in mesh.values():

@@ -28,6 +28,10 @@ class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
     closest; `relaxations`, what would help by itself, the cheapest first."""
 
+    PLACE = "memory of the devices"
+    LEGAL = "plans whose stages fit it"
+    WAY_OUT = "more or larger devices, a smaller batch or model, or fewer overrides"
+
     def __init__(
         self, message: str, shortfall_bytes: Sequence[float], relaxations: Sequence[Relaxation] = ()
     ) -> None:

@@ -29,7 +29,7 @@ def read_json(
 ) -> Any:
     """What a JSON file says. Raises `error` for one that can't be read, is longer than `most`
     bytes, has a key twice, a number that is not finite, or is nested too deeply."""
-    return parse_json(_text(path, error, most), place=path, error=error, most=most)
+    return parse_json(read_text(path, error=error, most=most), place=path, error=error, most=most)
 
 
 def parse_json(
@@ -64,12 +64,14 @@ def parse_json(
 
 def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -> dict[str, Any]:
     """What a TOML file says; as `read_json`."""
-    text = _text(path, error, MAX_BYTES)
+    text = read_text(path, error=error, most=MAX_BYTES)
     found: dict[str, Any] = _parsed(lambda: tomllib.loads(text), path, error, "TOML")
     return found
 
 
-def _text(path: str | os.PathLike[str], error: Error, most: int) -> str:
+def read_text(
+    path: str | os.PathLike[str], *, error: Error = MeshwrightError, most: int = MAX_MEASURED_BYTES
+) -> str:
     """A file's text, read no further than it may be long."""
     legal, way_out = "a readable text file in UTF-8", "name another file"
     try:

@@ -15,6 +15,7 @@ the group fills its nodes, for their NICs are shared; inside a node, links are e
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 import re
@@ -26,7 +27,8 @@ from pathlib import Path
 
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, read_text, shown
+from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER
 from meshwright.profiles.timings import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -359,7 +361,7 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
     """(bytes, microseconds, in place) of every line that begins with a number."""
     for line, content in enumerate(text.splitlines(), start=1):
         columns = content.split()
-        if not columns or not columns[0].isdigit():
+        if not columns or not re.fullmatch("[0-9]{1,15}", columns[0]):
             continue
         where, legal = f"{source}:{line}", " or ".join(map(str, _LOG_COLUMNS))
         if len(columns) not in _LOG_COLUMNS:
@@ -378,35 +380,34 @@ def _tensor_bytes(collective: str, size: float, ranks: int) -> float:
 
 def _csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mapping[str, str]]]:
     """Line number and cells of every row."""
-    with place.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            missing = [name for name in needed if name not in (reader.fieldnames or ())]
-            if missing:
-                raise MeshwrightError(
-                    f"no column {', '.join(missing)}",
-                    place=f"{place}:1",
-                    legal=needed,
-                    way_out="add the columns, empty where they may be",
-                )
-            for cells in reader:
-                for name in needed:
-                    if cells[name] is None:
-                        raise MeshwrightError(
-                            f"the row ends before {name}",
-                            place=f"{place}:{reader.line_num}",
-                            legal=f"{len(needed)} cells or more",
-                            way_out="fill the row up",
-                        )
-                yield reader.line_num, cells
-        except (csv.Error, UnicodeDecodeError) as error:
-            where = f"{place}:{reader.line_num + 1}"
+    reader = csv.DictReader(io.StringIO(read_text(place), newline=""), strict=True)
+    try:
+        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        if missing:
             raise MeshwrightError(
-                f"not a row of a CSV file in UTF-8 ({error})",
-                place=where,
-                legal="a row as the csv module writes it",
-                way_out="correct the row",
-            ) from None
+                f"no column {', '.join(missing)}",
+                place=f"{place}:1",
+                legal=needed,
+                way_out="add the columns, empty where they may be",
+            )
+        for cells in reader:
+            for name in needed:
+                if cells[name] is None:
+                    raise MeshwrightError(
+                        f"the row ends before {name}",
+                        place=f"{place}:{reader.line_num}",
+                        legal=f"{len(needed)} cells or more",
+                        way_out="fill the row up",
+                    )
+            yield reader.line_num, cells
+    except csv.Error as error:
+        where = f"{place}:{reader.line_num + 1}"
+        raise MeshwrightError(
+            f"not a row of a CSV file in UTF-8 ({error})",
+            place=where,
+            legal="a row as the csv module writes it",
+            way_out="correct the row",
+        ) from None
 
 
 def _number(text: str, what: str) -> float:
@@ -414,12 +415,14 @@ def _number(text: str, what: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise MeshwrightError(f" is {text!r}", place=what, legal="a finite number above 0")
+    if not LEAST_NUMBER <= value <= MOST_NUMBER:
+        legal = f"a finite number above 0, {LEAST_NUMBER:g} to {MOST_NUMBER:g}"
+        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
     return value
 
 
 def _whole(text: str, what: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise MeshwrightError(f" is {text!r}", place=what, legal="a whole number, 1 or more")
+    if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
+        legal = "a whole number, 1 or more, of up to 15 digits"
+        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
     return int(text)
