@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn

@@ -12,11 +12,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_DEPTH
 
 
 def batch_rows(example_inputs: Any) -> int:
     """The rows of a sample batch: the commonest dim 0 of its tensors. Raises ValueError where it
     holds no tensor with a dim."""
+    _check_entries(example_inputs)
     leaves = [leaf for _, leaf in input_leaves(example_inputs)[0]]
     sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
     if not sizes:
@@ -30,6 +32,37 @@ def batch_rows(example_inputs: Any) -> int:
             way_out="pass one, e.g. example_inputs={'input_ids': ids, 'labels': ids}",
         )
     return Counter(sizes).most_common(1)[0][0]
+
+
+def _check_entries(batch: Any) -> None:
+    """Raise `MeshwrightError` for a batch nested too deeply, in itself too, and for tensors that
+    are no plain memory, before anything follows them."""
+    level = [batch]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for entry in level:
+            if isinstance(entry, torch.Tensor):
+                if entry.layout != torch.strided or entry.is_nested or entry.is_quantized:
+                    kind = "nested" if entry.is_nested else str(entry.layout)
+                    raise MeshwrightError(
+                        f" has a tensor that is {'quantized' if entry.is_quantized else kind}",
+                        place="example_inputs",
+                        legal="dense (strided) tensors",
+                        way_out="pass .to_dense(), .dequantize() or a padded tensor",
+                    )
+            elif isinstance(entry, Mapping):
+                inner += entry.values()
+            elif isinstance(entry, list | tuple):
+                inner += entry
+        if not inner:
+            return
+        level = inner
+    raise MeshwrightError(
+        " is nested too deeply, or in itself",
+        place="example_inputs",
+        legal=f"up to {MAX_DEPTH} levels",
+        way_out="pass a dict or a tuple of tensors",
+    )
 
 
 def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:

@@ -176,7 +176,7 @@ def unknown_name(what: str, name: object, legal: Iterable[str]) -> MeshwrightErr
     names = sorted(legal)
     near = difflib.get_close_matches(str(name)[:MAX_TEXT].lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return MeshwrightError(f"unknown {what} {shown(name)}", place=what, legal=names, way_out=hint)
+    return MeshwrightError(f" {shown(name)} is unknown", place=what, legal=names, way_out=hint)
 
 
 @cache
@@ -349,7 +349,9 @@ def _curve(points: object, place: str, dimension: str, x_factor: float, y_factor
 
 def _tiles(value: object, place: str) -> Tiles:
     """`value` as pairs (rows, columns), whose range Device checks."""
-    if not isinstance(value, list) or not all(isinstance(tile, list) for tile in value):
+    if not isinstance(value, list) or not all(
+        isinstance(tile, list) and all(map(is_number, tile)) for tile in value
+    ):
         raise MeshwrightError(
             f" is {shown(value)}", place=f"{place}: value", legal="[[rows, columns], ...]"
         )

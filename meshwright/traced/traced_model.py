@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import (
@@ -55,6 +56,13 @@ class TracedModel:
                 place="model",
                 legal="plain parameters",
                 way_out="go on with the result's replan(), or give a model of plain parameters",
+            )
+        if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+            raise MeshwrightError(
+                f"{lazy[0]!r} has no shape before the first forward",
+                place="model",
+                legal="parameters of known shapes",
+                way_out="run the model on a batch once, or give the layer its sizes",
             )
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all

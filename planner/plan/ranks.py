@@ -38,7 +38,7 @@ def check_ranks(plan: Plan) -> None:
     missing = sorted(set(range(plan.num_ranks)) - set(counts))
     if twice or missing:
         raise PlanError(
-            f": used twice: {compress_ranks(twice) or 'none'}; missing: "
+            f" used twice: {compress_ranks(twice) or 'none'}; missing: "
             f"{compress_ranks(missing) or 'none'}",
             place="plan: ranks",
             legal=f"0 to {plan.num_ranks - 1}, each in one stage",

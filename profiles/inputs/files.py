@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.profiles.inputs.errors import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_DEPTH
 
 MAX_BYTES = 2**20  # of a file that people edit; a plan for 16,384 ranks has a hundredth
 MAX_MEASURED_BYTES = 2**25  # of a file that a machine writes
-MAX_DEPTH = 32
 MAX_INTEGER_BITS = 256
 
 Error = type[MeshwrightError]

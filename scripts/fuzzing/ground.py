@@ -127,7 +127,7 @@ def plans() -> tuple[dict[str, Any], ...]:
         one,
         zero=1,
         recompute={"full": ("layers.0", "layers.1")},
-        shardings={"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "S(0)@tp"},
+        shardings={"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise"},
     )
     return tuple(json.loads(plan.to_json()) for plan in (one, two, split))
 

@@ -92,6 +92,10 @@ def _kind_of(error: BaseException) -> tuple[str, str]:
     text = f"{type(error).__name__}: {error}"
     if bugs and chain[0] is bugs[0]:
         return ("user's own" if len(bugs) == 1 else "user's own, twice"), text
+    if bugs and len(bugs) > 1:
+        return "user's own, twice", text
+    if not bugs and "the user's own" in text:
+        return "user's own, without its traceback", text
     lacking = [name for name in FIELDS if not getattr(error, name, "")]
     if isinstance(error, ValueError) and len(lacking) < len(FIELDS):
         return (f"no {' or '.join(lacking)}" if lacking else "refused"), text

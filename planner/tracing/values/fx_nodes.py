@@ -57,7 +57,7 @@ ONE_DTYPE = frozenset({
 
 
 def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> str | None:
-    """The first matrix product or convolution outside of autocast whose floating operands differ in
+    """The first matrix product or convolution outside of autocast whose operands differ in
     dtype, which no device computes: its source line and dtypes; None without one. `autocast` says
     whether the program was exported under it."""
     modules = dict(program.graph_module.named_modules())
@@ -75,9 +75,9 @@ def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> 
         for node in module.graph.nodes:
             vals = [n.meta.get("val") for n in node.all_input_nodes]
             dtypes = {v.dtype for v in vals if isinstance(v, torch.Tensor)}
-            floating = {str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point}
-            if _short(node) in ONE_DTYPE and len(floating) > 1:
-                return f"{where(node)} {_short(node)} meets {' and '.join(sorted(floating))}"
+            names = sorted(str(d).removeprefix("torch.") for d in dtypes)
+            if _short(node) in ONE_DTYPE and len(names) > 1:
+                return f"{where(node)} {_short(node)} meets {' and '.join(names)}"
     return None
 
 

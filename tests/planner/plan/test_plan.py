@@ -193,7 +193,7 @@ def test_what_is_not_json_is_named_with_its_line(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"stages": []}'])
 def test_other_json_is_no_plan(text: str) -> None:
-    with pytest.raises(PlanError, match=r"my\.json: not a Meshwright plan"):
+    with pytest.raises(PlanError, match=r"my\.json: is no Meshwright plan"):
         Plan.from_json(text, name="my.json")
 
 
