@@ -9,7 +9,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
-from meshwright.planner.overrides import check_overrides
+from meshwright.planner.overrides import check_overrides, restrict, without_effect
 from meshwright.planner.plan import InfeasibleError
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
@@ -76,6 +76,9 @@ def _searched(
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
     report = explain_search(result, problem, phases_s)
+    given = restrict(request.overrides, problem.graph)
+    unheeded = without_effect(given, result.best.plan, result.best.assignments)
+    report = replace(report, notes=(*report.notes, *unheeded))
     return SearchedPlan(
         plan=result.best.plan,
         report=replace(report, deferred=Answers(search=search, result=result)),

@@ -298,9 +298,9 @@ def check_overrides(
         del mesh["cp"]
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name in mesh:
+    for name in (*mesh, "dp_shard"):
         for pattern, value in wanted.items(name):
-            if pattern is not None and value > num_devices:
+            if (pattern is not None or name == "dp_shard") and value > num_devices:
                 raise OverrideError(
                     f"more than {devices}",
                     place=f"override {spelled(name, pattern, value)}",

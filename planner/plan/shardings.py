@@ -92,12 +92,15 @@ def resolve_block(
     decision that can't be read."""
     entries: dict[str, Entry] = {}
     matched: set[str] = set()
-    order = sorted(shardings, key=lambda p: (len(p.replace("*", "")), p))
+    order = sorted(shardings, key=lambda p: (_length(p), p))
+    last: dict[str, str] = {}
     compiled = [(p, glob(p), ":" in p) for p in order]
     for op in block.ops:
         for pattern, regex, exact in compiled:
             named = op.key if exact else op.module if traits_of(op).main else ""
             if named and regex.match(named):
+                _check_order(shardings, last.get(op.name), pattern, named, place)
+                last[op.name] = pattern
                 entries[op.name] = _entry(shardings[pattern], pattern, place)
                 matched.add(pattern)
     named_ops = frozenset(matched)
@@ -110,6 +113,26 @@ def resolve_block(
                 entries[value] = _parameter_entry(shardings[pattern], pattern, place)
                 matched.add(pattern)
     return entries, frozenset(matched)
+
+
+def _length(pattern: str) -> int:
+    return len(pattern.replace("*", ""))
+
+
+def _check_order(
+    shardings: Mapping[str, str], before: str | None, pattern: str, name: str, place: str
+) -> None:
+    """Raise `PlanError` where two patterns of one length give a name different decisions."""
+    if before is None or _length(before) < _length(pattern):
+        return
+    if shardings[before].split() != shardings[pattern].split():
+        raise PlanError(
+            f" contradicts {before!r}: both name {name}, as {shardings[pattern]!r} and "
+            f"{shardings[before]!r}",
+            place=f"{place}: sharding {pattern!r}",
+            legal="one decision, or a longer pattern for the exception",
+            way_out="drop one of the two, or make one longer",
+        )
 
 
 def _named(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:

@@ -133,7 +133,7 @@ class TestCatalog:
         data[key] |= change
         path = tmp_path / "l4.json"
         path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=rf"^l4\.json: .*{message}"):
+        with pytest.raises(ValueError, match=rf"l4\.json.*{message}"):
             read_file(path)
 
     def test_unknown_and_missing_keys_are_refused(self, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ class TestCatalog:
     ) -> None:
         path = tmp_path / "l4.json"
         path.write_text(text)
-        with pytest.raises(ValueError, match=rf"^l4\.json: .*{message}"):
+        with pytest.raises(ValueError, match=rf"l4\.json.*{message}"):
             read_file(path)
 
     def test_curves_are_converted_on_both_axes(self) -> None:

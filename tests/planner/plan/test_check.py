@@ -109,7 +109,11 @@ def test_a_tied_parameter_answers_to_all_its_names() -> None:
 @pytest.mark.parametrize(
     ("pattern", "text", "says"),
     [
-        ("layers.*.upp", "colwise", r"'layers\.\*\.upp' matches nothing; .*nearest: layers\.\*\.up"),
+        (
+            "layers.*.upp",
+            "colwise",
+            r"'layers\.\*\.upp' matches nothing; .*nearest: layers\.\*\.up",
+        ),
         ("layers.0.up:lineer", "colwise", "nearest: layers.0.up:linear"),
         ("haed.weight", "S(0)@tp", "nearest: head.weight"),
         ("layers.0.norm", "colwise", "with a matrix product.*layers.0.norm:layer_norm"),

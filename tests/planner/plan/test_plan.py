@@ -199,9 +199,7 @@ def test_other_json_is_no_plan(text: str) -> None:
 
 def test_newer_format_asks_for_an_upgrade() -> None:
     text = malformed("format", FORMAT + 1)
-    with pytest.raises(
-        PlanError, match=rf"format {FORMAT + 1} is newer than the {FORMAT}.*upgrade"
-    ):
+    with pytest.raises(PlanError, match=rf"format={FORMAT + 1} is newer than .*upgrade"):
         Plan.from_json(text)
 
 
