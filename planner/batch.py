@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.profiles.inputs.limits import MAX_DEPTH
+from meshwright.profiles.inputs.limits import MAX_DEPTH, MAX_ROWS
 
 
 def batch_rows(example_inputs: Any) -> int:
@@ -31,7 +31,15 @@ def batch_rows(example_inputs: Any) -> int:
             ),
             way_out="pass one, e.g. example_inputs={'input_ids': ids, 'labels': ids}",
         )
-    return Counter(sizes).most_common(1)[0][0]
+    rows = Counter(sizes).most_common(1)[0][0]
+    if not 1 <= rows <= MAX_ROWS:
+        raise MeshwrightError(
+            f" has {rows} rows",
+            place="example_inputs",
+            legal=f"1 to {MAX_ROWS} rows",
+            way_out="pass a sample batch of any other size; its values don't matter",
+        )
+    return rows
 
 
 def _check_entries(batch: Any) -> None:

@@ -96,7 +96,7 @@ def optimizer_bytes(optimizer: str) -> int:
     """Moment bytes per parameter; ValueError for an optimizer whose states are unknown."""
     try:
         return OPTIMIZER_BYTES[optimizer]
-    except KeyError:
+    except (KeyError, TypeError):  # unknown, or no name at all
         raise MeshwrightError(
             f"={shown(optimizer)}",
             place="optimizer",

@@ -122,7 +122,7 @@ def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = sorted(kwargs) if kwargs else f"{len(args)} positional"
+        given = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
         raise MeshwrightError(
             f" do not fit {type(model).__name__}.forward: {error}. Given: {given}",
             place="example_inputs",

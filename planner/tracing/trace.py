@@ -142,7 +142,8 @@ class _Tracer:
                 first = first or error
                 leaves = more_leaves(self.model, leaves, error)
                 if not leaves or self.batch.asked:
-                    raise first if first is error else _no_leaf(first, error) from None
+                    whole = first if first is error else _no_leaf(first, error)
+                    raise whole from first.__cause__  # the user's own, if it is one
 
     def graph(self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]) -> Graph:
         """The graph by `torch.export`. Raises `TraceError`, `Irregular` where `groups` do not prove
@@ -220,7 +221,8 @@ def _export(
             if module.watch.left - module.watch.written_first:
                 _check_second_forward(module, make, dtype)
         except (TraceError, Irregular, KeptTensors) as error:
-            raise (first if symbolic and first else error) from None
+            chosen = first if symbolic and first else error
+            raise chosen from chosen.__cause__
         except Exception as error:  # whatever export raises, another strategy may work
             log.debug("tracing failed", exc_info=True)
             first = first or _failure(error, module)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,9 @@ from meshwright.profiles.inputs.limits import MAX_DEPTH
 MAX_BYTES = 2**20  # of a file that people edit; a plan for 16,384 ranks has a hundredth
 MAX_MEASURED_BYTES = 2**25  # of a file that a machine writes
 MAX_INTEGER_BITS = 256
+
+# a key of more parts than a tree may be deep
+_DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
 Error = type[MeshwrightError]
 
@@ -65,6 +69,8 @@ def parse_json(
 def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -> dict[str, Any]:
     """What a TOML file says; as `read_json`."""
     text = read_text(path, error=error, most=MAX_BYTES)
+    if _DOTTED.search(text):  # in time quadratic in its dots, elsewhere
+        raise _too_deep(error, path)
     found: dict[str, Any] = _parsed(lambda: tomllib.loads(text), path, error, "TOML")
     return found
 

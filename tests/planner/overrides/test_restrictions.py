@@ -369,10 +369,7 @@ def test_stages_are_cuts_and_may_be_ranges() -> None:
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        (
-            [["embed", "layers.0-3"], ["head"]],
-            r"stages\[0\]: no block 'layers.3'; .*nearest: l",
-        ),
+        ([["embed", "layers.0-3"], ["head"]], r"stages\[0\]: no block 'layers.3'; .*nearest: l"),
         ([["layers.0-2", "head"]], r"stages\[0\]: block 'layers.0' out of order, expected 'embed'"),
         ([["embed", "layers.0"], ["layers.2", "head"]], r"\[1\]: .*expected 'layers.1'"),
         ([["embed", "layers.0-2", "head"], ["head"]], r"\[1\]: .*expected 'nothing more'"),
