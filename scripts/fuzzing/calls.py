@@ -17,6 +17,7 @@ from meshwright.api import auto_parallelize
 from meshwright.cli import perform
 from meshwright.plan_search import search_plan
 from meshwright.planner.overrides import BY_BLOCK, FORBIDDABLE, Overrides, check_overrides, restrict
+from meshwright.profiles.inputs import shown
 from scripts.fuzzing import ground
 from scripts.fuzzing.mutations import json_case, toml_text, value
 from scripts.fuzzing.user_code import BATCHES, LOSSES, MODELS
@@ -69,7 +70,7 @@ def overrides(rng: Random, folder: Path) -> Case:
         if searched:
             str(search_plan(problem, ground.request(made), {}).report)
 
-    return f"{'searched ' * searched}{_shown(given)}", run
+    return f"{'searched ' * searched}{shown(given)}", run
 
 
 def _decision(name: str, rng: Random) -> Any:
@@ -78,13 +79,6 @@ def _decision(name: str, rng: Random) -> Any:
     if name == "shardings":
         return rng.choice(("colwise", "rowwise", "-> S(1)", "S(0)@tp", "replicate", "S(9/0)", "x"))
     return rng.choice(RIGHT[name])
-
-
-def _shown(given: object) -> str:
-    try:
-        return f"{given!r:.600}"
-    except RecursionError:
-        return "a nested value"
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -227,4 +221,4 @@ def model(rng: Random, folder: Path) -> Case:
         if devices == 1:
             result.train_step(BATCHES[batch]())
 
-    return f"model={name} batch={batch} loss={loss} devices={devices} {_shown(given)}", run
+    return f"model={name} batch={batch} loss={loss} devices={devices} {shown(given)}", run

@@ -12,6 +12,7 @@ from meshwright.planner.plan import Plan
 from meshwright.profile_command import import_profile
 from meshwright.profiles.catalog_reader import read_file
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import shown
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.store import Store
 from meshwright.shown_plan import plan_text
@@ -59,7 +60,7 @@ def catalog(rng: Random, folder: Path) -> Case:
         given = {"num_nodes": value(rng, python=True), "devices_per_node": value(rng, python=True)}
         some = {key: given[key] for key in given if rng.random() < 0.6}
         name = rng.choice(("h100-sxm", "dgx-a100", value(rng, python=True)))
-        return f"from_catalog({name!r:.80}, {some!r:.200})", lambda: Cluster.from_catalog(
+        return f"from_catalog({shown(name)}, {shown(some)})", lambda: Cluster.from_catalog(
             name, **some
         )
     name, tree = rng.choice(ground.catalog())

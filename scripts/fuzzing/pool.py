@@ -94,7 +94,7 @@ def _kind_of(error: BaseException) -> tuple[str, str]:
         return ("user's own" if len(bugs) == 1 else "user's own, twice"), text
     if bugs and len(bugs) > 1:
         return "user's own, twice", text
-    if not bugs and "the user's own" in text:
+    if "the user's own" in text and not any("the user's own" in str(e) for e in chain[1:]):
         return "user's own, without its traceback", text
     lacking = [name for name in FIELDS if not getattr(error, name, "")]
     if isinstance(error, ValueError) and len(lacking) < len(FIELDS):
