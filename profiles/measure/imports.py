@@ -14,21 +14,18 @@ the group fills its nodes, for their NICs are shared; inside a node, links are e
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 import os
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError, read_text, shown
-from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.measure.cells import csv_rows, number, whole
 from meshwright.profiles.timings import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -168,7 +165,7 @@ def read_collectives_csv(path: str | os.PathLike[str]) -> list[CollectiveRow]:
     """
     place = Path(path)
     rows = []
-    for line, cells in _csv_rows(place, _COLLECTIVE_COLUMNS):
+    for line, cells in csv_rows(place, _COLLECTIVE_COLUMNS):
         if not cells["size_bytes"] or not cells["time_us"]:
             continue
         where = f"{place}:{line}"
@@ -180,15 +177,15 @@ def read_collectives_csv(path: str | os.PathLike[str]) -> list[CollectiveRow]:
             raise MeshwrightError(
                 f" is {convention!r}", place=f"{where}: size_convention", legal=_CONVENTIONS
             )
-        n_gpus = _whole(cells["n_gpus"], f"{where}: n_gpus")
-        size = _number(cells["size_bytes"], f"{where}: size_bytes")
+        n_gpus = whole(cells["n_gpus"], f"{where}: n_gpus")
+        size = number(cells["size_bytes"], f"{where}: size_bytes")
         rows.append(
             CollectiveRow(
                 collective=kind,
                 n_gpus=n_gpus,
-                nodes=_whole(cells["nodes"], f"{where}: nodes"),
+                nodes=whole(cells["nodes"], f"{where}: nodes"),
                 size_bytes=_tensor_bytes(kind, size, n_gpus),
-                time_s=_number(cells["time_us"], f"{where}: time_us") * 1e-6,
+                time_s=number(cells["time_us"], f"{where}: time_us") * 1e-6,
                 source=cells["source"],
                 gpu=cells["gpu"],
                 inter_link=cells["inter_link"],
@@ -205,22 +202,22 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
     """
     place = Path(path)
     rows = []
-    for line, cells in _csv_rows(place, _GEMM_COLUMNS):
+    for line, cells in csv_rows(place, _GEMM_COLUMNS):
         where = f"{place}:{line}"
         given = [name for name in ("m", "n", "k") if cells[name]]
         if len(given) not in (0, 3):
             raise MeshwrightError(
                 f"of m, n and k only {given}", place=where, legal="all three or none"
             )
-        m, n, k = (_whole(cells[name], f"{where}: {name}") if given else 0 for name in "mnk")
+        m, n, k = (whole(cells[name], f"{where}: {name}") if given else 0 for name in "mnk")
         groups = cells["groups"]
         rows.append(
             GemmRow(
                 gpu=cells["gpu"],
                 dtype=cells["dtype"],
                 shape=(m, n, k) if given else None,
-                groups=_whole(groups, f"{where}: groups") if groups else 1,
-                flops_per_s=_number(cells["tflops"], f"{where}: tflops") * 1e12,
+                groups=whole(groups, f"{where}: groups") if groups else 1,
+                flops_per_s=number(cells["tflops"], f"{where}: tflops") * 1e12,
                 source=cells["source"],
             )
         )
@@ -370,59 +367,9 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
             continue
         for in_place, column in _TIME_COLUMNS.items():
             what = f"{where}: column {len(columns) + column + 1} (time)"
-            yield float(columns[0]), _number(columns[column], what), in_place
+            yield float(columns[0]), number(columns[column], what), in_place
 
 
 def _tensor_bytes(collective: str, size: float, ranks: int) -> float:
     """Bytes of the full tensor, from one rank's buffer for an all-to-all."""
     return size * ranks if collective == "all_to_all" else size
-
-
-def _csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """Line number and cells of every row."""
-    reader = csv.DictReader(io.StringIO(read_text(place), newline=""), strict=True)
-    try:
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
-        if missing:
-            raise MeshwrightError(
-                f"no column {', '.join(missing)}",
-                place=f"{place}:1",
-                legal=needed,
-                way_out="add the columns, empty where they may be",
-            )
-        for cells in reader:
-            for name in needed:
-                if cells[name] is None:
-                    raise MeshwrightError(
-                        f"the row ends before {name}",
-                        place=f"{place}:{reader.line_num}",
-                        legal=f"{len(needed)} cells or more",
-                        way_out="fill the row up",
-                    )
-            yield reader.line_num, cells
-    except csv.Error as error:
-        where = f"{place}:{reader.line_num + 1}"
-        raise MeshwrightError(
-            f"not a row of a CSV file in UTF-8 ({error})",
-            place=where,
-            legal="a row as the csv module writes it",
-            way_out="correct the row",
-        ) from None
-
-
-def _number(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not LEAST_NUMBER <= value <= MOST_NUMBER:
-        legal = f"a finite number above 0, {LEAST_NUMBER:g} to {MOST_NUMBER:g}"
-        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
-    return value
-
-
-def _whole(text: str, what: str) -> int:
-    if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
-        legal = "a whole number, 1 or more, of up to 15 digits"
-        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
-    return int(text)

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -165,7 +164,6 @@ def command(rng: Random, folder: Path) -> Case:
 
     def run() -> None:
         os.environ["MESHWRIGHT_CACHE"] = str(folder)
-        sys.path.insert(0, str(folder))
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 perform(argv)

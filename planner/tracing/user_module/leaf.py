@@ -21,6 +21,8 @@ from meshwright.profiles.inputs import MeshwrightError
 ATTRIBUTE = "_meshwright_leaf"
 Amount = float | Callable[..., float]
 
+RULES = "terms for what it takes, '->', terms for what it gives, e.g. 'b _ d, d -> b _ d'"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
@@ -86,13 +88,7 @@ def leaf(
     than those that no result has.
     """
     if rule and rule.count("->") != 1:
-        raise MeshwrightError(
-            f"={rule!r}",
-            place="leaf: rule",
-            legal=(
-                "terms for what it takes, '->', terms for what it gives, e.g. 'b _ d, d -> b _ d'"
-            ),
-        )
+        raise MeshwrightError(f"={rule!r}", place="leaf: rule", legal=RULES)
     legal = summable(rule) if rule else set()
     if wrong := sorted(set(sums.split()) - legal):
         raise MeshwrightError(
