@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, fields
 
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs.limits import is_number
 
 BUCKET_BYTES = 25 * 2**20
 ALONE_BYTES = BUCKET_BYTES // 8  # to copy such a tensor to a bucket costs more than a collective
@@ -141,7 +142,7 @@ class Target:
                     place=f"target {self.name!r}: {name}",
                     legal="0 to 1",
                 )
-        if not 1 <= self.expert_imbalance < math.inf:
+        if not is_number(self.expert_imbalance) or not 1 <= self.expert_imbalance < math.inf:
             raise MeshwrightError(
                 f"={self.expert_imbalance!r}",
                 place=f"target {self.name!r}: expert_imbalance",
