@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs.limits import is_number
+
 BUCKET_BYTES = 25 * 2**20
 ALONE_BYTES = BUCKET_BYTES // 8  # to copy such a tensor to a bucket costs more than a collective
 SCATTERED_AT_ONCE = 2  # buckets of `train_step`; what one more would hold waits for the oldest
@@ -123,29 +126,34 @@ class Target:
     def __post_init__(self) -> None:
         for name, legal in _CHOICES.items():
             if getattr(self, name) not in legal:
-                raise ValueError(
-                    f"target {self.name!r}: {name}={getattr(self, name)!r}; "
-                    f"legal: {', '.join(legal)}"
+                raise MeshwrightError(
+                    f"={getattr(self, name)!r}", place=f"target {self.name!r}: {name}", legal=legal
                 )
         if not set(self.overlap_tensor) <= set(IN_PARTS):
-            raise ValueError(
-                f"target {self.name!r}: overlap_tensor={self.overlap_tensor!r}; "
-                f"legal: of {', '.join(IN_PARTS)}"
+            raise MeshwrightError(
+                f"={self.overlap_tensor!r}",
+                place=f"target {self.name!r}: overlap_tensor",
+                legal=f"of {', '.join(IN_PARTS)}",
             )
         for name in ("overlap_experts", "hidden_zero3"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"target {self.name!r}: {name}={getattr(self, name)!r}; legal: 0 to 1"
+                raise MeshwrightError(
+                    f"={getattr(self, name)!r}",
+                    place=f"target {self.name!r}: {name}",
+                    legal="0 to 1",
                 )
-        if not 1 <= self.expert_imbalance < math.inf:
-            raise ValueError(
-                f"target {self.name!r}: expert_imbalance={self.expert_imbalance!r}; legal: from 1 "
-                "(balanced), the busiest rank's tokens over the mean"
+        if not is_number(self.expert_imbalance) or not 1 <= self.expert_imbalance < math.inf:
+            raise MeshwrightError(
+                f"={self.expert_imbalance!r}",
+                place=f"target {self.name!r}: expert_imbalance",
+                legal="from 1 (balanced), the busiest rank's tokens over the mean",
             )
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
-                raise ValueError(f"target {self.name!r}: {field.name}={value!r}; legal: 0 or more")
+                raise MeshwrightError(
+                    f"={value!r}", place=f"target {self.name!r}: {field.name}", legal="0 or more"
+                )
 
     def combines(self, zero: int, *, tp: int, pp: int) -> bool:
         """Whether it runs a ZeRO stage beside so many tensor-parallel ranks and device groups."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from meshwright.costmodel.target import ALONE_BYTES, IN_PARTS, Target
+from meshwright.profiles.inputs import MeshwrightError
 
 # the host's work relative to plain eager PyTorch: fitted to vTrain's single-node rows (every block
 # checkpointed, with the bookkeeping of random states); fitted to llm-foundry; assumed
@@ -164,4 +165,4 @@ def target_named(name: str) -> Target:
     try:
         return TARGETS[name]
     except (KeyError, TypeError):
-        raise ValueError(f"target={name!r}; legal: {', '.join(TARGETS)}") from None
+        raise MeshwrightError(f"={name!r}", place="target", legal=TARGETS) from None

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from meshwright.planner.plan import PlanError as PlanError
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
+    from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
 
 # name -> the module that defines it
 _HOMES = {
     "Cluster": "profiles.cluster",
     "InfeasibleError": "planner.plan.infeasible",
+    "MeshwrightError": "profiles.inputs.errors",
     "OverrideError": "planner.overrides.values",
     "Overrides": "planner.overrides.overrides",
     "ParallelModel": "model",

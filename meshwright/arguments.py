@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from meshwright.costmodel.memory import optimizer_bytes
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import GIB, PRECISIONS, Plan
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
 OBJECTIVES = ("robust", "fastest")
 ROWS_MEET = ("exact", "per_microbatch")
@@ -39,11 +40,15 @@ def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
         ("plan", plan, (Plan, str, Path, type(None)), "a Plan, a path or None"),
     ):
         if not isinstance(value, wanted):
-            raise ValueError(f"{name}={value!r:.60} is a {type(value).__name__}; legal: {legal}")
+            raise MeshwrightError(
+                f"={shown(value)} is a {type(value).__name__}", place=name, legal=legal
+            )
     if plan is not None and overrides is not None and overrides.given():
-        raise ValueError(
-            f"plan= and overrides={overrides.given()} were both given: a given plan leaves nothing "
-            "to search; drop one, or edit the plan"
+        raise MeshwrightError(
+            f"={overrides.given()} were both given: a given plan leaves nothing to search",
+            place="plan= and overrides",
+            legal="one of the two",
+            way_out="drop one, or edit the plan",
         )
 
 
@@ -57,47 +62,59 @@ def check_values(
 ) -> None:
     """ValueError for a number or name that can't be."""
     batch = global_batch_size
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-        raise ValueError(
-            f"global_batch_size={batch!r}; legal: an integer from 1, rows per optimizer step"
+    if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= MAX_ROWS:
+        raise MeshwrightError(
+            f"={shown(batch)}",
+            place="global_batch_size",
+            legal=f"an integer from 1 to {MAX_ROWS}, rows per optimizer step",
         )
     if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}; legal: {', '.join(PRECISIONS)}")
+        raise MeshwrightError(f"={shown(precision)}", place="precision", legal=PRECISIONS)
     optimizer_bytes(optimizer)
     if time_limit_s is not None:
         _check_time_limit(time_limit_s)
     if tf32 and precision != "fp32":
-        raise ValueError(f"tf32=True is about fp32 products, and precision={precision!r}; drop one")
+        raise MeshwrightError(
+            f"={shown(precision)} with tf32=True, which is about fp32 products",
+            place="precision",
+            legal="fp32",
+            way_out="drop one of the two",
+        )
 
 
 def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cluster) -> None:
     """ValueError for an objective or consent that can't be, or a margin that leaves tensors no
     memory."""
     if rows_meet not in ROWS_MEET:
-        raise ValueError(f"rows_meet={rows_meet!r}; legal: {', '.join(ROWS_MEET)}")
+        raise MeshwrightError(f"={shown(rows_meet)}", place="rows_meet", legal=ROWS_MEET)
     if objective not in OBJECTIVES:
-        raise ValueError(f"objective={objective!r}; legal: {', '.join(OBJECTIVES)}")
+        raise MeshwrightError(f"={shown(objective)}", place="objective", legal=OBJECTIVES)
     if memory_margin is None:
         return
-    number = isinstance(memory_margin, int | float) and not isinstance(memory_margin, bool)
-    if not number or not 0 <= memory_margin < 1:
-        raise ValueError(
-            f"memory_margin={memory_margin!r}; legal: the part of a device's memory to leave free, "
-            f"from 0 to less than 1, or None for {MEMORY_MARGIN}"
+    if not is_number(memory_margin) or not 0 <= memory_margin < 1:
+        raise MeshwrightError(
+            f"={shown(memory_margin)}",
+            place="memory_margin",
+            legal=(
+                "the part of a device's memory to leave free, from 0 to less than 1, or None "
+                f"for {MEMORY_MARGIN}"
+            ),
         )
     device = cluster.device
     if memory_margin >= device.usable_bytes / device.memory_bytes:
-        raise ValueError(
-            f"memory_margin={memory_margin}: of the {device.memory_bytes / GIB:.3g} GiB of "
-            f"{device.name} it keeps {memory_margin * device.memory_bytes / GIB:.3g} GiB free, and "
-            f"driver and communicators take {device.reserved_bytes / GIB:.3g} GiB: tensors are "
-            f"left none; legal: less than {device.usable_bytes / device.memory_bytes:.3g}"
+        raise MeshwrightError(
+            f"={memory_margin}: of the {device.memory_bytes / GIB:.3g} GiB of {device.name} it "
+            f"keeps {memory_margin * device.memory_bytes / GIB:.3g} GiB free, and driver and "
+            f"communicators take {device.reserved_bytes / GIB:.3g} GiB: tensors are left none",
+            place="memory_margin",
+            legal=f"less than {device.usable_bytes / device.memory_bytes:.3g}",
         )
 
 
 def _check_time_limit(time_limit_s: Any) -> None:
-    number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
-    if not number or not 0 <= time_limit_s < math.inf:
-        raise ValueError(
-            f"time_limit_s={time_limit_s!r}; legal: seconds, 0 or more, or None for no limit"
+    if not is_number(time_limit_s) or time_limit_s < 0:
+        raise MeshwrightError(
+            f"={shown(time_limit_s)}",
+            place="time_limit_s",
+            legal="seconds, 0 or more, or None for no limit",
         )

@@ -7,12 +7,10 @@ don't match, 2: no plan fits, or the rehearsed one doesn't.
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
 import json
 import logging
-import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -28,42 +26,59 @@ from meshwright.model import ParallelModel, repeated
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import override_flags
+from meshwright.shell.named import UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shown_plan import plan_text
+
+
+def perform(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Raises what goes wrong."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
+    try:
+        for name in ("output", "trace", "timeline", "export"):
+            check_writable(f"--{name}", getattr(args, name, None))
+        code: int = args.command(args)
+        return code
+    except InfeasibleError as error:
+        if args.json:
+            _print(json.dumps(_infeasible(error), indent=2))
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     try:
-        code: int = args.command(args)
-        return code
+        return perform(argv)
     except InfeasibleError as error:
-        if getattr(args, "json", False):
-            _print(
-                json.dumps(
-                    {
-                        "infeasible": str(error),
-                        "shortfall_bytes": list(error.shortfall_bytes),
-                        "relaxations": [asdict(found) for found in error.relaxations],
-                    },
-                    indent=2,
-                )
-            )
         _say(f"infeasible: {error}")
         return 2
+    except UserCodeError as error:
+        traceback.print_exception(error.__cause__)
+        _say(f"error: {error}")
+        return 1
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         _say(f"error: {error}")
         return 1
+
+
+def _infeasible(error: InfeasibleError) -> dict[str, Any]:
+    return {
+        "infeasible": str(error),
+        "shortfall_bytes": list(error.shortfall_bytes),
+        "relaxations": [asdict(found) for found in error.relaxations],
+    }
 
 
 class _Parser(argparse.ArgumentParser):
     """Exits with 1 for a wrong command line: 2 is kept for "no plan fits"."""
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(1, f"{self.prog}: error: {message}\n")
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise MeshwrightError(
+            message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,57 +172,11 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     profile.set_defaults(command=_profile)
 
 
-def _cluster(text: str) -> Cluster:
-    if text.endswith(".toml"):
-        return Cluster.load(text)
-    if text == "detect":
-        return Cluster.detect()
-    name, _, count = text.partition(":")
-    if count and not count.isdigit():
-        raise ValueError(
-            f"--cluster {text!r}: after the colon comes a number of nodes, e.g. h100-sxm:8, or of "
-            "processes, e.g. local:4"
-        )
-    number = int(count or 1)
-    return (
-        Cluster.local(number) if name == "local" else Cluster.from_catalog(name, num_nodes=number)
-    )
-
-
-def _model(text: str) -> tuple[Any, ...]:
-    """(model, example_inputs[, loss_fn]) from `module:function`."""
-    module, colon, function = text.partition(":")
-    if not colon:
-        raise ValueError(f"model {text!r}: expected module:function, e.g. my_models:gpt2")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"model {text!r}: {error}; it is looked for in {os.getcwd()} and on PYTHONPATH"
-        ) from error
-    make = getattr(found, function, None)
-    if not callable(make):
-        near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
-        raise ValueError(
-            f"model {text!r}: module {module!r} has no function {function!r}; "
-            f"nearest: {', '.join(near) or 'none'}"
-        )
-    built = make()
-    if not isinstance(built, tuple) or len(built) not in (2, 3):
-        raise ValueError(
-            f"model {text!r}: returned a {type(built).__name__}; legal: a tuple "
-            "(model, example_inputs) or (model, example_inputs, loss_fn)"
-        )
-    return built
-
-
 def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
-    model, example, *rest = _model(args.model)
+    model, example, *rest = model_named(args.model)
     result = auto_parallelize(
         model,
-        _cluster(args.cluster),
+        cluster_named(args.cluster),
         example_inputs=example,
         global_batch_size=args.batch,
         loss_fn=rest[0] if rest else None,
@@ -265,7 +234,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_named(args.cluster)
     with launch.distributed(cluster.backend):
         result, example = _parallelize(args, plan=args.plan, compile=args.compile)
         if args.weights:
@@ -293,7 +262,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_named(args.cluster)
     if args.imported:
         imported = profile_command.import_profile(
             cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
@@ -304,8 +273,12 @@ def _profile(args: argparse.Namespace) -> int:
             return 0
         _say(str(imported))
     if args.model is None or args.batch is None:
-        raise ValueError("profile: a model and --batch are needed, except with --import FILE")
-    model, example, *rest = _model(args.model)
+        raise MeshwrightError(
+            "a model and --batch are missing",
+            place="profile",
+            legal="MODEL --batch N, or --import FILE",
+        )
+    model, example, *rest = model_named(args.model)
     summary = profile_command.profile_model(
         model,
         example,

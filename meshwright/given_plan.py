@@ -59,21 +59,27 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
     ):
         if ours != theirs:
             raise PlanError(
-                f"plan: made for {name}={theirs!r}, called with {ours!r}; pass "
-                f"{name}={theirs!r}, or plan again"
+                f"={theirs!r}, called with {ours!r}",
+                place=f"plan: made for {name}",
+                legal=f"{name}={theirs!r}",
+                way_out=f"pass {name}={theirs!r}, or plan again",
             )
     if plan.num_microbatches > 1 and problem.meetings:
         raise PlanError(
-            f"plan: num_microbatches={plan.num_microbatches}: {kept_together(problem.meetings)}; "
-            "or plan again (without plan=)"
+            f"={plan.num_microbatches}: {kept_together(problem.meetings)}",
+            place="plan: num_microbatches",
+            legal="1",
+            way_out="or plan again (without plan=)",
         )
     cluster = problem.cluster
     if plan.num_ranks != cluster.num_devices:
         raise PlanError(
-            f"plan: made for {plan.num_ranks} ranks, but the cluster has "
-            f"{cluster.num_devices} devices ({cluster.describe()}); use a cluster of "
-            f"{plan.num_ranks} devices, pass a plan file for {cluster.num_devices} ranks, "
-            "or plan again (without plan=)"
+            f"made for {plan.num_ranks} ranks, but the cluster has {cluster.num_devices} devices "
+            f"({cluster.describe()})",
+            place="plan",
+            legal=f"a cluster of {plan.num_ranks} devices",
+            way_out=f"use a cluster of {plan.num_ranks} devices, pass a plan file for "
+            f"{cluster.num_devices} ranks, or plan again (without plan=)",
         )
 
 

@@ -21,6 +21,7 @@ from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed
 from meshwright.executor.stages import CheckedPlan, check_trains
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.overrides import Overrides
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.shapes import OtherShapes
 from meshwright.traced import TracedModel
@@ -323,8 +324,11 @@ def repeated(example: Any, rows: int) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if x.is_meta:
-            raise ValueError(
-                "the example inputs are on the meta device, without values: pass batch="
+            raise MeshwrightError(
+                " are on the meta device, without values",
+                place="example inputs",
+                legal="a batch with values",
+                way_out="pass batch=",
             )
         if not x.dim() or x.shape[0] != sample:
             return x

@@ -9,10 +9,11 @@ from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
-from meshwright.planner.overrides import check_overrides
+from meshwright.planner.overrides import check_overrides, restrict, without_effect
 from meshwright.planner.plan import InfeasibleError
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.world import planned_to_run
 
 
@@ -35,9 +36,10 @@ def search_plan(
     if executable is None:
         executable = planned_to_run(problem.cluster)
     if launch.running() and not executable:
-        raise ValueError(
-            "executable=False: ranks are running, and wait for a plan that they can run; "
-            "legal: True or None, or plan in a process of its own"
+        raise MeshwrightError(
+            "ranks are running, and wait for a plan that they can run",
+            place="executable=False",
+            legal="True or None, or plan in a process of its own",
         )
     check_overrides(
         request.overrides,
@@ -74,6 +76,9 @@ def _searched(
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
     report = explain_search(result, problem, phases_s)
+    given = restrict(request.overrides, problem.graph)
+    unheeded = without_effect(given, result.best.plan, result.best.assignments)
+    report = replace(report, notes=(*report.notes, *unheeded))
     return SearchedPlan(
         plan=result.best.plan,
         report=replace(report, deferred=Answers(search=search, result=result)),

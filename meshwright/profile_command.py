@@ -26,6 +26,7 @@ from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import divisors
 from meshwright.planner.tracing import trace
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError, read_text
 from meshwright.profiles.measure import (
     COLLECTIVES,
     SIZES_BYTES,
@@ -163,7 +164,11 @@ def profile_model(
     """
     started = time.monotonic()
     if not effort.budget_s > 0 or batch < 1:
-        raise ValueError(f"budget {effort.budget_s!r} s, batch {batch!r}; legal: above 0, from 1")
+        raise MeshwrightError(
+            f" of {effort.budget_s!r} s for a batch of {batch!r}",
+            place="profile: budget",
+            legal="seconds above 0, rows from 1",
+        )
     device, here = _device_here(cluster)
     store = store or Store()
     rows = max(2, batch_rows(example))
@@ -205,9 +210,11 @@ def export_profile(cluster: Cluster, path: str | Path, store: Store | None = Non
     store = store or Store()
     devices = [d for d in store.devices() if is_device_of(cluster, d.name)]
     if not devices:
-        raise ValueError(
-            f"nothing to export: the cache {store.path} has no measurement of "
-            f"{device_name(cluster)!r}; run `meshwright profile` there first"
+        raise MeshwrightError(
+            f"nothing to export of {device_name(cluster)!r}",
+            place=f"cache {store.path}",
+            legal="a device that was measured",
+            way_out="run `meshwright profile` there first",
         )
     found = store.read(max(devices, key=lambda d: (d.torch, d.driver)))
     export_json(found, path)
@@ -232,9 +239,11 @@ def import_profile(
     """
     store, place = store or Store(), Path(path)
     if place.suffix not in LOGS and (ranks, nodes, collective) != (None, None, None):
-        raise ValueError(
-            f"{place}: ranks, nodes and collective describe an nccl-tests log; legal with "
-            f"{', '.join(LOGS)}"
+        raise MeshwrightError(
+            "ranks, nodes and collective describe an nccl-tests log",
+            place=place,
+            legal=f"with {', '.join(LOGS)}",
+            way_out="leave them out",
         )
     if place.suffix not in (*LOGS, *TABLES):
         found = import_json(
@@ -244,9 +253,11 @@ def import_profile(
         taken = len(found.operators) + len(found.collectives)
         return Imported(path=str(place), taken=taken, skipped={}, sources=())
     if cluster.backend != "nccl":
-        raise ValueError(
-            f"{place} is of collectives of nccl, but cluster {cluster.name!r} runs "
-            f"{cluster.backend}; name the cluster that was measured, e.g. --cluster dgx-a100:2"
+        raise MeshwrightError(
+            f" is of collectives of nccl, but cluster {cluster.name!r} runs {cluster.backend}",
+            place=place,
+            legal="a cluster that runs nccl",
+            way_out="name the cluster that was measured, e.g. --cluster h100-sxm:8",
         )
     if place.suffix in TABLES:
         rows = read_collectives_csv(place)
@@ -255,9 +266,12 @@ def import_profile(
     timings, skipped = timings_for(rows, cluster)
     if not timings:
         reasons = "; ".join(f"{count} {why}" for why, count in skipped.items())
-        raise ValueError(
-            f"{place}: none of {len(rows)} rows holds for cluster {cluster.name!r}"
-            f"{f' ({reasons})' if reasons else ''}"
+        raise MeshwrightError(
+            f"none of {len(rows)} rows holds for cluster "
+            f"{cluster.name!r}{(f' ({reasons})' if reasons else '')}",
+            place=place,
+            legal="rows of its device and of groups that it has",
+            way_out="name the cluster that was measured",
         )
     store.add(Measurements(device=published_id(cluster), operators={}, collectives=timings))
     sources = tuple(sorted({timing.source for timing in timings}))
@@ -269,14 +283,16 @@ def _rows_of_log(
 ) -> list[CollectiveRow]:
     """The rows of an nccl-tests log; ValueError where it names another GPU."""
     source, device = str(place), cluster.device.name
-    text = place.read_text(encoding="utf-8", errors="replace")
+    text = read_text(place)
     ranks, nodes = world_of_log(text, ranks=ranks, nodes=nodes, source=source)
     rows = read_nccl_tests(text, ranks=ranks, nodes=nodes, source=source, collective=collective)
     gpu = rows[0].gpu
     if gpu and not is_gpu(gpu, device):
-        raise ValueError(
-            f"{place} is of device {gpu!r}, but the cluster's device is {device!r}; name the "
-            "cluster the log is of"
+        raise MeshwrightError(
+            f" is of device {gpu!r}",
+            place=place,
+            legal=f"device {device!r}, as the cluster has",
+            way_out="name the cluster the log is of",
         )
     return [replace(row, gpu=device) for row in rows]  # a log may not name it, the user does
 
@@ -292,9 +308,11 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
         )
     here = DeviceId.here(kind, cores_busy(cluster))
     if not is_device_of(cluster, here.name):
-        raise ValueError(
-            f"cluster {cluster.name!r} is of device {cluster.device.name!r}, but this machine's is "
-            f"{here.name!r}; name a cluster of this device, or import a profile of the other"
+        raise MeshwrightError(
+            f"{cluster.name!r} is of device {cluster.device.name!r}",
+            place="cluster",
+            legal=f"this machine's device, {here.name!r}",
+            way_out="name a cluster of this device, or import a profile of the other",
         )
     return torch.device(kind), here
 

@@ -26,6 +26,7 @@ from meshwright.planner.pricing import (
     bytes_beside_tensors,
 )
 from meshwright.planner.report import Rehearsed, Report, memory_summary
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import Progress
 from meshwright.traced import TracedModel
 
@@ -52,16 +53,20 @@ def rehearse_plan(
     be, which a rehearsal doesn't do. Raises ValueError for a planned
     optimizer that torch doesn't have: give one."""
     if optimizer is not None and not callable(optimizer):
-        raise ValueError(
-            f"rehearse: optimizer={type(optimizer).__name__}(...) is no function; legal: one that "
-            "makes an optimizer of a rank's parameters, e.g. lambda params: "
-            "torch.optim.AdamW(params, lr=1e-3), or None"
+        raise MeshwrightError(
+            f"={type(optimizer).__name__}(...) is no function",
+            place="rehearse: optimizer",
+            legal=(
+                "one that makes an optimizer of a rank's parameters, e.g. lambda params: "
+                "torch.optim.AdamW(params, lr=1e-3), or None"
+            ),
         )
     make = optimizer or OPTIMIZERS.get(problem.optimizer)
     if make is None:
-        raise ValueError(
-            f"rehearse: torch has no optimizer {problem.optimizer!r}; legal: "
-            f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)"
+        raise MeshwrightError(
+            f"torch has no optimizer {problem.optimizer!r}",
+            place="rehearse",
+            legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
     beside = bytes_beside_tensors(checked.plan, StageCoster(problem))
     peaks = prediction.course_bytes or prediction.peak_memory_bytes

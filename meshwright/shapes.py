@@ -19,6 +19,7 @@ from meshwright.given_plan import check_memory
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, fingerprint
 from meshwright.planner.pricing import Evaluator
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced import TracedModel
 from meshwright.world import one_at_a_time
 
@@ -41,10 +42,12 @@ class OtherShapes:
             traced = traced.with_example(_sample(batch, traced))
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         if fingerprint(graph) != plan.model:
-            raise ValueError(
-                "at this shape the forward runs other operators (a branch on sizes, or a loop over "
-                "them), of which the plan says nothing; pad to the planned sizes, or plan for this "
-                "batch"
+            raise MeshwrightError(
+                "at this shape the forward runs other operators (a branch on sizes, or a loop "
+                "over them), of which the plan says nothing",
+                place="batch",
+                legal="shapes at which it runs those planned",
+                way_out="pad to the planned shape",
             )
         if any(map(_larger, shape.sizes, planned.sizes)):
             self._check_memory(plan, traced)
@@ -60,12 +63,20 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
     """The plan for global batches of so many rows, in as many of its micro-batches as may be.
     Raises ValueError where the rows can't be shared out."""
     if rows > plan.global_batch_size:
-        raise ValueError("more rows than planned; plan for this batch")
+        raise MeshwrightError(
+            "more rows than planned",
+            place="batch",
+            legal="up to the rows of global_batch_size",
+            way_out="plan for this batch",
+        )
     dp = math.lcm(*(stage.dp for stage in plan.stages))
     if rows % dp:
-        raise ValueError(
-            f"dp={dp} does not divide {rows} rows; give a multiple of {dp}, by padding or dropping "
-            "rows (drop_last=True of a DataLoader)"
+        raise MeshwrightError(
+            f": dp={dp} does not divide {rows} rows",
+            place="batch",
+            legal=f"a multiple of {dp} rows",
+            way_out=f"give a multiple of {dp}, by padding or dropping rows (drop_last=True of a "
+            "DataLoader)",
         )
     parts = max(m for m in range(1, plan.num_microbatches + 1) if rows // dp % m == 0)
     return replace(plan, global_batch_size=rows, num_microbatches=parts)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from meshwright.executor.ranks import launch
 from meshwright.planner.plan import Plan, PlanError, check_runs
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
 
 _PLANNING = threading.RLock()
 
@@ -37,10 +38,14 @@ def one_at_a_time() -> Iterator[None]:
 def check_world(cluster: Cluster, world: int | None) -> None:
     """The ranks that are running (None: no process group) must be the cluster's devices."""
     if world is not None and world != cluster.num_devices:
-        raise ValueError(
-            f"cluster {cluster.name!r} has {cluster.num_devices} devices, but {world} ranks are "
-            f"running; launch with `{_torchrun(cluster.num_devices, cluster)} ...`, or describe "
-            f"what is running: Cluster.detect(), or a cluster of {world} devices"
+        raise MeshwrightError(
+            f" {cluster.name!r} has {cluster.num_devices} devices, but {world} ranks are running",
+            place="cluster",
+            legal=f"{world} devices",
+            way_out=(
+                f"launch with `{_torchrun(cluster.num_devices, cluster)} ...`, or describe what "
+                f"is running: Cluster.detect(), or a cluster of {world} devices"
+            ),
         )
 
 

@@ -11,19 +11,57 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_DEPTH, MAX_ROWS
+
 
 def batch_rows(example_inputs: Any) -> int:
     """The rows of a sample batch: the commonest dim 0 of its tensors. Raises ValueError where it
     holds no tensor with a dim."""
+    _check_depth(example_inputs)
     leaves = [leaf for _, leaf in input_leaves(example_inputs)[0]]
     sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
     if not sizes:
-        raise ValueError(
-            f"example_inputs={example_inputs!r:.60} holds no tensor with a batch dim; pass a dict "
-            "of keyword or a tuple of positional arguments of the model for one sample batch, "
-            "batch dim first, e.g. example_inputs={'input_ids': ids, 'labels': ids}"
+        raise MeshwrightError(
+            f"={shown(example_inputs)} holds no tensor with a batch dim",
+            place="example_inputs",
+            legal=(
+                "a dict of keyword or a tuple of positional arguments of the model for one "
+                "sample batch, batch dim first"
+            ),
+            way_out="pass one, e.g. example_inputs={'input_ids': ids, 'labels': ids}",
         )
-    return Counter(sizes).most_common(1)[0][0]
+    rows = Counter(sizes).most_common(1)[0][0]
+    if not 1 <= rows <= MAX_ROWS:
+        raise MeshwrightError(
+            f" has {rows} rows",
+            place="example_inputs",
+            legal=f"1 to {MAX_ROWS} rows",
+            way_out="pass a sample batch of any other size; its values don't matter",
+        )
+    return rows
+
+
+def _check_depth(batch: Any) -> None:
+    """Raise `MeshwrightError` for a batch nested too deeply, in itself too, before anything follows
+    it."""
+    level = [batch]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for entry in level:
+            if isinstance(entry, Mapping):
+                inner += entry.values()
+            elif isinstance(entry, list | tuple):
+                inner += entry
+        if not inner:
+            return
+        level = inner
+    raise MeshwrightError(
+        " is nested too deeply, or in itself",
+        place="the batch",
+        legal=f"up to {MAX_DEPTH} levels",
+        way_out="pass a dict or a tuple of tensors",
+    )
 
 
 def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
@@ -33,10 +71,12 @@ def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
     named = [(".".join(_key(k) for k in path) or "0", leaf) for path, leaf in leaves]
     for path, leaf in named:
         if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
-            raise ValueError(
-                f"the batch's entry {path!r} is a {kind} tensor; legal: dense tensors, of which "
-                "ranks take rows. Way out: pass it dense, or its indices, offsets and values as "
-                "dense entries, and make it of them in the forward"
+            raise MeshwrightError(
+                f" is a {kind} tensor",
+                place=f"the batch's entry {path!r}",
+                legal="dense tensors, of which ranks take rows",
+                way_out="pass it dense, or its indices, offsets and values as dense entries, and "
+                "make it of them in the forward",
             )
     return named, spec
 
@@ -88,9 +128,11 @@ def split_batch(
         if not wants_targets:
             return (), kwargs, ()
         if "targets" not in kwargs:
-            raise ValueError(
-                f"loss_fn takes (output, targets) but the batch has only {sorted(kwargs)}; add the "
-                "entry 'targets'"
+            raise MeshwrightError(
+                f" has only {sorted(map(str, kwargs))}, and loss_fn takes (output, targets)",
+                place="example_inputs",
+                legal="a dict with the entry 'targets'",
+                way_out="add it",
             )
         targets = kwargs.pop("targets")
         return (), kwargs, (targets,)
@@ -98,8 +140,11 @@ def split_batch(
     if not wants_targets:
         return args, {}, ()
     if len(args) < 2:
-        raise ValueError(
-            "loss_fn takes (output, targets) but the batch has one entry; pass (inputs..., targets)"
+        raise MeshwrightError(
+            " has one entry, and loss_fn takes (output, targets)",
+            place="example_inputs",
+            legal="(inputs..., targets)",
+            way_out="add the targets",
         )
     return args[:-1], {}, args[-1:]
 

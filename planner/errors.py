@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from meshwright.profiles.inputs import MeshwrightError
 
-class TraceError(ValueError):
+
+class TraceError(MeshwrightError):
     """The model can't be traced: says where in the user's source, why, and what to do."""
+
+    PLACE = "the model's forward, or its loss"
+    LEGAL = "tensor operations whose shapes and order depend on no value of a tensor"
+    WAY_OUT = "write it so, or keep the module as one node (meshwright.leaf)"
 
 
 class Untraceable(TraceError):
@@ -13,6 +19,7 @@ class Untraceable(TraceError):
 
     def __init__(self, message: str, *, modules: tuple[str, ...], reason: str) -> None:
         super().__init__(message)
+        self.place = reason.removesuffix(" can't be traced") or self.place
         self.modules = modules
         self.reason = reason
 

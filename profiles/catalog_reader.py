@@ -10,8 +10,6 @@ is the month in which the source was consulted or the measurement made.
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +19,8 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.profiles.curve import FULL, Curve
+from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_TEXT, MOST_NUMBER, is_number
 
 CATALOG_DIR = Path(__file__).parent / "catalog"
 SOURCE_KINDS = ("datasheet", "published", "measured", "fitted", "assumed")
@@ -171,12 +171,12 @@ class Entry:
         )
 
 
-def unknown_name(what: str, name: str, legal: Iterable[str]) -> ValueError:
+def unknown_name(what: str, name: object, legal: Iterable[str]) -> MeshwrightError:
     """The error for a misspelt name: the nearest legal names first, then all of them."""
     names = sorted(legal)
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return ValueError(f"unknown {what} {name!r}: {hint}legal: {', '.join(names)}")
+    near = difflib.get_close_matches(str(name)[:MAX_TEXT].lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return MeshwrightError(f" {shown(name)} is unknown", place=what, legal=names, way_out=hint)
 
 
 @cache
@@ -203,14 +203,21 @@ def device_of_driver(driver_name: str) -> str | None:
 
 def read_file(path: Path) -> Entry:
     """Parse and check one catalog file; every error names the file, the key and the legal range."""
-    data = _read_json(path)
+    data = read_json(path)
+    if not isinstance(data, dict):
+        what = f" is a {type(data).__name__}"
+        raise MeshwrightError(what, place=path.name, legal="an object of keys")
     driver_names = data.pop("driver_names", [])
     if not isinstance(driver_names, list) or not all(isinstance(n, str) for n in driver_names):
-        raise ValueError(f"{path.name}: driver_names is {driver_names!r}; legal: a list of texts")
+        raise MeshwrightError(
+            f" is {shown(driver_names)}",
+            place=f"{path.name}: driver_names",
+            legal="a list of texts",
+        )
     leaves = dict(_leaves(data))
     entry = str(leaves.get("entry"))
     if entry not in _QUANTITIES:
-        raise ValueError(f"{path.name}: entry is {entry!r}; legal: {', '.join(_QUANTITIES)}")
+        raise MeshwrightError(f" is {shown(entry)}", place=f"{path.name}: entry", legal=_QUANTITIES)
     schema = _QUANTITIES[entry]
     dimensions = {key.removesuffix("?"): dimension for key, dimension in schema.items()}
     required = {*_TEXTS[entry], *(key for key in schema if not key.endswith("?"))}
@@ -218,12 +225,21 @@ def read_file(path: Path) -> Entry:
         if key not in dimensions and key not in _TEXTS[entry]:
             raise unknown_name(f"{path.name} key", key, {*dimensions, *_TEXTS[entry]})
     if missing := sorted(required - set(leaves)):
-        raise ValueError(f"{path.name}: missing {', '.join(missing)}; a {entry} needs every one")
+        raise MeshwrightError(
+            f"missing {', '.join(missing)}",
+            place=path.name,
+            legal=f"all of {', '.join(sorted(required))}",
+            way_out="write them",
+        )
     for key in _TEXTS[entry]:
         if not isinstance(leaves[key], str) or not leaves[key]:
-            raise ValueError(f"{path.name}: {key} is {leaves[key]!r}; it must be a non-empty text")
+            raise MeshwrightError(
+                f" is {shown(leaves[key])}", place=f"{path.name}: {key}", legal="a non-empty text"
+            )
     if leaves["name"] != path.stem:
-        raise ValueError(f"{path.name}: name is {leaves['name']!r}; it must be {path.stem!r}")
+        raise MeshwrightError(
+            f" is {shown(leaves['name'])}", place=f"{path.name}: name", legal=f"{path.stem!r}"
+        )
     quantities = {
         key: _quantity(leaves[key], f"{path.name}: {key}", dimension)
         for key, dimension in dimensions.items()
@@ -235,16 +251,6 @@ def read_file(path: Path) -> Entry:
         quantities=MappingProxyType(quantities),
         driver_names=tuple(driver_names),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name}: not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path.name}: a {type(data).__name__}; legal: an object of keys")
-    return data
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -261,7 +267,12 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
     fields = {"unit", "source", "kind", "date"} | ({"points", "x_unit"} if is_curve else {"value"})
     if not isinstance(data, dict) or set(data) != fields:
         what = "a curve" if is_curve else "a number"
-        raise ValueError(f"{place} is {data!r}; {what} is an object with {sorted(fields)}")
+        raise MeshwrightError(
+            f" is {shown(data)}",
+            place=place,
+            legal=f"{what} as an object with {sorted(fields)}",
+            way_out="write it so",
+        )
     factor = _factor(data["unit"], f"{place}: unit", y_dimension)
     value: float | Curve | Tiles
     if is_curve:
@@ -276,11 +287,18 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
         text = f"{data['value']:g} {data['unit']}"
         value = Curve.constant(value) if x_dimension else value
     if data["kind"] not in SOURCE_KINDS:
-        raise ValueError(f"{place}: kind is {data['kind']!r}; legal: {', '.join(SOURCE_KINDS)}")
+        raise MeshwrightError(
+            f" is {shown(data['kind'])}", place=f"{place}: kind", legal=SOURCE_KINDS
+        )
     if not isinstance(data["source"], str) or not data["source"].strip():
-        raise ValueError(f"{place}: source is {data['source']!r}; say where the number comes from")
+        raise MeshwrightError(
+            f" is {shown(data['source'])}",
+            place=f"{place}: source",
+            legal="a text",
+            way_out="say where the number comes from",
+        )
     if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", str(data["date"])):
-        raise ValueError(f"{place}: date is {data['date']!r}; legal: YYYY-MM")
+        raise MeshwrightError(f" is {shown(data['date'])}", place=f"{place}: date", legal="YYYY-MM")
     return Quantity(
         value=value, text=text, source=data["source"], kind=data["kind"], date=data["date"]
     )
@@ -290,7 +308,9 @@ def _factor(unit: object, place: str, dimension: str) -> float:
     """The factor from `unit` to the SI unit of `dimension`. Raises ValueError for another."""
     units = sorted(name for name, (of, _) in _UNITS.items() if of == dimension)
     if unit not in units:
-        raise ValueError(f"{place} is {unit!r}; legal for {dimension}: {', '.join(units)}")
+        raise MeshwrightError(
+            f" is {shown(unit)}", place=place, legal=f"for {dimension}: {', '.join(units)}"
+        )
     return _UNITS[str(unit)][1]
 
 
@@ -298,34 +318,43 @@ def _number(value: object, place: str, dimension: str) -> float:
     """`value` as a float. Raises ValueError outside the range of its dimension."""
     legal = "0 or more" if dimension in _MAY_BE_ZERO else "above 0"
     legal += ", up to 1" if dimension in _UP_TO_ONE else ""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{place} is {value!r}; it must be a finite number, {legal}")
+    if not is_number(value) or (value and not LEAST_NUMBER <= abs(value) <= MOST_NUMBER):
+        raise MeshwrightError(f" is {shown(value)}", place=place, legal=f"a finite number, {legal}")
     too_small = value < 0 or (value == 0 and dimension not in _MAY_BE_ZERO)
     if too_small or (dimension in _UP_TO_ONE and value > 1):
-        raise ValueError(f"{place} is {value!r}; legal: {legal}")
+        raise MeshwrightError(f" is {shown(value)}", place=place, legal=legal)
     return float(value)
 
 
 def _curve(points: object, place: str, dimension: str, x_factor: float, y_factor: float) -> Curve:
     """The SI curve through `points` as written."""
     if not isinstance(points, list) or not points:
-        raise ValueError(f"{place}: points is {points!r}; legal: [[x, y], ...], x increasing")
+        raise MeshwrightError(
+            f" is {shown(points)}", place=f"{place}: points", legal="[[x, y], ...], x increasing"
+        )
     scaled: list[tuple[float, float]] = []
     for number, point in enumerate(points):
         where = f"{place}: points[{number}]"
         if not isinstance(point, list) or len(point) != 2:
-            raise ValueError(f"{where} is {point!r}; legal: a pair [x, y]")
+            raise MeshwrightError(f" is {shown(point)}", place=where, legal="a pair [x, y]")
         x = _number(point[0], f"{where} x", "count") * x_factor
         if scaled and x <= scaled[-1][0]:
-            raise ValueError(f"{where} x is {point[0]!r}; legal: above {points[number - 1][0]!r}")
+            last = points[number - 1][0]
+            raise MeshwrightError(
+                f" is {shown(point[0])}", place=f"{where} x", legal=f"above {last!r}"
+            )
         scaled.append((x, _number(point[1], f"{where} y", dimension) * y_factor))
     return Curve(points=tuple(scaled))
 
 
 def _tiles(value: object, place: str) -> Tiles:
     """`value` as pairs (rows, columns), whose range Device checks."""
-    if not isinstance(value, list) or not all(isinstance(tile, list) for tile in value):
-        raise ValueError(f"{place}: value is {value!r}; legal: [[rows, columns], ...]")
+    if not isinstance(value, list) or not all(
+        isinstance(tile, list) and all(map(is_number, tile)) for tile in value
+    ):
+        raise MeshwrightError(
+            f" is {shown(value)}", place=f"{place}: value", legal="[[rows, columns], ...]"
+        )
     return tuple(tuple(tile) for tile in value)
 
 

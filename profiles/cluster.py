@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from meshwright.profiles.catalog_reader import (
 )
 from meshwright.profiles.curve import FULL, Curve
 from meshwright.profiles.device import DTYPES, Device, Link, Rates, check_whole
+from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
+from meshwright.profiles.inputs.limits import MAX_DEVICES
 from meshwright.profiles.measure_cpu import measure_cpu, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
@@ -57,10 +60,18 @@ class Cluster:
 
     def __post_init__(self) -> None:
         what = f"cluster {self.name!r}"
-        check_whole(f"{what}: num_nodes", self.num_nodes)
-        check_whole(f"{what}: devices_per_node", self.devices_per_node)
+        check_whole(f"{what}: num_nodes", self.num_nodes, most=MAX_DEVICES)
+        check_whole(f"{what}: devices_per_node", self.devices_per_node, most=MAX_DEVICES)
+        if self.num_devices > MAX_DEVICES:
+            raise MeshwrightError(
+                f" is {self.num_nodes} nodes of {self.devices_per_node} devices",
+                place=what,
+                legal=f"up to {MAX_DEVICES} devices",
+            )
         if self.backend not in ("nccl", "gloo"):
-            raise ValueError(f"{what}: backend is {self.backend!r}; legal: nccl, gloo")
+            raise MeshwrightError(
+                f" is {shown(self.backend)}", place=f"{what}: backend", legal="nccl, gloo"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -76,7 +87,7 @@ class Cluster:
         Raises ValueError for an unknown name, with the nearest and all names, and for more devices
         per node than the node has.
         """
-        entry = read_entry(name)
+        entry = read_entry(name if isinstance(name, str) else shown(name))
         node = entry if entry.is_node else read_entry(entry.texts["usual_node"])
         device = read_entry(node.texts["device"]) if entry.is_node else entry
         most = int(node.value("devices_per_node"))
@@ -84,10 +95,13 @@ class Cluster:
         check_whole("devices_per_node", count)
         # Processes of a CPU host may outnumber its cores; a GPU node has as many as it has.
         if count > most and node.texts["backend"] != "gloo":
-            raise ValueError(
-                f"devices_per_node is {count}; legal for node {node.name!r}: 1 to "
-                f"{most}. Describe another node in a TOML file with base = {name!r}, and "
-                f"Cluster.load it"
+            raise MeshwrightError(
+                f" is {count}",
+                place="devices_per_node",
+                legal=(
+                    f"for node {node.name!r}: 1 to {most}. Describe another node in a TOML file "
+                    f"with base = {name!r}, and Cluster.load it"
+                ),
             )
         return cls(
             name=name,
@@ -107,14 +121,17 @@ class Cluster:
         `device` "cuda" or "cpu" forces the choice. A CPU is profiled (under a second, once per
         process) unless `measure` is False, which takes the catalog's figures, the same everywhere.
         """
-        check_whole("Cluster.local: n", n)
+        check_whole("Cluster.local: n", n, most=MAX_DEVICES)
         if device not in (None, "cuda", "cpu"):
-            raise ValueError(f"Cluster.local: device is {device!r}; legal: 'cuda', 'cpu' or None")
+            raise MeshwrightError(
+                f" is {shown(device)}", place="Cluster.local: device", legal="'cuda', 'cpu' or None"
+            )
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device == "cuda" and num_gpus < n:
-            raise ValueError(
-                f"Cluster.local: {n} GPUs asked for and {num_gpus} found; legal: up to "
-                f"{num_gpus}, or device='cpu'"
+            raise MeshwrightError(
+                f"{n} GPUs asked for and {num_gpus} found",
+                place="Cluster.local",
+                legal=f"up to {num_gpus}, or device='cpu'",
             )
         if device == "cuda" or (device is None and num_gpus >= n):
             base = cls.from_catalog(_local_gpu())
@@ -131,13 +148,13 @@ class Cluster:
         a number or an array of [x, y] pairs.
         """
         place = Path(path)
-        data = _read_toml(place)
+        data = read_toml(place)
         legal = ("base", "name", "num_nodes", "devices_per_node", *_TABLES)
         for key in data:
             if key not in legal:
                 raise unknown_name(f"{place} key", key, legal)
-        if data.get("base") not in catalog_names():
-            raise unknown_name(f"{place} base", str(data.get("base", "")), catalog_names())
+        if str(data.get("base")) not in catalog_names():
+            raise unknown_name(f"{place} base", data.get("base"), catalog_names())
         cluster = cls.from_catalog(data["base"])
         changes = {key: data[key] for key in legal[1:4] if key in data}
         for table in _TABLES:
@@ -153,7 +170,7 @@ class Cluster:
         try:
             return dataclasses.replace(cluster, **changes, assumptions=assumptions)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+            raise MeshwrightError.of(error, place) from None
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Cluster:
@@ -165,9 +182,11 @@ class Cluster:
         world = _env_count(environ, "WORLD_SIZE", 1)
         per_node = _env_count(environ, "LOCAL_WORLD_SIZE", world)
         if world % per_node:
-            raise ValueError(
-                f"WORLD_SIZE = {world} is not a multiple of LOCAL_WORLD_SIZE = {per_node}; start "
-                f"as many ranks on each node"
+            raise MeshwrightError(
+                f" = {world} is not a multiple of LOCAL_WORLD_SIZE = {per_node}",
+                place="environment WORLD_SIZE",
+                legal=f"a multiple of {per_node}",
+                way_out="start as many ranks on each node",
             )
         base = cls.from_catalog(_local_gpu() if torch.cuda.is_available() else LOCAL_NODE)
         return dataclasses.replace(base, num_nodes=world // per_node, devices_per_node=per_node)
@@ -238,7 +257,7 @@ def _naming(entry: Entry) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{entry.name}.json: {error}") from error
+        raise MeshwrightError.of(error, f"{entry.name}.json") from None
 
 
 def _profiled(cluster: Cluster, n: int) -> Cluster:
@@ -274,28 +293,21 @@ def _local_gpu() -> str:
     driver_name = torch.cuda.get_device_name(0)
     name = device_of_driver(driver_name)
     if name is None:
-        raise ValueError(
-            f"GPU {driver_name!r} is not in the catalog; describe it in a TOML file whose base is "
-            f"the nearest of {', '.join(catalog_names())}, and Cluster.load it"
+        raise MeshwrightError(
+            " is not in the catalog",
+            place=f"GPU {driver_name!r}",
+            legal=catalog_names(),
+            way_out=(
+                "describe it in a TOML file whose base is the nearest of these, and Cluster.load it"
+            ),
         )
     return name
-
-
-def _read_toml(place: Path) -> dict[str, Any]:
-    try:
-        import tomllib  # here, because Python 3.10 lacks it and only this function needs it
-    except ModuleNotFoundError as error:
-        raise ImportError("Cluster.load needs Python 3.11 or later, for its TOML reader") from error
-    try:
-        return tomllib.loads(place.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{place} is not TOML: {error}") from error
 
 
 def _table(value: Any, place: str) -> Mapping[str, Any]:
     if isinstance(value, dict):
         return value
-    raise ValueError(f"{place} is {value!r}; it must be a table of key = value")
+    raise MeshwrightError(f" is {shown(value)}", place=place, legal="a table of key = value")
 
 
 def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
@@ -312,7 +324,7 @@ def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
     try:
         return dataclasses.replace(base, **changes)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise MeshwrightError.of(error, place) from None
 
 
 def _plain(value: Any) -> Any:
@@ -340,6 +352,8 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _env_count(environ: Mapping[str, str], key: str, default: int) -> int:
     text = environ.get(key, str(default))
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"environment {key} is {text!r}; legal: a whole number, 1 or more")
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise MeshwrightError(
+            f" is {shown(text)}", place=f"environment {key}", legal="a whole number, 1 or more"
+        )
     return int(text)

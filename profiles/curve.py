@@ -20,6 +20,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER
+
 FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
 Points = tuple[tuple[float, float], ...]
 
@@ -36,7 +39,9 @@ class Curve:
 
     def __post_init__(self) -> None:
         if _checked(self.points) != self.points:
-            raise ValueError(f"curve: points are {self.points!r}; legal: a tuple of pairs (x, y)")
+            raise MeshwrightError(
+                f"points are {shown(self.points)}", place="curve", legal="a tuple of pairs (x, y)"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -115,21 +120,25 @@ def as_curve(value: object) -> Curve:
 
 def _checked(points: object) -> Points:
     """`points` as a tuple of pairs of floats, or ValueError."""
-    legal = "legal: pairs (x, y), x increasing from above 0, y finite and above 0"
+    legal = "pairs (x, y), x increasing from above 0, y finite and above 0"
     if not isinstance(points, Sequence) or isinstance(points, str) or not points:
-        raise ValueError(f"curve: points are {points!r}; {legal}")
+        raise MeshwrightError(f"points are {shown(points)}", place="curve", legal=legal)
     checked: list[tuple[float, float]] = []
     last_x = 0.0
     for point in points:
         if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
-            raise ValueError(f"curve: a point is {point!r}; {legal}")
+            raise MeshwrightError(f" is {shown(point)}", place="curve: a point", legal=legal)
         x, y = point
         for name, number, least in (("x", x, last_x), ("y", y, 0.0)):
             real = isinstance(number, int | float) and not isinstance(number, bool)
-            if not real or not math.isfinite(number) or number <= least:
-                raise ValueError(f"curve: {name} is {number!r}; legal: finite, above {least:g}")
+            if not real or not max(least, LEAST_NUMBER) <= number <= MOST_NUMBER or number <= least:
+                raise MeshwrightError(
+                    f" is {shown(number)}", place=f"curve: {name}", legal=f"finite, above {least:g}"
+                )
         if checked and math.log(x) <= math.log(last_x):
-            raise ValueError(f"curve: x is {x!r} after {last_x!r}; legal: further apart")
+            raise MeshwrightError(
+                f" is {shown(x)} after {last_x!r}", place="curve: x", legal="further apart"
+            )
         checked.append((float(x), float(y)))
         last_x = float(x)
     return tuple(checked)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from meshwright.profiles.catalog_reader import unknown_name
 from meshwright.profiles.curve import FULL, Curve, as_curve
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -83,12 +85,17 @@ class Device:
     def __post_init__(self) -> None:
         what = f"device {self.name!r}"
         if self.kind not in ("cuda", "cpu"):
-            raise ValueError(f"{what}: kind is {self.kind!r}; legal: cuda, cpu")
+            raise MeshwrightError(f" is {self.kind!r}", place=f"{what}: kind", legal="cuda, cpu")
         for dtype in self.peak_flops:
             if dtype not in DTYPES:
                 raise unknown_name(f"dtype in {what}: peak_flops", dtype, DTYPES)
         if "fp32" not in self.peak_flops:
-            raise ValueError(f"{what}: peak_flops has no fp32; the other dtypes are optional")
+            raise MeshwrightError(
+                "peak_flops has no fp32",
+                place=what,
+                legal="fp32, and bf16 and fp16 where the device has them",
+                way_out="give the fp32 rate",
+            )
         for dtype, rate in self.peak_flops.items():
             check_number(f"{what}: peak_flops.{dtype}", rate)
         check_whole(f"{what}: memory_bytes", self.memory_bytes)
@@ -107,9 +114,10 @@ class Device:
         check_whole(f"{what}: reserved_bytes", self.reserved_bytes, least=0)
         check_whole(f"{what}: communicator_bytes", self.communicator_bytes, least=0)
         if self.reserved_bytes >= self.memory_bytes:
-            raise ValueError(
-                f"{what}: reserved_bytes is {self.reserved_bytes}; it must be below memory_bytes = "
-                f"{self.memory_bytes}, or nothing is left for tensors"
+            raise MeshwrightError(
+                f" is {self.reserved_bytes}",
+                place=f"{what}: reserved_bytes",
+                legal=f"below memory_bytes = {self.memory_bytes}, or nothing is left for tensors",
             )
         object.__setattr__(self, "peak_flops", Rates(self.peak_flops))
 
@@ -168,10 +176,13 @@ class Link:
 def check_number(what: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:
     """Raise ValueError unless `value` is a finite number above 0 (or `zero`), up to `most`."""
     legal = f"{'0 or more' if zero else 'above 0'}{f', up to {most:g}' if most < math.inf else ''}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r}; legal: a finite number, {legal}")
+    if not is_number(value):
+        raise MeshwrightError(f" is {shown(value)}", place=what, legal=f"a finite number, {legal}")
+    if not (LEAST_NUMBER <= value <= MOST_NUMBER or value <= 0):
+        legal = f"{LEAST_NUMBER:g} to {MOST_NUMBER:g}"
+        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
     if value < 0 or (value == 0 and not zero) or value > most:
-        raise ValueError(f"{what} is {value!r}; legal: {legal}")
+        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
 
 
 def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
@@ -182,13 +193,16 @@ def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
     try:
         curve = as_curve(value)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise MeshwrightError.of(error, what) from None
     if curve.largest > 1.0:
-        raise ValueError(f"{what}: y reaches {curve.largest!r}; legal: above 0, up to 1")
+        raise MeshwrightError(f"y reaches {curve.largest!r}", place=what, legal="above 0, up to 1")
     if work and curve.steepest() > 1.0:
-        raise ValueError(
-            f"{what}: y rises by a factor of up to x ** {curve.steepest():.3g}, so that more work "
-            f"takes less time; legal: up to x ** 1. Take the points further apart"
+        raise MeshwrightError(
+            f"y rises by a factor of up to x ** {curve.steepest():.3g}, so that more work takes "
+            "less time",
+            place=what,
+            legal="up to x ** 1",
+            way_out="Take the points further apart",
         )
     return curve
 
@@ -196,21 +210,25 @@ def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
 def checked_tiles(what: str, value: object) -> tuple[tuple[int, int], ...]:
     """`value` as a tuple of (rows, columns), the largest area first. Raises ValueError for anything
     else."""
-    legal = "legal: pairs of whole numbers (rows, columns), the largest area first"
+    legal = "pairs of whole numbers (rows, columns), the largest area first"
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ValueError(f"{what} is {value!r}; {legal}")
+        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
     for tile in value:
         if not isinstance(tile, Sequence) or isinstance(tile, str) or len(tile) != 2:
-            raise ValueError(f"{what}: a tile is {tile!r}; {legal}")
+            raise MeshwrightError(f" is {shown(tile)}", place=f"{what}: a tile", legal=legal)
         for side in tile:
             check_whole(f"{what}: a side", side)
     areas = [rows * columns for rows, columns in value]
     if areas != sorted(areas, reverse=True):
-        raise ValueError(f"{what} is {value!r}; {legal}")
+        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
     return tuple((rows, columns) for rows, columns in value)
 
 
-def check_whole(what: str, value: object, *, least: int = 1) -> None:
-    """Raise ValueError unless `value` is a whole number, `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{what} is {value!r}; legal: a whole number, {least} or more")
+def check_whole(what: str, value: object, *, least: int = 1, most: int = MAX_COUNT) -> None:
+    """Raise ValueError unless `value` is a whole number, `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise MeshwrightError(
+            f" is {shown(value)}",
+            place=what,
+            legal=f"a whole number, {least} or more, up to {most}",
+        )

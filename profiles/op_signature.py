@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from meshwright.profiles.inputs import MeshwrightError, parse_json, shown
+
 Operand = tuple[str, tuple[int, ...], bool]  # dtype name, local shape, requires grad
 
 
@@ -80,7 +82,7 @@ class OpSignature:
     def parse(text: str) -> OpSignature:
         """The inverse of `text`. Raises ValueError for a text that is not one."""
         try:
-            data = json.loads(text)
+            data = parse_json(text, place="signature")
             target, operands = data.pop("op"), data.pop("operands")
             signature = OpSignature(
                 target=str(target),
@@ -91,7 +93,12 @@ class OpSignature:
                 arguments=_canonical({"args": data["args"], "kwargs": data["kwargs"]}),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{text[:120]!r} is no operator signature: {error}") from error
+            raise MeshwrightError(
+                f" is no operator signature: {error}",
+                place=shown(text),
+                legal="what `meshwright profile --export` writes",
+                way_out="drop the row, or measure again",
+            ) from error
         return signature
 
     def call_arguments(
@@ -142,9 +149,11 @@ def _encode(value: Any, target: str) -> Any:
         return {str(key): _encode(item, target) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [_encode(item, target) for item in value]
-    raise ValueError(
-        f"{target}: argument {value!r:.60} is a {type(value).__name__}; a signature holds tensors, "
-        "numbers, texts, dtypes, devices and lists of them"
+    raise MeshwrightError(
+        f"argument {value!r:.60} is a {type(value).__name__}",
+        place=target,
+        legal="tensors, numbers, texts, dtypes, devices and lists of them",
+        way_out="give another argument",
     )
 
 

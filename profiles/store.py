@@ -23,6 +23,8 @@ import torch
 
 from meshwright.profiles.cache_file import CacheFile, rows_of
 from meshwright.profiles.device import check_number, check_whole
+from meshwright.profiles.inputs import MeshwrightError, read_json
+from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.timings import CollectiveTiming, Timing
 
@@ -219,17 +221,14 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
     Raises ValueError naming the file and the key for malformed content, and both devices' names
     for a profile of another device.
     """
-    place = Path(path)
-    try:
-        data = json.loads(place.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"profile {place}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"profile {place}: not JSON ({error})") from None
+    place = f"profile {path}"
+    data = read_json(path, most=MAX_MEASURED_BYTES)
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("format") != FORMAT:
-        raise ValueError(
-            f"profile {place}: not a {KIND} of format {FORMAT}; `meshwright profile --export` "
-            "writes one"
+        raise MeshwrightError(
+            " is none",
+            place=place,
+            legal=f"a {KIND} of format {FORMAT}",
+            way_out="`meshwright profile --export` writes one",
         )
     with _naming(place):
         device = DeviceId(**{key: str(data["device"][key]) for key in ("name", "driver", "torch")})
@@ -243,9 +242,11 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
         )
         _check(measurements, "imported")
     if not accepts(device.name):
-        raise ValueError(
-            f"profile {place} is of device {device.name!r}, but the cluster's device is "
-            f"{expected!r}; profile that device, or name the cluster the profile is of"
+        raise MeshwrightError(
+            f" is of device {device.name!r}, but the cluster's device is {expected!r}",
+            place=place,
+            legal=f"a profile of {expected}",
+            way_out="profile that device, or name the cluster the profile is of",
         )
     return measurements
 
@@ -258,15 +259,22 @@ def _from_row(kind: type[T], row: Mapping[str, Any]) -> T:
 
 
 @contextlib.contextmanager
-def _naming(place: Path) -> Iterator[None]:
+def _naming(place: str) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"profile {place}: no key {error.args[0]!r}") from None
+        raise _malformed(f"no key {error.args[0]!r}", place) from None
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"profile {place}: malformed ({error})") from None
+        raise _malformed(f"malformed ({error})", place) from None
     except ValueError as error:
-        raise ValueError(f"profile {place}: {error}") from None
+        if isinstance(error, MeshwrightError):
+            raise MeshwrightError.of(error, place) from None
+        raise _malformed(str(error), place) from None
+
+
+def _malformed(what: str, place: str) -> MeshwrightError:
+    legal = "what `meshwright profile --export` writes"
+    return MeshwrightError(what, place=place, legal=legal, way_out="export it again")
 
 
 # --- this machine ---------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from tests.helpers.source_files import (
 
 # A package imports packages before it alone, and none of its own line.
 ORDER = """
+profiles.inputs
 profiles
 profiles.measure
 costmodel

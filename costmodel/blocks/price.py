@@ -29,6 +29,7 @@ from meshwright.costmodel.sharding import (
     Strategy,
     moves,
 )
+from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +199,11 @@ def _move_cost(pricer: Pricer, move: Move) -> Cost:
     price = pricer.reshard_parameter if move.once else pricer.reshard
     cost = price(move.value, move.source, move.target)
     if cost is None:
-        raise ValueError(
-            f"value {move.value}: no re-shard exists between the states the plan gives it"
+        raise MeshwrightError(
+            "no re-shard exists between the states the plan gives it",
+            place=f"value {move.value}",
+            legal="states with a re-shard between them",
+            way_out="change one of the two, or leave it to follow",
         )
     return cost
 

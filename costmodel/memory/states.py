@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 A = TypeVar("A", float, NDArray[np.float64])
 
@@ -127,11 +128,13 @@ def optimizer_bytes(optimizer: str) -> int:
     """Moment bytes per parameter; ValueError for an optimizer whose states are unknown."""
     try:
         return OPTIMIZER_BYTES[optimizer]
-    except KeyError:
-        raise ValueError(
-            f"optimizer={optimizer!r}: the planner knows the states of {sorted(OPTIMIZER_BYTES)}; "
-            "name the one with as many moments as yours (the model is trained with any torch "
-            "optimizer)"
+    except (KeyError, TypeError):  # unknown, or no name at all
+        raise MeshwrightError(
+            f"={shown(optimizer)}",
+            place="optimizer",
+            legal=sorted(OPTIMIZER_BYTES),
+            way_out="name the one with as many moments as yours (the model is trained with any "
+            "torch optimizer)",
         ) from None
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.rules.language import Metas, Misfit, OpFactors, SpecOptions, factors
+from meshwright.profiles.inputs import MeshwrightError
 
 
-class RuleError(ValueError):
+class RuleError(MeshwrightError):
     """A rule that can't be, or that does not hold: says which factor, and by how much."""
 
 
@@ -29,17 +30,19 @@ class UserRule:
             shapes = ", ".join(str(list(meta.shape)) for meta in operands)
             given = ", ".join(str(list(meta.shape)) for meta in results)
             raise RuleError(
-                f"rule of {self.target}, {self.spec!r}: {error}. The call {op.key} at "
-                f"{op.source or 'an unknown place'} takes {shapes or 'no tensors'} and gives "
-                f"{given}; name their dims, or use *x for any number of dims"
+                f"{error}. The call {op.key} at {op.source or 'an unknown place'} takes "
+                f"{shapes or 'no tensors'} and gives {given}",
+                place=f"rule of {self.target}, {self.spec!r}",
+                way_out="name their dims, or use *x for any number of dims",
             ) from None
         for i in sorted(made.pinned.union(*made.linear)):
             if not (i < len(operands) and operands[i].dtype.is_floating_point):
                 legal = [k for k, meta in enumerate(operands) if meta.dtype.is_floating_point]
                 raise RuleError(
-                    f"rule of {self.target}, {self.spec!r}: operand {i} of pinned or linear is no "
-                    f"floating tensor in the call {op.key} at {op.source or 'an unknown place'}; "
-                    f"legal: {', '.join(map(str, legal)) or 'none'}"
+                    f"operand {i} of pinned or linear is no floating tensor in the call {op.key} "
+                    f"at {op.source or 'an unknown place'}",
+                    place=f"rule of {self.target}, {self.spec!r}",
+                    legal=f"{', '.join(map(str, legal)) or 'none'}",
                 )
         return replace(made, equal=True)
 

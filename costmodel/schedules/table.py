@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import orders
 from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 Floats: TypeAlias = NDArray[np.float64]
 Stages: TypeAlias = tuple[int, ...]
@@ -292,17 +293,21 @@ def stages_of_devices(
     each = schedule.stages_per_device
     if num_devices is None:
         if each is None:
-            raise ValueError(
-                f"schedule={name!r} with num_stages={num_stages} needs num_devices: any divisor of "
-                f"num_stages is legal"
+            raise MeshwrightError(
+                f"={name!r} with num_stages={num_stages} needs num_devices",
+                place="schedule",
+                legal="any divisor of num_stages",
             )
         num_devices = max(1, num_stages // each)
     check_count("num_devices", num_devices)
     if num_stages % num_devices or each not in (None, num_stages // num_devices):
         per_device = "a whole number of" if each is None else str(each)
-        raise ValueError(
-            f"schedule={name!r} places {per_device} stages on each device, which num_stages="
-            f"{num_stages} on num_devices={num_devices} are not; change one of the two"
+        raise MeshwrightError(
+            f"={name!r} places {per_device} stages on each device, which num_stages={num_stages} "
+            f"on num_devices={num_devices} are not",
+            place="schedule",
+            legal=f"num_stages={per_device * num_devices}",
+            way_out="change one of the two",
         )
     return schedule.placement(num_stages, num_devices)
 
@@ -326,10 +331,10 @@ def compute_orders(
 def check_count(argument: str, value: int) -> None:
     """Raise ValueError for a count below 1."""
     if value < 1:
-        raise ValueError(f"{argument}={value}: a schedule needs at least 1")
+        raise MeshwrightError(f"={value}", place=argument, legal="a whole number, 1 or more")
 
 
 def _known(name: str) -> Schedule:
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}: known schedules are {', '.join(SCHEDULES)}")
+        raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
     return SCHEDULES[name]

@@ -29,6 +29,7 @@ from meshwright.costmodel.sharding.strategies import (
     strategies,
     transition,
 )
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 FOLLOW = "follow"
 
@@ -166,10 +167,12 @@ class BlockLayouts:
                 return option
         legal = [o.name for o in options]
         near = difflib.get_close_matches(name, legal, n=1)
-        raise ValueError(
-            f"sharding {name!r} of {op.key}: not possible with tp={self.degree}"
-            f"{self._refused(op, ALIASES.get(name, name).split('.')[0])}; legal: "
-            f"{', '.join(legal)}" + (f"; did you mean {near[0]!r}?" if near else "")
+        raise MeshwrightError(
+            f"not possible with tp={self.degree}"
+            f"{self._refused(op, ALIASES.get(name, name).split('.')[0])}",
+            place=f"sharding {shown(name)} of {op.key}",
+            legal=legal,
+            way_out=f"did you mean {near[0]!r}?" if near else "",
         )
 
     def _refused(self, op: Op, factor: str) -> str:

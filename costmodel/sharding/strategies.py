@@ -22,6 +22,7 @@ from itertools import islice
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,7 +45,11 @@ class Placement:
         """`R`, `P`, `Rp`, `S(dim)` or `S(dim/parts)`."""
         match = re.fullmatch(r"(R|P|Rp)|S\((\d+)(?:/(\d+))?\)", text.strip())
         if not match:
-            raise ValueError(f"placement {text!r}: expected R, P, S(dim) or S(dim/parts)")
+            raise MeshwrightError(
+                " can't be read",
+                place=f"placement {text!r:.80}",
+                legal="R, P, S(dim) or S(dim/parts)",
+            )
         if match[1]:
             return Placement(match[1])
         return Placement("S", int(match[2]), int(match[3] or 1))

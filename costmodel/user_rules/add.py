@@ -90,7 +90,10 @@ def rule(
     _check_spec(given)
     if not override and _shipped(target):
         raise RuleError(
-            f"rule of {target}: there is one already; pass override=True to use yours in its place"
+            "there is one already",
+            place=f"rule of {target}",
+            legal="one rule",
+            way_out="pass override=True to use yours in its place",
         )
     user_rules.GIVEN[target] = given
 
@@ -101,14 +104,18 @@ def target_of(operator: Any) -> str:
         return str(operator)
     name = getattr(operator, "_qualname", None) or getattr(operator, "_qualified_op_name", operator)
     if not isinstance(name, str):
-        raise RuleError(f"rule: {operator!r:.60} is no operator; legal: 'namespace::name' or it")
+        raise RuleError(
+            f"{operator!r:.60} is no operator", place="rule", legal="'namespace::name' or it"
+        )
     parts = name.replace("::", ".").removeprefix("torch.ops.").split(".")
     packet = getattr(getattr(torch.ops, parts[0]), parts[1], None) if len(parts) in (2, 3) else None
     if packet is None or (len(parts) == 3 and parts[2] not in packet.overloads()):
         known = ", ".join(packet.overloads()) if packet is not None else "registered operators"
         raise RuleError(
-            f"rule: no operator {name!r}; legal: {known}, as 'namespace::name'. Register it with "
-            "torch.library.custom_op before its rule is given"
+            f"no operator {name!r}",
+            place="rule",
+            legal=f"{known}, as 'namespace::name'",
+            way_out="Register it with torch.library.custom_op before its rule is given",
         )
     return ".".join(parts)
 
@@ -132,7 +139,7 @@ def _check_spec(given: UserRule) -> None:
     arguments."""
     place = f"rule of {given.target}, {given.spec!r}"
     if given.spec.count("->") != 1:
-        raise RuleError(f"{place}: legal: 'operand, operand -> result', with one '->'")
+        raise RuleError("", place=place, legal="'operand, operand -> result', with one '->'")
     left, right = (side.split(",") for side in given.spec.split("->"))
     named: set[str] = set()
     for term in (*left, *right):
@@ -140,9 +147,15 @@ def _check_spec(given: UserRule) -> None:
         if re.sub(r"[\w\s*()]", "", term) or not all(
             re.fullmatch(r"\*?[a-zA-Z]\w*", n) for n in found
         ):
-            raise RuleError(f"{place}: {term.strip()!r} is not made of names, *names and (a b)")
+            raise RuleError(
+                f"{term.strip()!r} is not made of names, *names and (a b)",
+                place=place,
+                legal="names, *names and (a b)",
+            )
         if len(set(found)) != len(found):
-            raise RuleError(f"{place}: {term.strip()!r} names a dim twice; legal: once per tensor")
+            raise RuleError(
+                f"{term.strip()!r} names a dim twice", place=place, legal="once per tensor"
+            )
         named |= set(found)
     stars = {name[1:] for name in named if name.startswith("*")}
     patterns = {name: given.options.get(name, "") for name in ("whole", "mean", "uncounted")}
@@ -152,33 +165,37 @@ def _check_spec(given: UserRule) -> None:
             hits = any(re.fullmatch(pattern, name) for name in named)
             if not hits and not any(pattern.startswith(star) for star in stars):
                 raise RuleError(
-                    f"{place}: {option}={pattern!r} is no factor; legal: {', '.join(sorted(named))}"
+                    f"={pattern!r} is no factor", place=f"{place}: {option}", legal=sorted(named)
                 )
     most = _most_operands(given.target)
     if most is not None and len(left) > most:
-        raise RuleError(f"{place}: {len(left)} operands, but the operator takes {most} at most")
+        raise RuleError(
+            f"{len(left)} operands, but the operator takes {most} at most",
+            place=place,
+            legal=f"up to {most} operands",
+        )
     indices = {*given.options["pinned"], *(i for g in given.options["linear"] for i in g)}
     if wrong := [i for i in indices if not 0 <= i < len(left)]:
         raise RuleError(
-            f"{place}: operand {wrong[0]} of pinned or linear; legal: below {len(left)}"
+            f"operand {wrong[0]} of pinned or linear", place=place, legal=f"below {len(left)}"
         )
     op = Op(name="", target=overload_of(given.target), args=(), kwargs={}, results=())
     for name, factor in given.options["counts"].items():
         try:
             place_of(op, name)
         except ValueError as error:
-            raise RuleError(f"{place}: counts: {error}") from None
+            raise RuleError(f"counts: {error}", place=place) from None
         if factor not in named:
-            raise RuleError(
-                f"{place}: counts: {factor!r} is no factor; legal: {', '.join(sorted(named))}"
-            )
+            raise RuleError(f"counts: {factor!r} is no factor", place=place, legal=sorted(named))
 
 
 def _check_pattern(pattern: str, place: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise RuleError(f"{place} is no regular expression: {error}") from None
+        raise RuleError(
+            f" is no regular expression: {error}", place=place, legal="a regular expression"
+        ) from None
 
 
 def _most_operands(target: str) -> int | None:

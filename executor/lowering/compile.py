@@ -25,6 +25,8 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
+from meshwright.profiles.inputs import MeshwrightError
+
 DEFAULT = "inductor"
 # duplicates: an argument given twice; the rest as their names say
 _CHECKED = ("TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE")
@@ -43,9 +45,10 @@ def backend_of(compile: Any, device_type: str | None = None) -> str | None:
         backend = compile
         legal = torch.compiler.list_backends(exclude_tags=())
         if backend not in legal:
-            raise ValueError(
-                f"compile={compile!r}; legal: True, False, or a backend of torch.compile: "
-                f"{', '.join(legal)}"
+            raise MeshwrightError(
+                f"={compile!r}",
+                place="compile",
+                legal=f"True, False, or a backend of torch.compile: {', '.join(legal)}",
             )
     if backend == DEFAULT and device_type is not None:
         _check_tools(device_type)

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.planner.overrides import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE, Overrides
 from meshwright.planner.plan import PLACEMENTS
+from meshwright.profiles.inputs import MeshwrightError
 
 _WHAT = {
     "tp": "tensor-parallel degree",
@@ -103,9 +104,10 @@ def _merged(name: str, given: Sequence[tuple[str, Any]] | None) -> Any:
         return given[0][1]
     if "" in globs or len(set(globs)) < len(globs):
         texts = ", ".join(f"{pattern}={value}".lstrip("=") for pattern, value in given)
-        raise ValueError(
-            f"--{name.replace('_', '-')} {texts}: legal: one VALUE for all blocks, or GLOB=VALUE "
-            "once per glob"
+        raise MeshwrightError(
+            "",
+            place=f"--{name.replace('_', '-')} {texts}",
+            legal="one VALUE for all blocks, or GLOB=VALUE once per glob",
         )
     return dict(given)
 
@@ -113,7 +115,9 @@ def _merged(name: str, given: Sequence[tuple[str, Any]] | None) -> Any:
 def _sharding(text: str) -> tuple[str, str]:
     pattern, equals, decision = text.rpartition("=")
     if not (equals and pattern and decision):
-        raise ValueError(
-            f"--sharding {text!r}: expected GLOB=DECISION, e.g. 'layers.*.mlp.up_proj=colwise'"
+        raise MeshwrightError(
+            "no decision",
+            place=f"--sharding {text!r}",
+            legal="GLOB=DECISION, e.g. 'layers.*.mlp.up_proj=colwise'",
         )
     return pattern, decision

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import (
@@ -25,6 +26,7 @@ from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing import trace
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
 
@@ -135,17 +137,29 @@ class TracedModel:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Raise ValueError for parameters that can't be laid out, reduced or trained."""
+    """Raise `MeshwrightError` for parameters that can't be laid out, reduced or trained."""
     for name, p in model.named_parameters():
+        place = f"model: parameter {name!r}"
         if hasattr(p, "device_mesh"):
-            raise ValueError(
-                f"model: {name!r} is a DTensor: the model was parallelized before; go on with "
-                f"the result's replan(), or give a model of plain parameters"
+            raise MeshwrightError(
+                " is a DTensor: the model was parallelized before",
+                place=place,
+                legal="plain parameters",
+                way_out="go on with the result's replan(), or give a model of plain parameters",
+            )
+        if is_lazy(p):
+            raise MeshwrightError(
+                " has no shape before the first forward",
+                place=place,
+                legal="parameters of known shapes",
+                way_out="run the model on a batch once, or give the layer its sizes",
             )
         kind = unusual_kind(p) or ("complex" if p.is_complex() and p.requires_grad else None)
         if kind:
-            raise ValueError(
-                f"model: parameter {name!r} is {kind}; legal: dense parameters of real numbers, "
-                "whose gradients ranks reduce in float32. Way out: keep a sparse one as a buffer, "
-                "a complex one as torch.view_as_real of it, and freeze one that isn't trained"
+            raise MeshwrightError(
+                f" is {kind}",
+                place=place,
+                legal="dense parameters of real numbers, whose gradients ranks reduce in float32",
+                way_out="keep a sparse one as a buffer, a complex one as torch.view_as_real of it, "
+                "and freeze one that isn't trained",
             )

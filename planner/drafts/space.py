@@ -115,14 +115,17 @@ class Space:
             value = getattr(over, name)
             if value is not None and batch % value:
                 raise OverrideError(
-                    f"override {name}={value}: does not divide global_batch_size={batch}; "
-                    f"legal: {legal}"
+                    f"={value} does not divide global_batch_size={batch}",
+                    place=f"override {name}",
+                    legal=legal,
                 )
         if self.problem.meetings:
             if (over.num_microbatches or 1) > 1:
                 raise OverrideError(
-                    f"override num_microbatches={over.num_microbatches}: "
-                    f"{kept_together(self.problem.meetings)}; legal: 1"
+                    f"={over.num_microbatches}: {kept_together(self.problem.meetings)}",
+                    place="override num_microbatches",
+                    legal="1",
+                    way_out="or drop the override",
                 )
             counts = [1]
         if over.num_microbatches is not None:

@@ -1,6 +1,7 @@
 """Overrides: what the user fixed, as restrictions of the search."""
 
 from meshwright.planner.overrides.dropped import each_dropped, without
+from meshwright.planner.overrides.effect import without_effect
 from meshwright.planner.overrides.of_target import check_plan_for
 from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.overrides.pinned import plan_overrides
@@ -16,5 +17,5 @@ from meshwright.planner.overrides.values import (
 __all__ = [
     "BY_BLOCK", "CHOICES", "COUNTS", "FORBIDDABLE", "OverrideError", "Overrides",
     "Restrictions", "check_overrides", "check_plan_for", "each_dropped", "plan_overrides",
-    "restrict", "without",
+    "restrict", "without", "without_effect",
 ]  # fmt: skip

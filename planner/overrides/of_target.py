@@ -19,8 +19,13 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
         for pattern, value in overrides.items(name):
             if _excluded(target, name, value):
                 raise OverrideError(
-                    f"override {spelled(name, pattern, value)}: "
-                    f"{_refusal(target, name, value)}, or drop the override"
+                    f"target {target.name!r} can't run it",
+                    place=f"override {spelled(name, pattern, value)}",
+                    legal=_left(target, name),
+                    way_out=(
+                        f"take one of these, another target ({', '.join(_others(target))}), or "
+                        "drop the override"
+                    ),
                 )
     _check_zero(overrides, target)
     more = [name for name in target.excludes if name not in overrides.forbid]
@@ -29,8 +34,10 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
         left_schedules(left, tuple(SCHEDULES))
     except OverrideError as error:
         raise OverrideError(
-            f"{error}; target {target.name!r} can't run {', '.join(more)}: or take another target "
-            f"({', '.join(_others(target))})"
+            f"; target {target.name!r} can't run {', '.join(more)}",
+            place=error,
+            legal=f"another target ({', '.join(_others(target))})",
+            way_out="drop the override, or take another target",
         ) from None
     return left
 
@@ -50,15 +57,24 @@ def check_plan_for(plan: Plan, target: Target) -> None:
         if not target.combines(stage.zero, tp=stage.tp, pp=pp):
             legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
             raise PlanError(
-                f"{place}: zero={stage.zero} with tp={stage.tp}, pp={pp}: target {target.name!r} "
-                f"can't run it; legal: {', '.join(map(str, legal))}; change the plan, or price it "
-                f"for another target ({', '.join(_others(target))})"
+                f"={stage.zero} with tp={stage.tp}, pp={pp}: target {target.name!r} can't run it",
+                place=f"{place}: zero",
+                legal=legal,
+                way_out=(
+                    "change the plan, or price it for another target "
+                    f"({', '.join(_others(target))})"
+                ),
             )
     if len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) > 1:
         given.append(("plan", "unequal_meshes", True))
     for place, name, value in given:
         if _excluded(target, name, value):
-            raise PlanError(f"{place}: {name}={value!r}: {_refusal(target, name, value)}")
+            raise PlanError(
+                f"={value!r}: target {target.name!r} can't run it",
+                place=f"{place}: {name}",
+                legal=_left(target, name),
+                way_out=f"take one of these, or another target ({', '.join(_others(target))})",
+            )
 
 
 def _excluded(target: Target, name: str, value: object) -> bool:
@@ -69,12 +85,9 @@ def _excluded(target: Target, name: str, value: object) -> bool:
     return not left or any(value not in values for values in left)
 
 
-def _refusal(target: Target, name: str, value: object) -> str:
-    legal = [v for v in CHOICES.get(name, (1,)) if not _excluded(target, name, v)]
-    return (
-        f"target {target.name!r} can't run it; legal: {', '.join(map(str, legal)) or 'none'}; take "
-        f"one of these, another target ({', '.join(_others(target))})"
-    )
+def _left(target: Target, name: str) -> list[object]:
+    """The values of a choice that the target runs."""
+    return [v for v in CHOICES.get(name, (1,)) if not _excluded(target, name, v)] or ["none"]
 
 
 def _check_zero(overrides: Overrides, target: Target) -> None:
@@ -86,9 +99,10 @@ def _check_zero(overrides: Overrides, target: Target) -> None:
         beside = ", ".join(f"{n}={v}" for n, v in (("tp", tp), ("pp", pp)) if v and v > 1)
         legal = [z for z in CHOICES["zero"] if target.combines(z, tp=tp or 1, pp=pp or 1)]
         raise OverrideError(
-            f"override zero={zero} with {beside}: target {target.name!r} can't run both; legal: "
-            f"zero {', '.join(map(str, legal))}; drop one of the two, or take another target "
-            f"({', '.join(_others(target))})"
+            f"={zero} with {beside}: target {target.name!r} can't run both",
+            place="override zero",
+            legal=f"zero {', '.join(map(str, legal))}",
+            way_out=f"drop one of the two, or take another target ({', '.join(_others(target))})",
         )
 
 

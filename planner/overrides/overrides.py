@@ -26,6 +26,7 @@ from meshwright.planner.overrides.values import (
     check_value,
 )
 from meshwright.planner.plan import RUNS, divisors
+from meshwright.profiles.inputs import shown
 
 _DROP = "drop one of the two"
 _WAY_OUT = "change or drop one of them, or what they must fit"
@@ -128,8 +129,10 @@ class Overrides:
         for pattern, value in self.items(name) if name else ():
             if value not in left:
                 raise OverrideError(
-                    f"override {spelled(name, pattern, value)} contradicts forbid={forbidden!r}: "
-                    f"{_DROP}"
+                    f" contradicts forbid={forbidden!r}",
+                    place=f"override {spelled(name, pattern, value)}",
+                    legal=left or "none",
+                    way_out=_DROP,
                 )
 
     def _check_meshes(self) -> None:
@@ -146,7 +149,10 @@ class Overrides:
                 other = f"microbatch_size={self.microbatch_size}"
             if other:
                 raise OverrideError(
-                    f"override {name}={dict(values)!r:.80} contradicts {other}: {_DROP}"
+                    f" contradicts {other}",
+                    place=f"override {name}={shown(dict(values))}",
+                    legal="one value for all blocks",
+                    way_out=_DROP,
                 )
 
     def _check_shards(self) -> None:
@@ -154,15 +160,20 @@ class Overrides:
             for among, ranks in self.items("dp_shard"):
                 if stage == 0 and None in (at, among):
                     raise OverrideError(
-                        f"override {spelled('zero', at, stage)} contradicts "
-                        f"{spelled('dp_shard', among, ranks)}: without ZeRO nothing is divided; "
-                        f"{_DROP}"
+                        f" contradicts {spelled('dp_shard', among, ranks)}: without ZeRO nothing "
+                        "is divided",
+                        place=f"override {spelled('zero', at, stage)}",
+                        legal="one of the two",
+                        way_out=_DROP,
                     )
 
     def _check_virtual(self) -> None:
         if "pp" in self.forbid and (self.virtual_stages or 1) > 1:
             raise OverrideError(
-                f"override virtual_stages={self.virtual_stages} contradicts forbid='pp': {_DROP}"
+                f"={self.virtual_stages} contradicts forbid='pp'",
+                place="override virtual_stages",
+                legal="1",
+                way_out=_DROP,
             )
         if self.schedule is None:
             return
@@ -170,9 +181,11 @@ class Overrides:
         needless = each is None and found == 1 and self.virtual_stages is None
         if needless or (each is not None and found != each):
             raise OverrideError(
-                f"override schedule={self.schedule!r} contradicts {who}: it places "
-                f"{'several stages' if each is None else each} on each device group; legal for "
-                f"virtual_stages={found}: {', '.join(schedules_with(found))}; {_DROP}"
+                f"={self.schedule!r} contradicts {who}: it places "
+                f"{'several stages' if each is None else each} on each device group",
+                place="override schedule",
+                legal=f"for virtual_stages={found}: {', '.join(schedules_with(found))}",
+                way_out=_DROP,
             )
 
     def _check_count(self) -> None:
@@ -185,7 +198,10 @@ class Overrides:
             asked = [f"pp={pp}" if self.pp else "forbid='pp'"] if pp else []
             asked += [who] if (each or 1) > 1 else []
             raise OverrideError(
-                f"override {' with '.join(asked)} contradicts stages= with {count} stages: {_DROP}"
+                f" contradicts stages= with {count} stages",
+                place=f"override {' with '.join(asked)}",
+                legal=f"{unit} stages, or a multiple of them",
+                way_out=_DROP,
             )
 
 
@@ -217,8 +233,9 @@ def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
     if not left:
         each, who = overrides.virtual()
         raise OverrideError(
-            f"override forbid={sorted(overrides.forbid)}{f' with {who}' if each else ''} leaves no "
-            f"schedule; legal: {', '.join(fitting)}"
+            f"={sorted(overrides.forbid)}{(f' with {who}' if each else '')} leaves no schedule",
+            place="override forbid",
+            legal=fitting,
         )
     return left
 
@@ -230,8 +247,10 @@ def runnable(overrides: Overrides) -> Overrides:
         for pattern, value in overrides.items(name):
             if value not in legal:
                 raise OverrideError(
-                    f"override {spelled(name, pattern, value)} can be planned, but not run yet; "
-                    f"the executor runs {', '.join(map(str, legal))}"
+                    " can be planned, but not run yet",
+                    place=f"override {spelled(name, pattern, value)}",
+                    legal=legal,
+                    way_out="drop it, or plan with executable=False",
                 )
     more = [
         forbidden
@@ -270,19 +289,23 @@ def check_overrides(
         if each is not None and each > 1:
             asked["virtual_stages"] = each
         raise OverrideError(
-            f"override {_shown(asked, ())}: the model has {num_blocks} blocks; legal: 1 to "
-            f"{num_blocks} stages"
+            f"the model has {num_blocks} blocks",
+            place=f"override {_shown(asked, ())}",
+            legal=f"1 to {num_blocks} stages",
         )
     mesh = {name: wanted.everywhere(name) for name in ("tp", "cp", "dp")}
     if mesh["cp"] == 1:
         del mesh["cp"]
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name in mesh:
+    for name in (*mesh, "dp_shard"):
         for pattern, value in wanted.items(name):
-            if pattern is not None and value > num_devices:
+            if (pattern is not None or name == "dp_shard") and value > num_devices:
                 raise OverrideError(
-                    f"override {spelled(name, pattern, value)}: more than {devices}; {_WAY_OUT}"
+                    f"more than {devices}",
+                    place=f"override {spelled(name, pattern, value)}",
+                    legal=f"up to {num_devices}",
+                    way_out=_WAY_OUT,
                 )
     if pp is None or None in mesh.values():
         _check_product(mesh, num_devices, devices, forbidden, free=True)
@@ -290,8 +313,10 @@ def check_overrides(
         needed = math.prod(least.values())
         if needed > num_devices:
             raise OverrideError(
-                f"override {_shown(least, forbidden)}: needs at least {needed} devices, more "
-                f"than {devices}; {_WAY_OUT}"
+                f"needs at least {needed} devices, more than {devices}",
+                place=f"override {_shown(least, forbidden)}",
+                legal=f"up to {num_devices} together",
+                way_out=_WAY_OUT,
             )
     else:
         _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
@@ -316,9 +341,11 @@ def _check_product(
         return
     legal = ", ".join(map(str, divisors(total))) if free else total
     raise OverrideError(
-        f"override {_shown(given, forbidden)}: {'the product ' if len(given) > 1 else ''}{product} "
-        f"{'does not divide' if free else 'is not'} {what}; "
-        f"legal: {legal}; {_WAY_OUT}"
+        f"{('the product ' if len(given) > 1 else '')}{product} "
+        f"{('does not divide' if free else 'is not')} {what}",
+        place=f"override {_shown(given, forbidden)}",
+        legal=legal,
+        way_out=_WAY_OUT,
     )
 
 

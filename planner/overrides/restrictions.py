@@ -148,8 +148,10 @@ def _by_block(overrides: Overrides, name: str, names: Sequence[str]) -> list[_Ch
             before = found[b]
             if before is not None and before.value != value:
                 raise OverrideError(
-                    f"override {before.said} contradicts {choice.said}: both are about block "
-                    f"{block!r}; make the globs disjoint, or drop one of the two"
+                    f" contradicts {choice.said}: both are about block {block!r}",
+                    place=f"override {before.said}",
+                    legal="one of the two",
+                    way_out="make the globs disjoint, or drop one of the two",
                 )
             found[b] = choice
     left = overrides.everywhere(name)
@@ -165,14 +167,19 @@ def _matching(pattern: str, names: Collection[str], said: str) -> list[str]:
     for part in expand_names([pattern]):
         own = [part] if part in names else [n for n in names if glob(part).match(n)]
         if not own:
-            raise OverrideError(f"override {said}: no block {part!r}; {_known(part, names)}")
+            raise OverrideError(
+                f"no block {part!r}",
+                place=f"override {said}",
+                legal=compress_names([*names]),
+                way_out=_near(part, names),
+            )
         found += own
     return found
 
 
-def _known(name: str, names: Collection[str]) -> str:
+def _near(name: str, names: Collection[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-    return f"nearest: {', '.join(near) or 'none'}; legal: {', '.join(compress_names([*names]))}"
+    return f"nearest: {', '.join(near) or 'none'}"
 
 
 def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
@@ -186,20 +193,27 @@ def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
         for name in expand_names(stage):
             if name not in names:
                 raise OverrideError(
-                    f"override stages[{k}]: no block {name!r}; {_known(name, names)}"
+                    f"no block {name!r}",
+                    place=f"override stages[{k}]",
+                    legal=compress_names(names),
+                    way_out=_near(name, names),
                 )
             if position >= len(names) or names[position] != name:
                 expected = names[position] if position < len(names) else "nothing more"
                 raise OverrideError(
-                    f"override stages[{k}]: block {name!r} out of order, expected {expected!r}; "
-                    "stages must cover the blocks once, in order"
+                    f"block {name!r} out of order, expected {expected!r}",
+                    place=f"override stages[{k}]",
+                    legal="the blocks once, in order",
+                    way_out="sort them as the model does",
                 )
             position += 1
         cuts.append(position)
     if position != len(names):
         raise OverrideError(
-            f"override stages: in no stage: {', '.join(compress_names(names[position:]))}; "
-            "stages must cover the blocks once, in order"
+            f"in no stage: {', '.join(compress_names(names[position:]))}",
+            place="override stages",
+            legal="the blocks once, in order",
+            way_out="name the rest, too",
         )
     return cuts
 
@@ -210,7 +224,7 @@ def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
 def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
     asked = next((choice for choice in found if choice and choice.value > 1), None)
     if asked and not has_experts(graph):
-        raise OverrideError(f"override {asked.said}: the model has no experts; legal: 1")
+        raise OverrideError("the model has no experts", place=f"override {asked.said}", legal="1")
 
 
 def _check_shards(choices: _Choices, names: Sequence[str], *, partial: bool) -> None:
@@ -223,14 +237,18 @@ def _check_shards(choices: _Choices, names: Sequence[str], *, partial: bool) -> 
             continue
         if zero and zero.value == 0:
             raise OverrideError(
-                f"override {zero.said} contradicts {shard.said}: both are about block {block!r}, "
-                "and without ZeRO nothing is divided; drop one of the two"
+                f" contradicts {shard.said}: both are about block {block!r}, and without ZeRO "
+                "nothing is divided",
+                place=f"override {zero.said}",
+                legal="one of the two",
+                way_out="drop one of the two",
             )
         if dp and cp and (dp.value * cp.value) % shard.value:
             raise OverrideError(
-                f"override {shard.said} contradicts {dp.said}: {shard.value} does not divide the "
-                f"data axis of block {block!r} (dp·cp = {dp.value * cp.value}); legal: a divisor "
-                "of it"
+                f" contradicts {dp.said}: {shard.value} does not divide the data axis of block "
+                f"{block!r} (dp·cp = {dp.value * cp.value})",
+                place=f"override {shard.said}",
+                legal="a divisor of it",
             )
 
 
@@ -255,18 +273,21 @@ def _check_stages(
         _, clash = _needed(choices, start, stop)
         if clash:
             raise OverrideError(
-                f"override {clash[0].said} contradicts {clash[1].said}: stages[{k}] "
-                f"({', '.join(compress_names(names[start:stop]))}) has one value of each; cut it "
-                "between them, or drop one of the two"
+                f" contradicts {clash[1].said}: stages[{k}] "
+                f"({', '.join(compress_names(names[start:stop]))}) has one value of each",
+                place=f"override {clash[0].said}",
+                way_out="cut it between them, or drop one of the two",
             )
     if cuts is not None or pp is None or each is None:
         return
     needed, clash = _needed(choices, 0, len(names))
     if clash and needed > pp * each:
         raise OverrideError(
-            f"override {clash[0].said} contradicts {clash[1].said} with pp={pp}, virtual_stages="
-            f"{each}: a stage has one value of each, so that all values need at least {needed} "
-            "stages; raise pp, or drop one of the two"
+            f" contradicts {clash[1].said} with pp={pp}, virtual_stages={each}: a stage has one "
+            f"value of each, so that all values need at least {needed} stages",
+            place=f"override {clash[0].said}",
+            legal=f"pp from {-(-needed // each)}",
+            way_out="raise pp, or drop one of the two",
         )
 
 

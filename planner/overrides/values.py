@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.plan import PLACEMENTS, ZERO
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 MESH = ("tp", "dp", "cp", "ep")
 BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value
@@ -37,7 +39,7 @@ FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
 FORBIDDABLE = (*FORBIDS, "unequal_meshes")
 
 
-class OverrideError(ValueError):
+class OverrideError(MeshwrightError):
     """An override that can't hold: names the value, the place, the legal values and the way out."""
 
 
@@ -48,50 +50,64 @@ def check_value(name: str, value: Any) -> None:
         return
     choices, by_block = CHOICES.get(name), name in BY_BLOCK
     legal = ", ".join(map(str, choices)) if choices else "an integer from 1"
+    legal += f" to {MAX_ROWS}" * (not choices)
     legal += ", {glob over block names: such a value}" * by_block + ", or None to leave it free"
     values = [value]
     if by_block and isinstance(value, Mapping):
         values = list(value.values())
-        if not values or not all(isinstance(pattern, str) and pattern for pattern in value):
-            raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
+        if not values or not all(
+            isinstance(pattern, str) and 0 < len(pattern) <= MAX_TEXT for pattern in value
+        ):
+            raise OverrideError(f"={shown(value)}", place=f"override {name}", legal=legal)
     for one in values:
         right = not isinstance(one, bool) and (
             isinstance(one, type(next(iter(choices)))) and one in choices
             if choices
-            else isinstance(one, int) and one >= 1
+            else isinstance(one, int) and 1 <= one <= MAX_ROWS
         )
         if not right:
-            raise OverrideError(f"override {name}={value!r:.80}: legal: {legal}")
+            raise OverrideError(f"={shown(value)}", place=f"override {name}", legal=legal)
 
 
 def check_forbid(forbid: Any) -> None:
-    if isinstance(forbid, str):
-        raise OverrideError(
-            f"override forbid={forbid!r}: legal: a list of names, forbid=[{forbid!r}]"
-        )
+    if isinstance(forbid, str) or not isinstance(forbid, Collection):
+        legal = f"a list of names, e.g. forbid=[{shown(forbid)}]"
+        raise OverrideError(f"={shown(forbid)}", place="override forbid", legal=legal)
     for name in forbid:
-        if name not in FORBIDDABLE:
-            near = difflib.get_close_matches(str(name), FORBIDDABLE, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise OverrideError(f"override forbid={name!r}: legal: {', '.join(FORBIDDABLE)}{hint}")
+        if not isinstance(name, str) or name not in FORBIDDABLE:
+            near = difflib.get_close_matches(str(name)[:MAX_TEXT], FORBIDDABLE, n=1)
+            raise OverrideError(
+                f"={shown(name)}",
+                place="override forbid",
+                legal=FORBIDDABLE,
+                way_out=f"did you mean {near[0]!r}?" if near else "",
+            )
 
 
 def check_stages(stages: Any) -> None:
     if stages is None:
         return
     legal = 'a list of block names per stage, e.g. [["embed", "layers.0-5"], ["layers.6-11"]]'
-    if isinstance(stages, str) or not stages:
-        raise OverrideError(f"override stages={stages!r}: legal: {legal}")
+    if not _is_list(stages) or not stages:
+        raise OverrideError(f"={shown(stages)}", place="override stages", legal=legal)
     for k, stage in enumerate(stages):
-        if isinstance(stage, str) or not stage or not all(isinstance(n, str) for n in stage):
-            raise OverrideError(f"override stages[{k}]={stage!r}: legal: {legal}")
+        if not _is_list(stage) or not stage or not all(isinstance(n, str) for n in stage):
+            raise OverrideError(f"={shown(stage)}", place=f"override stages[{k}]", legal=legal)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def check_shardings(shardings: Any) -> None:
     if not isinstance(shardings, Mapping) or not all(
-        isinstance(text, str) for item in shardings.items() for text in item
+        isinstance(text, str) and len(text) <= MAX_TEXT
+        for item in shardings.items()
+        for text in item
     ):
         raise OverrideError(
-            f"override shardings={shardings!r:.80}: legal: a dict of glob: decision, e.g. "
-            '{"layers.*.mlp.up_proj": "colwise"}'
+            f"={shown(shardings)}",
+            place="override shardings",
+            legal='a dict of glob: decision, e.g. {"layers.*.mlp.up_proj": "colwise"}, each of up '
+            f"to {MAX_TEXT} characters",
         )

@@ -18,13 +18,10 @@ from meshwright.planner.plan.plan import (
     RUNS,
     ZERO,
     Plan,
-    PlanError,
     StagePlan,
-    compress_names,
-    compress_ranks,
-    expand_names,
     recompute_of,
 )
+from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks, expand_names
 from meshwright.planner.plan.ranks import divisors, placement_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
 from meshwright.planner.plan.words import (

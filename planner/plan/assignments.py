@@ -18,7 +18,8 @@ from meshwright.costmodel.sharding import (
     transition,
     translate,
 )
-from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.plan.ranges import PlanError
 from meshwright.planner.plan.shardings import check_matched, resolve_block
 
 Known = dict[Any, Any]  # what `check_plan` remembers of one graph, between plans
@@ -85,7 +86,7 @@ def _completed(
     try:
         assignment = layouts.complete(entries, inputs, leaving)
     except ValueError as error:
-        raise PlanError(f"{place}: {error}") from None
+        raise PlanError.of(error, place) from None
     _check_states(layouts, assignment, inputs, place)
     return assignment
 
@@ -107,8 +108,10 @@ def _check_states(
         parameter = value in graph.parameters
         if not _possible(layouts, value, state) or (parameter and state.kind not in "RS"):
             raise PlanError(
-                f"{place}: state {state} of {name}, shape {graph.values[value].shape}: not "
-                f"possible with tp={layouts.degree}; legal: {legal}"
+                f"state {state} of {name}, shape {graph.values[value].shape}: not possible with "
+                f"tp={layouts.degree}",
+                place=place,
+                legal=legal,
             )
         targets = layouts.targets(value, assignment.strategies)
         crosses = value in inputs or value in layouts.block.outputs
@@ -119,8 +122,9 @@ def _check_states(
         for source, target in transitions:
             if transition(source, target) is None:
                 raise PlanError(
-                    f"{place}: state {state} of {name}: {source} can't become {target}; "
-                    f"legal: {legal}, or leave it to follow"
+                    f"state {state} of {name}: {source} can't become {target}",
+                    place=place,
+                    legal=f"{legal}, or leave it to follow",
                 )
 
 

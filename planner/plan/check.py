@@ -16,16 +16,8 @@ from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.planner.plan.assignments import Known as Known
 from meshwright.planner.plan.assignments import stage_assignments
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
-from meshwright.planner.plan.plan import (
-    PRECISIONS,
-    RUNS,
-    ZERO,
-    Plan,
-    PlanError,
-    StagePlan,
-    compress_names,
-    compress_ranks,
-)
+from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
+from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks, divisors
 from meshwright.planner.plan.written_buffers import inseparable
 
@@ -85,20 +77,24 @@ def check_runs(plan: Plan) -> None:
         ):
             if value != other:
                 raise PlanError(
-                    f"plan: stage {k}: {name}={value}, but another stage of ranks "
-                    f"{compress_ranks(stage.ranks)} has {other}: stages of one device group "
-                    "share its mesh; give them one"
+                    f"={value}, but another stage of ranks {compress_ranks(stage.ranks)} has "
+                    f"{other}: stages of one device group share its mesh",
+                    place=f"plan: stage {k}: {name}",
+                    legal=other,
+                    way_out="give them one",
                 )
         if not runs_experts(dp=stage.dp, tp=stage.tp, ep=stage.ep):
             raise PlanError(
-                f"plan: stage {k}: ep={stage.ep} can be priced, but not run yet; the executor runs "
-                f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}"
+                f"={stage.ep} can be priced, but not run yet",
+                place=f"plan: stage {k}: ep",
+                legal=f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}",
             )
     for place, name, value, legal in values:
         if value not in legal:
             raise PlanError(
-                f"{place}: {name}={value!r} can be priced, but not run yet; the executor runs "
-                f"{', '.join(map(str, legal))}"
+                f"={value!r} can be priced, but not run yet",
+                place=f"{place}: {name}",
+                legal=f"{', '.join(map(str, legal))}",
             )
 
 
@@ -111,9 +107,10 @@ def _check_split(plan: Plan) -> None:
     for k, stage in enumerate(plan.stages):
         if stage.zero == 3:
             raise PlanError(
-                f"plan: stage {k}: zero=3 with schedule={plan.schedule!r} can be priced, but not "
-                "run: torch loses gradients where the backward is split in two; legal: zero 0, 1 "
-                f"or 2, or a schedule with a whole backward: {whole}"
+                f"={plan.schedule!r} can be priced, but not run: torch loses gradients where the "
+                "backward is split in two",
+                place=f"plan: stage {k}: zero=3 with schedule",
+                legal=f"zero 0, 1 or 2, or a schedule with a whole backward: {whole}",
             )
 
 
@@ -124,9 +121,11 @@ def _check_buffers(plan: Plan, graph: Graph) -> None:
         one, other = (graph.blocks[k].name for k in (first, last))
         if owner[one] != owner[other]:
             raise PlanError(
-                f"plan: stages {owner[one]} and {owner[other]}: a buffer that the forward writes "
-                f"is read or written in both {one} and {other}; put the blocks from {one} to "
-                f"{other} into one stage"
+                f"stages {owner[one]} and {owner[other]}: a buffer that the forward writes is "
+                f"read or written in both {one} and {other}",
+                place="plan",
+                legal="both in one stage",
+                way_out=f"put the blocks from {one} to {other} into one stage",
             )
 
 
@@ -137,9 +136,11 @@ def _check_parameters(plan: Plan, graph: Graph) -> None:
         values = [v for name in stage.blocks for v in blocks[name].parameters]
         if not any(graph.values[v].requires_grad for v in values):
             raise PlanError(
-                f"plan: stage {k}: blocks {compress_names(stage.blocks)} hold no trained "
-                f"parameter, so "
-                "its ranks would have nothing to optimize; move them to the stage before or after"
+                f"blocks {compress_names(stage.blocks)} hold no trained parameter, so its ranks "
+                "would have nothing to optimize",
+                place=f"plan: stage {k}",
+                legal="blocks with a trained parameter",
+                way_out="move them to the stage before or after",
             )
 
 
@@ -149,8 +150,10 @@ def _check_model(plan: Plan, graph: Graph, known: Known | None) -> None:
     known["fingerprint"] = actual
     if plan.model != actual:
         raise PlanError(
-            f"plan: made for model {plan.model}, but this model is {actual} (other layers, sizes "
-            "or operators); plan again, or use the model it was made for"
+            f"={plan.model}, but this model is {actual} (other layers, sizes or operators)",
+            place="plan: made for model",
+            legal=actual,
+            way_out="plan again, or use the model it was made for",
         )
 
 
@@ -160,17 +163,19 @@ def _check_step(plan: Plan) -> None:
         ("precision", plan.precision, PRECISIONS),
     ):
         if value not in legal:
-            raise PlanError(f"plan: {name}={value!r}; legal: {', '.join(legal)}")
+            raise PlanError(f"={value!r}", place=f"plan: {name}", legal=legal)
     for name in ("global_batch_size", "num_microbatches"):
         _check_whole(getattr(plan, name), f"plan: {name}")
     if plan.global_batch_size % plan.num_microbatches:
         raise PlanError(
-            f"plan: num_microbatches={plan.num_microbatches} does not divide "
-            f"global_batch_size={plan.global_batch_size}; "
-            f"legal: {_divisors(plan.global_batch_size)}"
+            f"={plan.num_microbatches} does not divide global_batch_size={plan.global_batch_size}",
+            place="plan: num_microbatches",
+            legal=_divisors(plan.global_batch_size),
         )
     if not plan.stages:
-        raise PlanError("plan: no stages; every block of the model needs one")
+        raise PlanError(
+            "no stages", place="plan", legal="each block in a stage", way_out="plan again"
+        )
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
@@ -180,17 +185,18 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
         *(("recompute", policy, RECOMPUTE) for policy in named),
     ):
         if isinstance(value, bool) or value not in legal:
-            raise PlanError(f"{place}: {name}={value!r}; legal: {', '.join(map(str, legal))}")
+            raise PlanError(f"={value!r}", place=f"{place}: {name}", legal=legal)
     _check_recompute(stage, place)
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
-            f"{place}: dp={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
+            f"={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
             f"(global_batch_size={plan.global_batch_size} / "
-            f"num_microbatches={plan.num_microbatches}); "
-            f"legal: {_divisors(plan.microbatch_rows)}, or fewer micro-batches"
+            f"num_microbatches={plan.num_microbatches})",
+            place=f"{place}: dp",
+            legal=f"{_divisors(plan.microbatch_rows)}, or fewer micro-batches",
         )
 
 
@@ -202,9 +208,11 @@ def _check_recompute(stage: StagePlan, place: str) -> None:
     legal = ", ".join(compress_names(stage.blocks))
     for name, times in count.items():
         if name not in stage.blocks:
-            raise PlanError(f"{place}: recompute: {name!r} is no block of it; legal: {legal}")
+            raise PlanError(f"recompute: {name!r} is no block of it", place=place, legal=legal)
         if times > 1:
-            raise PlanError(f"{place}: recompute: block {name!r} has {times} policies; legal: one")
+            raise PlanError(
+                f"recompute: block {name!r} has {times} policies", place=place, legal="one"
+            )
 
 
 def _check_shards(stage: StagePlan, place: str) -> None:
@@ -214,13 +222,16 @@ def _check_shards(stage: StagePlan, place: str) -> None:
     ranks = stage.dp * stage.cp
     if ranks % stage.dp_shard:
         raise PlanError(
-            f"{place}: dp_shard={stage.dp_shard} does not divide the {ranks} ranks of the data "
-            f"axis (dp·cp); legal: {_divisors(ranks)}"
+            f"={stage.dp_shard} does not divide the {ranks} ranks of the data axis (dp·cp)",
+            place=f"{place}: dp_shard",
+            legal=_divisors(ranks),
         )
     if not stage.zero:
         raise PlanError(
-            f"{place}: dp_shard={stage.dp_shard} with zero=0: nothing is divided; choose zero 1, 2 "
-            "or 3, or drop dp_shard"
+            f"={stage.dp_shard} with zero=0: nothing is divided",
+            place=f"{place}: dp_shard",
+            legal="a dp_shard with zero 1, 2 or 3",
+            way_out="choose zero 1, 2 or 3, or drop dp_shard",
         )
 
 
@@ -231,20 +242,22 @@ def _check_context(plan: Plan, factors: FactorTable) -> None:
             continue
         if factors.sequence is None:
             raise PlanError(
-                f"plan: stage {k}: cp={stage.cp} can't split the model's sequences: "
-                f"{factors.tokens.why}; legal: 1"
+                f"={stage.cp} can't split the model's sequences: {factors.tokens.why}",
+                place=f"plan: stage {k}: cp",
+                legal="1",
             )
         length = factors.sizes[factors.sequence]
         if length % stage.cp:
             raise PlanError(
-                f"plan: stage {k}: cp={stage.cp} does not divide sequences of {length}; "
-                f"legal: {_divisors(length)}"
+                f"={stage.cp} does not divide sequences of {length}",
+                place=f"plan: stage {k}: cp",
+                legal=_divisors(length),
             )
 
 
 def _check_whole(value: Any, place: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{place}={value!r}; legal: an integer from 1")
+        raise PlanError(f"={value!r}", place=place, legal="an integer from 1")
 
 
 def _check_blocks(plan: Plan, graph: Graph) -> None:
@@ -256,17 +269,22 @@ def _check_blocks(plan: Plan, graph: Graph) -> None:
         if name not in legal_names:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
             raise PlanError(
-                f"plan: block {name!r} is not in the model; nearest: {', '.join(near) or 'none'}; "
-                f"legal: {legal}"
+                f"block {name!r} is not in the model; nearest: {', '.join(near) or 'none'}",
+                place="plan",
+                legal=legal,
             )
     for k, stage in enumerate(plan.stages):
         if not stage.blocks:
-            raise PlanError(f"plan: stage {k}: no blocks; every stage needs one; legal: {legal}")
+            raise PlanError(
+                f"stage {k}: no blocks; every stage needs one", place="plan", legal=legal
+            )
     for position, (name, expected) in enumerate(zip_longest(planned, names)):
         if name != expected:
             raise PlanError(
-                f"plan: stages must cover the blocks once, in order; position {position} is "
-                f"{name or 'missing'!r}, expected {expected or 'nothing'!r}; legal order: {legal}"
+                f"position {position} is {name or 'missing'!r}, expected {expected or 'nothing'!r}",
+                place="plan: stages must cover the blocks once, in order",
+                legal=f"in the order {legal}",
+                way_out="sort them so",
             )
 
 

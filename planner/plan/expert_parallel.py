@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import EXPERT_FACTOR, TOKEN_FACTORS, traits_of
 from meshwright.costmodel.sharding import Assignment, FactorTable, stays_with_experts
-from meshwright.planner.plan.plan import PlanError, StagePlan
+from meshwright.planner.plan.plan import StagePlan
+from meshwright.planner.plan.ranges import PlanError
 
 
 def has_experts(graph: Graph) -> bool:
@@ -80,15 +81,20 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
     neighbours = stage.ep // stage.tp if folded else stage.ep
     if stage.dp % neighbours:
         raise PlanError(
-            f"{place}: ep={stage.ep} can be priced, but not run: it does not divide dp={stage.dp}; "
-            f"legal: a divisor of it, or, where the tp={stage.tp} ranks have tokens of their own "
-            "and whole matrices, a multiple of tp"
+            f"={stage.ep} can be priced, but not run: it does not divide dp={stage.dp}",
+            place=f"{place}: ep",
+            legal=(
+                f"a divisor of it, or, where the tp={stage.tp} ranks have tokens of their own "
+                "and whole matrices, a multiple of tp"
+            ),
         )
     if stage.shards % neighbours and neighbours % stage.shards:
         raise PlanError(
-            f"{place}: dp_shard={stage.shards} with ep={stage.ep} can be priced, but not run: the "
-            f"{neighbours} data ranks that share the experts out are no part of the {stage.shards} "
-            "that ZeRO divides among, nor the reverse; legal: one a multiple of the other"
+            f"={stage.shards} with ep={stage.ep} can be priced, but not run: the {neighbours} "
+            f"data ranks that share the experts out are no part of the {stage.shards} that ZeRO "
+            "divides among, nor the reverse",
+            place=f"{place}: dp_shard",
+            legal="one a multiple of the other",
         )
     blocks = set(stage.blocks)
     weights = expert_weights(graph)
@@ -99,9 +105,11 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
                 parameter = value in graph.parameters
                 if value in weights and not (value in matrices and parameter):
                     raise PlanError(
-                        f"{place}: ep={stage.ep} can be priced, but not run: {op.key} takes the "
-                        f"experts' matrices {graph.parameters.get(value, value)}, which must be a "
-                        "parameter that grouped products alone read; legal: 1"
+                        f"={stage.ep} can be priced, but not run: {op.key} takes the experts' "
+                        f"matrices {graph.parameters.get(value, value)}, which must be a "
+                        "parameter that grouped products alone read",
+                        place=f"{place}: ep",
+                        legal="1",
                     )
 
 
@@ -116,7 +124,7 @@ def check_experts(
     if stage.ep == 1:
         return
     if not has_experts(graph):
-        raise PlanError(f"{place}: ep={stage.ep}: the model has no experts; legal: 1")
+        raise PlanError(f"={stage.ep}: the model has no experts", place=f"{place}: ep", legal="1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
     _check_moves(ops, graph, factors, assignments, f"{place}: ep={stage.ep}")
     strategies = {
@@ -129,28 +137,34 @@ def check_experts(
             count = factors.ops[op.name].sizes[EXPERT_FACTOR]
             if count % stage.ep:
                 raise PlanError(
-                    f"{place}: ep={stage.ep} does not divide the {count} experts of {op.module}"
+                    f"={stage.ep} does not divide the {count} experts of {op.module}",
+                    place=f"{place}: ep",
+                    legal=f"a divisor of {count}",
                 )
             split = strategies[op.name].operands[1].sharded
             if split and (stage.dp * stage.cp) % stage.ep:
                 raise PlanError(
-                    f"{place}: ep={stage.ep} does not divide dp={stage.dp} × cp={stage.cp}, and "
-                    f"the tp={stage.tp} ranks split the matrices of {op.module}; legal: a divisor "
-                    "of it, or whole matrices"
+                    f"={stage.ep} does not divide dp={stage.dp} × cp={stage.cp}, and the "
+                    f"tp={stage.tp} ranks split the matrices of {op.module}",
+                    place=f"{place}: ep",
+                    legal="a divisor of it, or whole matrices",
                 )
         if traits_of(op).experts == "dispatch":
             token_ranks = stage.tp if strategies[op.name].split_factor in TOKEN_FACTORS else 1
             ranks = stage.dp * stage.cp * token_ranks
             if ranks % stage.ep:
                 raise PlanError(
-                    f"{place}: ep={stage.ep} does not divide the {ranks} ranks that have tokens of "
-                    f"their own at {op.key} (dp={stage.dp} × cp={stage.cp} × {token_ranks} of "
-                    f"tp={stage.tp}); legal: a divisor of it, or split the sequence over tp"
+                    f"={stage.ep} does not divide the {ranks} ranks that have tokens of their "
+                    f"own at {op.key} (dp={stage.dp} × cp={stage.cp} × {token_ranks} of "
+                    f"tp={stage.tp})",
+                    place=f"{place}: ep",
+                    legal="a divisor of it, or split the sequence over tp",
                 )
     if (stage.dp * stage.cp * stage.tp) % stage.ep:
         raise PlanError(
-            f"{place}: ep={stage.ep} does not divide its dp={stage.dp} × cp={stage.cp} × "
-            f"tp={stage.tp} ranks"
+            f"={stage.ep} does not divide its dp={stage.dp} × cp={stage.cp} × tp={stage.tp} ranks",
+            place=f"{place}: ep",
+            legal=f"a divisor of {ranks}",
         )
 
 
@@ -173,7 +187,8 @@ def _check_moves(
         for value, source, target in moves:
             if source and target and stays_with_experts(factors, value, source, target):
                 raise PlanError(
-                    f"{place}: {value} goes from {source} to {target} "
-                    f"at {op.key}, but copies of tokens stay with their experts; legal: one state, "
-                    "or ep=1"
+                    f"{value} goes from {source} to {target} at {op.key}, but copies of tokens "
+                    "stay with their experts",
+                    place=place,
+                    legal="one state, or ep=1",
                 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.plan.words import seconds
+from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +24,13 @@ class Relaxation:
         return f"{self.what} ({self.plan}: {seconds(self.step_time_s)} a step)"
 
 
-class InfeasibleError(ValueError):
+class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
     closest; `relaxations`, what would help by itself, the cheapest first."""
+
+    PLACE = "memory of the devices"
+    LEGAL = "plans whose stages fit it"
+    WAY_OUT = "more or larger devices, a smaller batch or model, or fewer overrides"
 
     def __init__(
         self, message: str, shortfall_bytes: Sequence[float], relaxations: Sequence[Relaxation] = ()

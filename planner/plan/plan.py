@@ -10,12 +10,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
+from meshwright.planner.plan.ranges import (
+    PlanError,
+    compress_names,
+    compress_ranks,
+    expand_names,
+    expand_ranks,
+)
+from meshwright.profiles.inputs import parse_json, read_json, shown
+from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
 ZERO = (0, 1, 2, 3)
@@ -24,10 +33,6 @@ PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
 RUNS = {"recompute": RECOMPUTE, "cp": (1,)}
 PRECISIONS = ("fp32", "bf16", "fp16")
-
-
-class PlanError(ValueError):
-    """An illegal plan: names the value, its place, the legal ones and the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +122,7 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan. Raises `PlanError` for a missing or malformed file or a newer format."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"plan file {str(path)!r}: {error.strerror}; `meshwright plan -o FILE` writes one"
-            ) from None
-        except UnicodeDecodeError as error:
-            raise PlanError(f"plan file {str(path)!r}: not a text file ({error.reason})") from None
-        return Plan.from_json(text, name=str(path))
+        return _plan(read_json(path, error=PlanError), str(path))
 
     def to_json(self) -> str:
         """The plan as text: blocks and ranks as ranges, shardings sorted, one mesh a line."""
@@ -170,56 +167,67 @@ class Plan:
 
         Keys and types are checked here, values against each other and the model in `check_plan`.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{name}: line {error.lineno} is not JSON ({error.msg})") from None
-        if not isinstance(data, dict) or "format" not in data:
-            raise PlanError(f"{name}: not a Meshwright plan (no integer 'format')")
-        version = _whole(data["format"], f"{name}: format")
-        if version > FORMAT:
-            raise PlanError(
-                f"{name}: format {version} is newer than the {FORMAT} this version reads; "
-                "upgrade meshwright, or plan again"
-            )
-        _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name)
-        stages = data["stages"]
-        if not isinstance(stages, list) or not stages:
-            raise PlanError(
-                f"{name}: stages={_shown(stages)}; legal: a list of one object per stage"
-            )
-        return Plan(
-            model=_text(data["model"], f"{name}: model"),
-            global_batch_size=_whole(data["global_batch_size"], f"{name}: global_batch_size"),
-            num_microbatches=_whole(data["num_microbatches"], f"{name}: num_microbatches"),
-            schedule=_text(data["schedule"], f"{name}: schedule"),
-            precision=_text(data["precision"], f"{name}: precision"),
-            stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
+        return _plan(parse_json(text, place=name, error=PlanError), name)
+
+
+def _plan(data: Any, name: str) -> Plan:
+    if not isinstance(data, dict) or "format" not in data:
+        raise PlanError(
+            "is no Meshwright plan: no key 'format'",
+            place=name,
+            legal="an object as `meshwright plan -o FILE` writes it",
+            way_out="name another file",
         )
+    version = _whole(data["format"], f"{name}: format")
+    if version > FORMAT:
+        raise PlanError(
+            f"={shown(version)} is newer than this version reads",
+            place=f"{name}: format",
+            legal=f"1 to {FORMAT}",
+            way_out="upgrade meshwright, or plan again",
+        )
+    _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name)
+    stages = data["stages"]
+    if not isinstance(stages, list) or not stages:
+        raise PlanError(
+            f"={shown(stages)}", place=f"{name}: stages", legal="a list of one object per stage"
+        )
+    return Plan(
+        model=_text(data["model"], f"{name}: model"),
+        global_batch_size=_whole(data["global_batch_size"], f"{name}: global_batch_size"),
+        num_microbatches=_whole(data["num_microbatches"], f"{name}: num_microbatches"),
+        schedule=_text(data["schedule"], f"{name}: schedule"),
+        precision=_text(data["precision"], f"{name}: precision"),
+        stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
+    )
 
 
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
-        raise PlanError(f"{place}: {_shown(data)}; legal: an object")
+        raise PlanError(shown(data), place=place, legal="an object")
     _same_keys(data, {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}, place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
-            f'{place}: blocks={_shown(blocks)}; legal: a list of names, e.g. ["embed", "h.0-11"]'
+            f"={shown(blocks)}",
+            place=f"{place}: blocks",
+            legal='a list of names, e.g. ["embed", "h.0-11"]',
         )
     if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep", "dp_shard"} != {"dp", "tp"}:
         raise PlanError(
-            f'{place}: mesh={_shown(mesh)}; legal: {{"dp": n, "tp": n}}, and "cp": n where the '
-            'sequence is split, "ep": n where experts are, "dp_shard": n where ZeRO divides among '
-            "a part of the data axis"
+            f"={shown(mesh)}",
+            place=f"{place}: mesh",
+            legal='{"dp": n, "tp": n}, and "cp": n where the sequence is split, "ep": n where '
+            'experts are, "dp_shard": n where ZeRO divides among a part of the data axis',
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
-            f"{place}: shardings={_shown(shardings)}; legal: an object of glob: decision, e.g. "
-            '{"h.*.mlp.c_fc": "colwise"}'
+            f"={shown(shardings)}",
+            place=f"{place}: shardings",
+            legal='an object of glob: decision, e.g. {"h.*.mlp.c_fc": "colwise"}',
         )
     return StagePlan(
-        blocks=expand_names(blocks),
+        blocks=expand_names(blocks, f"{place}: blocks"),
         ranks=expand_ranks(data["ranks"], place),
         dp=_whole(mesh["dp"], f"{place}: dp"),
         tp=_whole(mesh["tp"], f"{place}: tp"),
@@ -239,90 +247,31 @@ def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
     for policy, names in value.items():
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             raise PlanError(
-                f"{place}: {policy}={_shown(names)}; legal: a list of block names, e.g. "
-                '{"full": ["h.0-5"]}'
+                f"={shown(names)}",
+                place=f"{place}: {policy}",
+                legal='a list of block names, e.g. {"full": ["h.0-5"]}',
             )
-    return {policy: expand_names(names) for policy, names in value.items()}
+    return {policy: expand_names(names, place) for policy, names in value.items()}
 
 
 def _whole(value: Any, place: str, least: int = 1) -> int:
     """An integer from `least`; JSON's true is none. Raises `PlanError`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{place}={_shown(value)}; legal: an integer from {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_ROWS:
+        legal = f"an integer from {least} to {MAX_ROWS}"
+        raise PlanError(f"={shown(value)}", place=place, legal=legal)
     return value
 
 
 def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise PlanError(f"{place}={_shown(value)}; legal: a text")
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        raise PlanError(f"={shown(value)}", place=place, legal=f"a text of up to {MAX_TEXT}")
     return value
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, of at most 60 characters."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _same_keys(data: Mapping[str, Any], expected: set[str], place: str) -> None:
     missing, unknown = sorted(expected - set(data)), sorted(set(data) - expected)
     if missing or unknown:
         parts = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
-        raise PlanError(f"{place}: {', '.join(parts)}; legal keys: {sorted(expected)}")
-
-
-# --- names and ranks, short ----------------------------------------------------------------------
-
-# One spelling per number: without leading zeros, which a range would lose.
-_NUMBER = "(0|[1-9][0-9]*)"
-
-
-def compress_names(names: Sequence[str]) -> list[str]:
-    """`h.0, h.1, h.2, head` -> `h.0-2, head`."""
-    out: list[str] = []
-    run: tuple[str, int, int] | None = None
-    for name in [*names, ""]:
-        match = re.fullmatch(rf"(.*\.){_NUMBER}", name, re.DOTALL)
-        if run and match and match[1] == run[0] and int(match[2]) == run[2] + 1:
-            run = (run[0], run[1], int(match[2]))
-            continue
-        if run:
-            out.append(f"{run[0]}{run[1]}" + (f"-{run[2]}" if run[2] > run[1] else ""))
-        run = (match[1], int(match[2]), int(match[2])) if match else None
-        if not match and name:
-            out.append(name)
-    return out
-
-
-def expand_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The inverse of `compress_names`; what is no ascending range is a name of its own."""
-    out: list[str] = []
-    for name in names:
-        match = re.fullmatch(rf"(.*\.){_NUMBER}-{_NUMBER}", name, re.DOTALL)
-        if match and int(match[2]) < int(match[3]):
-            out += [f"{match[1]}{i}" for i in range(int(match[2]), int(match[3]) + 1)]
-        else:
-            out.append(name)
-    return tuple(out)
-
-
-def compress_ranks(ranks: Sequence[int]) -> str:
-    """`(0, 1, 2, 3, 8)` -> `"0-3,8"`, in the order given."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def expand_ranks(text: Any, place: str = "plan") -> tuple[int, ...]:
-    """The inverse of `compress_ranks`."""
-    out: list[int] = []
-    for part in text.split(",") if isinstance(text, str) else [""]:
-        match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
-        if not match or int(match[2] or match[1]) < int(match[1]):
-            raise PlanError(f'{place}: ranks={_shown(text)}; legal: "0-3" or "0,2,4"')
-        out += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(out)
+        raise PlanError(
+            f"{', '.join(parts):.300}", place=place, legal=f"the keys {', '.join(sorted(expected))}"
+        )

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.costmodel.schedules import stages_of_devices
-from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, compress_ranks
+from meshwright.planner.plan.plan import PLACEMENTS, Plan, StagePlan
+from meshwright.planner.plan.ranges import PlanError, compress_ranks
 
 
 def check_ranks(plan: Plan) -> None:
@@ -26,18 +27,22 @@ def check_ranks(plan: Plan) -> None:
         needed = stage.dp * stage.cp * stage.tp
         if len(stage.ranks) != needed:
             raise PlanError(
-                f"plan: stage {k}: ranks {compress_ranks(stage.ranks) or 'none'} are "
-                f"{len(stage.ranks)}, its mesh dp={stage.dp} × "
-                f"{f'cp={stage.cp} × ' * (stage.cp > 1)}tp={stage.tp} needs {needed}"
+                f" {compress_ranks(stage.ranks) or 'none'} are {len(stage.ranks)}, its mesh "
+                f"{_mesh(stage)} needs {needed}",
+                place=f"plan: stage {k}: ranks",
+                legal=f"{needed} ranks",
+                way_out="change the ranks or the mesh",
             )
     counts = Counter(rank for ranks in plan.devices for rank in ranks)
     twice = sorted(rank for rank, count in counts.items() if count > 1)
     missing = sorted(set(range(plan.num_ranks)) - set(counts))
     if twice or missing:
         raise PlanError(
-            f"plan: ranks must be 0 to {plan.num_ranks - 1}, each in one stage; "
-            f"used twice: {compress_ranks(twice) or 'none'}; "
-            f"missing: {compress_ranks(missing) or 'none'}"
+            f" used twice: {compress_ranks(twice) or 'none'}; missing: "
+            f"{compress_ranks(missing) or 'none'}",
+            place="plan: ranks",
+            legal=f"0 to {plan.num_ranks - 1}, each in one stage",
+            way_out="list every rank once",
         )
     for k, stage in enumerate(plan.stages):
         _check_grid(stage, f"plan: stage {k}")
@@ -46,20 +51,25 @@ def check_ranks(plan: Plan) -> None:
             plan.schedule, num_stages=len(plan.stages), num_devices=len(plan.devices)
         )
     except ValueError as error:
-        raise PlanError(f"plan: {error}") from None
+        raise PlanError.of(error, "plan") from None
     for device, stages in enumerate(placed):
         for k in stages:
             first, stage = plan.stages[stages[0]], plan.stages[k]
             if stage.ranks == first.ranks and _mesh(stage) != _mesh(first):
                 raise PlanError(
-                    f"plan: stage {k}: {_mesh(stage)} on the ranks of stage {stages[0]}, which has "
-                    f"{_mesh(first)}; stages of one device group share its mesh: give them one"
+                    f"{_mesh(stage)} on the ranks of stage {stages[0]}, which has "
+                    f"{_mesh(first)}: stages of one device group share its mesh",
+                    place=f"plan: stage {k}",
+                    legal=_mesh(first),
+                    way_out="give them one",
                 )
             if stage.ranks != plan.devices[device]:
                 raise PlanError(
-                    f"plan: stage {k}: ranks {compress_ranks(stage.ranks)}; "
-                    f"schedule={plan.schedule!r} runs stages {stages} on one group of ranks, here "
-                    f"{compress_ranks(plan.devices[device])}"
+                    f" {compress_ranks(stage.ranks)}: schedule={plan.schedule!r} runs stages "
+                    f"{stages} on one group of ranks",
+                    place=f"plan: stage {k}: ranks",
+                    legal=compress_ranks(plan.devices[device]),
+                    way_out="give them these ranks, or change the schedule",
                 )
 
 
@@ -75,9 +85,11 @@ def _check_grid(stage: StagePlan, place: str) -> None:
         steps = np.unique(np.diff(grid, axis=axis))
         if len(steps) > 1 or (steps < 1).any():
             raise PlanError(
-                f"{place}: ranks {compress_ranks(stage.ranks)}, listed (dp, cp, tp) with tp "
-                f"innermost, are no regular grid: neighbours on {name} are "
-                f"{', '.join(map(str, steps.tolist()))} apart; legal: one distance from 1 per axis"
+                f"ranks {compress_ranks(stage.ranks)}, listed (dp, cp, tp) with tp innermost, "
+                f"are no regular grid: neighbours on {name} are "
+                f"{', '.join(map(str, steps.tolist()))} apart",
+                place=place,
+                legal="one distance from 1 per axis",
             )
 
 
@@ -90,10 +102,13 @@ def placement_of(plan: Plan) -> str:
             return placement
     ranks = "; ".join(compress_ranks(stage.ranks) for stage in groups)
     raise PlanError(
-        f"plan: the device groups have ranks {ranks}, which no placement gives; legal: "
-        f"{PLACEMENTS[0]} (each group consecutive, groups of one size in the order of the "
-        f"pipeline) or {PLACEMENTS[1]} (equal groups of one node take turns, tp·cp "
-        "ranks each)"
+        f"the device groups have ranks {ranks}, which no placement gives",
+        place="plan",
+        legal=(
+            f"{PLACEMENTS[0]} (each group consecutive, groups of one size in the order of the "
+            f"pipeline) or {PLACEMENTS[1]} (equal groups of one node take turns, tp·cp ranks "
+            "each)"
+        ),
     )
 
 

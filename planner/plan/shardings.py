@@ -15,17 +15,36 @@ from functools import lru_cache
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import FOLLOW, Entry
-from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.plan.ranges import PlanError
+from meshwright.profiles.inputs.limits import MAX_TEXT
 
 
 @lru_cache(maxsize=1024)
 def glob(pattern: str) -> re.Pattern[str]:
-    """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots."""
-    parts = [
-        {"**": ".*", "*": "[^.:]*", "?": "[^.:]"}.get(part, re.escape(part))
-        for part in re.split(r"(\*\*|\*|\?)", pattern)
-    ]
-    return re.compile("".join(parts) + r"\Z")
+    """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots.
+
+    Text between wildcards is taken where it is first found, and never looked for again (atomic
+    groups, `(?>...)`): a place further on leaves no more to what comes after it. The expression so
+    takes time quadratic in a name, whatever the number of wildcards. Only what follows the last
+    wildcard of its kind is bound to the end.
+    """
+    if len(pattern) > MAX_TEXT:
+        raise PlanError("is too long", place=f"pattern {pattern:.60}...", legal=f"up to {MAX_TEXT}")
+    *crossed, last = map(_within, re.split(r"(?:\*\*)+", pattern))
+    parts = [first_found for _, first_found in crossed]
+    text = "".join([*parts[:1], *(f"(?>.*?{part})" for part in parts[1:])])
+    return re.compile(f"{text}{'.*?' if crossed else ''}{last[0]}\\Z", re.DOTALL)
+
+
+def _within(pattern: str) -> tuple[str, str]:
+    """A pattern without `**`, as it stands at the end of a name and elsewhere."""
+    first, *rest = (
+        "".join("[^.:]" if c == "?" else re.escape(c) for c in part)
+        for part in re.split(r"\*+", pattern)
+    )
+    found = [f"(?>[^.:]*?{part})" for part in rest]
+    end = "".join([first, *found[:-1], *(f"[^.:]*{part}" for part in rest[-1:])])
+    return end, "".join([first, *found])
 
 
 def resolve_shardings(
@@ -58,7 +77,12 @@ def check_matched(
     """Raise `PlanError`, with the nearest names, for a pattern that is not among those matched."""
     for pattern in shardings:
         if pattern not in matched:
-            raise PlanError(f"{place}: sharding {pattern!r} {_no_match(graph, blocks, pattern)}")
+            raise PlanError(
+                " matches nothing",
+                place=f"{place}: sharding {pattern!r}",
+                legal=_named(graph, blocks, pattern),
+                way_out="correct or drop the pattern",
+            )
 
 
 def resolve_block(
@@ -68,12 +92,15 @@ def resolve_block(
     decision that can't be read."""
     entries: dict[str, Entry] = {}
     matched: set[str] = set()
-    order = sorted(shardings, key=lambda p: (len(p.replace("*", "")), p))
+    order = sorted(shardings, key=lambda p: (_length(p), p))
+    last: dict[str, str] = {}
     compiled = [(p, glob(p), ":" in p) for p in order]
     for op in block.ops:
         for pattern, regex, exact in compiled:
             named = op.key if exact else op.module if traits_of(op).main else ""
             if named and regex.match(named):
+                _check_order(shardings, last.get(op.name), pattern, named, place)
+                last[op.name] = pattern
                 entries[op.name] = _entry(shardings[pattern], pattern, place)
                 matched.add(pattern)
     named_ops = frozenset(matched)
@@ -88,34 +115,56 @@ def resolve_block(
     return entries, frozenset(matched)
 
 
-def _no_match(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
-    """The reason why a pattern matches nothing: no matrix product in the module, or no name."""
+def _length(pattern: str) -> int:
+    return len(pattern.replace("*", ""))
+
+
+def _check_order(
+    shardings: Mapping[str, str], before: str | None, pattern: str, name: str, place: str
+) -> None:
+    """Raise `PlanError` where two patterns of one length give a name different decisions."""
+    if before is None or _length(before) < _length(pattern):
+        return
+    if shardings[before].split() != shardings[pattern].split():
+        raise PlanError(
+            f" contradicts {before!r}: both name {name}, as {shardings[pattern]!r} and "
+            f"{shardings[before]!r}",
+            place=f"{place}: sharding {pattern!r}",
+            legal="one decision, or a longer pattern for the exception",
+            way_out="drop one of the two, or make one longer",
+        )
+
+
+def _named(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
+    """What a pattern that matches nothing may name: the operators of the module that it names, or
+    the nearest names."""
     ops = [op for block in blocks for op in block.ops]
     inside = [op.key for op in ops if glob(pattern).match(op.module)]
     if inside:
         return (
-            "names a module without matrix product or embedding; name its operator instead, one "
-            f"of {', '.join(dict.fromkeys(inside[:8]))}"
+            "a module with a matrix product or embedding, or an operator of this one: "
+            f"{', '.join(dict.fromkeys(inside[:8]))}"
         )
     names = {op.key for op in ops} if ":" in pattern else {op.module for op in ops}
     names |= {graph.parameters[value] for block in blocks for value in block.parameters}
     if "*" in pattern:
         names = {re.sub(r"(?<=\.)\d+(?=[.:]|$)", "*", name) for name in names}
     near = difflib.get_close_matches(pattern, sorted(names - {""}), n=3, cutoff=0.3)
-    return f"matches no module, operator or parameter; nearest: {', '.join(near) or 'none'}"
+    return f"a module, operator or parameter; nearest: {', '.join(near) or 'none'}"
 
 
 def _entry(text: str, pattern: str, place: str) -> Entry:
     wanted = re.sub(r"\s*->\s*", "->", text.replace("@tp", "").strip())
     if not wanted:
         raise PlanError(
-            f"{place}: sharding {pattern!r} is empty; legal: a strategy (colwise), a state "
-            f"(-> S(1)), both (colwise -> S(1)), or {FOLLOW}"
+            f"sharding {pattern!r} is empty",
+            place=place,
+            legal=f"a strategy (colwise), a state (-> S(1)), both (colwise -> S(1)), or {FOLLOW}",
         )
     try:
         return Entry.parse(wanted)
     except ValueError as error:
-        raise PlanError(f"{place}: sharding {pattern!r}: {error}") from None
+        raise PlanError.of(error, f"{place}: sharding {pattern!r:.80}") from None
 
 
 def _is_state(text: str) -> bool:

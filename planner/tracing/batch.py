@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.planner.batch import batch_rows, input_leaves, is_number, split_batch
 from meshwright.planner.tracing.numbers import DTYPES, Number
+from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class FakeBatch:
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
-            raise ValueError(f"batch_size={batch_size!r}; legal: an integer from 1")
+            raise MeshwrightError(f"={batch_size!r}", place="batch_size", legal="an integer from 1")
         mode = FakeTensorMode()
         named, spec = input_leaves(example_inputs)
         inputs: list[tuple[str, bool]] = []
@@ -60,9 +61,11 @@ class FakeBatch:
         fixed: dict[str, Any] = {}
         for path, leaf in named:
             if isinstance(leaf, np.ndarray):
-                raise ValueError(
-                    f"example_inputs: {path!r} is a numpy array, which would be fixed in the plan; "
-                    "pass torch.from_numpy of it"
+                raise MeshwrightError(
+                    f"{path!r} is a numpy array, which would be fixed in the plan",
+                    place="example_inputs",
+                    legal="tensors",
+                    way_out="pass torch.from_numpy of it",
                 )
             if is_number(leaf) and path not in fix:
                 numbers[path] = float if isinstance(leaf, float) else int
@@ -119,9 +122,13 @@ def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = sorted(kwargs) if kwargs else f"{len(args)} positional"
-        raise ValueError(
-            f"example_inputs do not fit {type(model).__name__}.forward: {error}. Given: {given}; "
-            f"its parameters are {list(signature.parameters)}. Name the entries of the dict after "
-            "them, or pass a tuple in their order; targets go with a loss_fn of (output, targets)"
+        given = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
+        raise MeshwrightError(
+            f" do not fit {type(model).__name__}.forward: {error}. Given: {given}",
+            place="example_inputs",
+            legal=f"its parameters, {list(signature.parameters)}",
+            way_out=(
+                "Name the entries of the dict after them, or pass a tuple in their order; "
+                "targets go with a loss_fn of (output, targets)"
+            ),
         ) from None

@@ -256,8 +256,9 @@ class _Converter:
             device, enabled, body, args = node.args[0], node.args[2], node.args[4], node.args[5:]
             if enabled and device != "cpu":
                 raise TraceError(
-                    f"an autocast region for {device!r} at {where(node)}: its casts can't be "
-                    "recorded; drop it and choose precision='bf16', or use torch.autocast('cpu')"
+                    "its casts can't be recorded",
+                    place=f"an autocast region for {device!r} at {where(node)}",
+                    way_out="drop it and choose precision='bf16', or use torch.autocast('cpu')",
                 )
             inner = Environment(grad=environment.grad, autocast=bool(enabled))
         else:

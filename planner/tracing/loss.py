@@ -119,9 +119,13 @@ def _check_same_kind(name: str, before: torch.Tensor, after: Any) -> None:
         return
     now = (tuple(after.shape), after.dtype) if tensor else after
     raise TraceError(
-        f"the forward makes buffer {name!r}, of {tuple(before.shape)} and {before.dtype}, {now}: a "
-        "planned model keeps its buffers' shapes and dtypes. Ways out: register it as the forward "
-        "leaves it; where it has the rows of a batch, keep one row of it, or pass it in the batch"
+        f" becomes {now}; a planned model keeps its buffers' shapes and dtypes",
+        place=f"the forward: buffer {name!r}, of {tuple(before.shape)} and {before.dtype}",
+        legal="its shape and dtype",
+        way_out=(
+            "Ways out: register it as the forward leaves it; where it has the rows of a batch, "
+            "keep one row of it, or pass it in the batch"
+        ),
     )
 
 

@@ -58,6 +58,7 @@ from meshwright.planner.tracing.user_module import (
     user_frame,
 )
 from meshwright.planner.tracing.values import mixed_operands
+from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,13 @@ def trace(
     source line where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
     """
     if precision not in DTYPES:
-        raise ValueError(f"precision={precision!r}; legal: {', '.join(DTYPES)}")
+        raise MeshwrightError(f"={precision!r}", place="precision", legal=DTYPES)
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise ValueError(
-            "loss_fn has parameters of its own; make it a part of the model, which then returns "
-            "the loss"
+        raise MeshwrightError(
+            " has parameters of its own",
+            place="loss_fn",
+            legal="a function, or a module without parameters",
+            way_out="make it a part of the model, which then returns the loss",
         )
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     FakeBatch.of(example_inputs, DTYPES[precision], batch_size)
@@ -139,7 +142,8 @@ class _Tracer:
                 first = first or error
                 leaves = more_leaves(self.model, leaves, error)
                 if not leaves or self.batch.asked:
-                    raise first if first is error else _no_leaf(first, error) from None
+                    whole = first if first is error else _no_leaf(first, error)
+                    raise whole from first.__cause__  # the user's own, if it is one
 
     def graph(self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]) -> Graph:
         """The graph by `torch.export`. Raises `TraceError`, `Irregular` where `groups` do not prove
@@ -217,7 +221,8 @@ def _export(
             if module.watch.left - module.watch.written_first:
                 _check_second_forward(module, make, dtype)
         except (TraceError, Irregular, KeptTensors) as error:
-            raise (first if symbolic and first else error) from None
+            chosen = first if symbolic and first else error
+            raise chosen from chosen.__cause__
         except Exception as error:  # whatever export raises, another strategy may work
             log.debug("tracing failed", exc_info=True)
             first = first or _failure(error, module)

@@ -14,18 +14,18 @@ the group fills its nodes, for their NICs are shared; inside a node, links are e
 
 from __future__ import annotations
 
-import csv
-import math
 import os
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.measure.cells import csv_rows, number, whole
 from meshwright.profiles.timings import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -96,7 +96,9 @@ def read_nccl_tests(
     nor printed, for a log without a table, and for a number that can't be read.
     """
     if ranks < 2 or not 1 <= nodes <= ranks:
-        raise ValueError(f"{source}: {ranks} ranks on {nodes} nodes; legal: 2 or more, on 1 to all")
+        raise MeshwrightError(
+            f"{ranks} ranks on {nodes} nodes", place=source, legal="2 or more, on 1 to all"
+        )
     kind = _collective_of(text, collective, source)
     gpus = [listed["gpu"] for _, listed in _listed_ranks(text)]
     rows = [
@@ -113,9 +115,11 @@ def read_nccl_tests(
         for size, time_us, in_place in _log_lines(text, source)
     ]
     if not rows:
-        raise ValueError(
-            f"{source}: no line of an nccl-tests table in {len(text.splitlines())} lines; a line "
-            f"has size count type redop [root], then time algbw busbw #wrong twice"
+        raise MeshwrightError(
+            f"no line of an nccl-tests table in {len(text.splitlines())} lines",
+            place=source,
+            legal="lines of size count type redop [root], then time algbw busbw #wrong twice",
+            way_out="name the log of a run of nccl-tests",
         )
     return rows
 
@@ -136,11 +140,19 @@ def world_of_log(
         world = (len(hosts), len(set(hosts.values())))
         for name, given, found in zip(("ranks", "nodes"), (ranks, nodes), world, strict=True):
             if given not in (None, found):
-                raise ValueError(f"{source}:{first}: {name} is {given}, but the log lists {found}")
+                raise MeshwrightError(
+                    f" is {given}, but the log lists {found}",
+                    place=f"{source}:{first}: {name}",
+                    legal=found,
+                    way_out=f"leave --{name} out",
+                )
         return world
     if ranks is None or nodes is None:
-        raise ValueError(
-            f"{source}: the log lists no ranks; give both --ranks N and --nodes K of that run"
+        raise MeshwrightError(
+            "the log lists no ranks",
+            place=source,
+            legal="a header that lists them, or --ranks and --nodes",
+            way_out="give both --ranks N and --nodes K of that run",
         )
     return ranks, nodes
 
@@ -153,27 +165,27 @@ def read_collectives_csv(path: str | os.PathLike[str]) -> list[CollectiveRow]:
     """
     place = Path(path)
     rows = []
-    for line, cells in _csv_rows(place, _COLLECTIVE_COLUMNS):
+    for line, cells in csv_rows(place, _COLLECTIVE_COLUMNS):
         if not cells["size_bytes"] or not cells["time_us"]:
             continue
         where = f"{place}:{line}"
         kind = cells["collective"]
         if kind not in COLLECTIVES:
-            raise ValueError(f"{where}: collective is {kind!r}; legal: {', '.join(COLLECTIVES)}")
+            raise MeshwrightError(f" is {kind!r}", place=f"{where}: collective", legal=COLLECTIVES)
         convention = cells["size_convention"]
         if not convention.startswith(_CONVENTIONS):
-            raise ValueError(
-                f"{where}: size_convention is {convention!r}; legal: {', '.join(_CONVENTIONS)}"
+            raise MeshwrightError(
+                f" is {convention!r}", place=f"{where}: size_convention", legal=_CONVENTIONS
             )
-        n_gpus = _whole(cells["n_gpus"], f"{where}: n_gpus")
-        size = _number(cells["size_bytes"], f"{where}: size_bytes")
+        n_gpus = whole(cells["n_gpus"], f"{where}: n_gpus")
+        size = number(cells["size_bytes"], f"{where}: size_bytes")
         rows.append(
             CollectiveRow(
                 collective=kind,
                 n_gpus=n_gpus,
-                nodes=_whole(cells["nodes"], f"{where}: nodes"),
+                nodes=whole(cells["nodes"], f"{where}: nodes"),
                 size_bytes=_tensor_bytes(kind, size, n_gpus),
-                time_s=_number(cells["time_us"], f"{where}: time_us") * 1e-6,
+                time_s=number(cells["time_us"], f"{where}: time_us") * 1e-6,
                 source=cells["source"],
                 gpu=cells["gpu"],
                 inter_link=cells["inter_link"],
@@ -190,20 +202,22 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
     """
     place = Path(path)
     rows = []
-    for line, cells in _csv_rows(place, _GEMM_COLUMNS):
+    for line, cells in csv_rows(place, _GEMM_COLUMNS):
         where = f"{place}:{line}"
         given = [name for name in ("m", "n", "k") if cells[name]]
         if len(given) not in (0, 3):
-            raise ValueError(f"{where}: of m, n and k only {given}; legal: all three or none")
-        m, n, k = (_whole(cells[name], f"{where}: {name}") if given else 0 for name in "mnk")
+            raise MeshwrightError(
+                f"of m, n and k only {given}", place=where, legal="all three or none"
+            )
+        m, n, k = (whole(cells[name], f"{where}: {name}") if given else 0 for name in "mnk")
         groups = cells["groups"]
         rows.append(
             GemmRow(
                 gpu=cells["gpu"],
                 dtype=cells["dtype"],
                 shape=(m, n, k) if given else None,
-                groups=_whole(groups, f"{where}: groups") if groups else 1,
-                flops_per_s=_number(cells["tflops"], f"{where}: tflops") * 1e12,
+                groups=whole(groups, f"{where}: groups") if groups else 1,
+                flops_per_s=number(cells["tflops"], f"{where}: tflops") * 1e12,
                 source=cells["source"],
             )
         )
@@ -313,19 +327,29 @@ def _collective_of(text: str, given: str | None, source: str) -> str:
     """The collective of a log, from its program's name or as given. Raises ValueError where both
     differ or are missing."""
     if given is not None and given not in COLLECTIVES:
-        raise ValueError(f"{source}: collective is {given!r}; legal: {', '.join(COLLECTIVES)}")
+        raise MeshwrightError(f" is {given!r}", place=f"{source}: collective", legal=COLLECTIVES)
     programs = re.findall(r"\b(\w+?)_perf\b", text)
     printed = {_PROGRAMS[program] for program in programs if program in _PROGRAMS}
     if len(printed) > 1:
-        raise ValueError(
-            f"{source}: the log is of {' and '.join(sorted(printed))}; give each run a file"
+        raise MeshwrightError(
+            f"the log is of {' and '.join(sorted(printed))}",
+            place=source,
+            legal="one collective",
+            way_out="give each run a file",
         )
     if given and printed and printed != {given}:
-        raise ValueError(f"{source}: collective is {given!r}, but the log is of {printed.pop()!r}")
+        raise MeshwrightError(
+            f" is {given!r}, but the log is of {printed.pop()!r}",
+            place=f"{source}: collective",
+            legal=printed,
+            way_out="leave --collective out",
+        )
     if not printed and not given:
-        raise ValueError(
-            f"{source}: the log doesn't say which collective it measured; pass collective= "
-            f"(--collective), one of {', '.join(COLLECTIVES)}"
+        raise MeshwrightError(
+            "the log doesn't say which collective it measured",
+            place=source,
+            legal=COLLECTIVES,
+            way_out="pass collective= (--collective)",
         )
     return given or printed.pop()
 
@@ -334,52 +358,18 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
     """(bytes, microseconds, in place) of every line that begins with a number."""
     for line, content in enumerate(text.splitlines(), start=1):
         columns = content.split()
-        if not columns or not columns[0].isdigit():
+        if not columns or not re.fullmatch("[0-9]{1,15}", columns[0]):
             continue
         where, legal = f"{source}:{line}", " or ".join(map(str, _LOG_COLUMNS))
         if len(columns) not in _LOG_COLUMNS:
-            raise ValueError(f"{where}: {len(columns)} columns; legal: {legal}")
+            raise MeshwrightError(f"{len(columns)} columns", place=where, legal=legal)
         if not int(columns[0]):  # a line of 0 bytes moved nothing
             continue
         for in_place, column in _TIME_COLUMNS.items():
             what = f"{where}: column {len(columns) + column + 1} (time)"
-            yield float(columns[0]), _number(columns[column], what), in_place
+            yield float(columns[0]), number(columns[column], what), in_place
 
 
 def _tensor_bytes(collective: str, size: float, ranks: int) -> float:
     """Bytes of the full tensor, from one rank's buffer for an all-to-all."""
     return size * ranks if collective == "all_to_all" else size
-
-
-def _csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """Line number and cells of every row."""
-    with place.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            missing = [name for name in needed if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ValueError(f"{place}:1: no column {', '.join(missing)}; needed: {needed}")
-            for cells in reader:
-                for name in needed:
-                    if cells[name] is None:
-                        raise ValueError(f"{place}:{reader.line_num}: the row ends before {name}")
-                yield reader.line_num, cells
-        except (csv.Error, UnicodeDecodeError) as error:
-            where = f"{place}:{reader.line_num + 1}"
-            raise ValueError(f"{where}: not a row of a CSV file in UTF-8 ({error})") from None
-
-
-def _number(text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{what} is {text!r}; legal: a finite number above 0")
-    return value
-
-
-def _whole(text: str, what: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{what} is {text!r}; legal: a whole number, 1 or more")
-    return int(text)

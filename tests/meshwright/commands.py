@@ -39,6 +39,10 @@ def alone():
     return nn.Linear(2, 2)
 
 
+def raises():
+    raise KeyError("the user's own")
+
+
 value = 3
 """
 

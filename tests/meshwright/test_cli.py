@@ -68,10 +68,7 @@ def test_the_prices_are_for_the_software_that_is_named(capsys: Captured, softwar
 
 
 def test_software_that_is_not_known_is_refused_with_the_known(capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([*FOUR, "--target", "abacus"])
-    assert stopped.value.code == 1
-    assert "'abacus' (choose from" in capsys.readouterr().err
+    assert "'abacus' (choose from" in failed(capsys, [*FOUR, "--target", "abacus"])
 
 
 def test_overrides_are_flags(capsys: Captured) -> None:
@@ -107,13 +104,13 @@ def test_shardings_are_flags(capsys: Captured) -> None:
     ("flags", "says"),
     [
         (["--tp", "3"], "override tp=3: 3 does not divide the cluster's 8 devices"),
-        (["--zero", "4"], "override zero=4: legal: 0, 1, 2, 3"),
-        (["--schedule", "1b1f"], "override schedule='1b1f': legal: "),
+        (["--zero", "4"], "override zero=4; legal: 0, 1, 2, 3"),
+        (["--schedule", "1b1f"], "override schedule='1b1f'; legal: "),
         (["--forbid", "tpp"], "did you mean 'tp'?"),
         (["--tp", "2", "--forbid", "tp"], "tp=2 contradicts forbid='tp'"),
-        (["--sharding", "0"], "--sharding '0': expected GLOB=DECISION"),
-        (["--sharding", "=colwise"], "expected GLOB=DECISION"),
-        (["--sharding", "9=colwise"], "sharding '9' matches no module"),
+        (["--sharding", "0"], "--sharding '0': no decision; legal: GLOB=DECISION"),
+        (["--sharding", "=colwise"], "legal: GLOB=DECISION"),
+        (["--sharding", "9=colwise"], "sharding '9' matches nothing; legal: a module"),
     ],
 )
 def test_bad_overrides(capsys: Captured, flags: list[str], says: str) -> None:
@@ -131,9 +128,9 @@ def test_a_model_too_large_exits_with_2(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("cli_targets", "expected module:function"),
+        ("cli_targets", "names no function; legal: module:function"),
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("cli_targets:mpl", "has no function 'mpl'; nearest: mlp"),
+        ("cli_targets:mpl", "has no function 'mpl'; legal: a function of the module; nearest: mlp"),
         ("cli_targets:value", "has no function 'value'"),
         ("cli_targets:alone", "returned a Linear; legal: a tuple (model, example_inputs)"),
     ],
@@ -141,6 +138,19 @@ def test_a_model_too_large_exits_with_2(capsys: Captured) -> None:
 def test_bad_target(capsys: Captured, target: str, says: str) -> None:
     err = failed(capsys, ["plan", target, "--batch", "4"])
     assert err.startswith("error: ") and says in err
+
+
+def test_the_users_own_error_shows_its_traceback_once(capsys: Captured) -> None:
+    assert main(["plan", "cli_targets:raises", "--batch", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("Traceback (most recent call last)") == 1
+    assert err.count('raise KeyError("the user\'s own")') == 1 and "in raises" in err
+    assert "error: model 'cli_targets:raises': raised KeyError" in err.splitlines()[-1]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(capsys: Captured) -> None:
+    err = failed(capsys, [*FOUR, "-o", "no/such/plan.json"])
+    assert "--output 'no/such/plan.json'; legal: a file in a folder that exists" in err
 
 
 @pytest.mark.parametrize(
@@ -170,11 +180,8 @@ def test_bad_cluster(capsys: Captured, cluster: str, says: str) -> None:
     ],
 )
 def test_a_wrong_command_line_exits_with_1(capsys: Captured, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 1
-    out, err = capsys.readouterr()
-    assert out == "" and "usage: meshwright" in err
+    err = failed(capsys, arguments)
+    assert "legal: meshwright" in err and "--help" in err
 
 
 def test_help_exits_with_0(capsys: Captured) -> None:

@@ -52,10 +52,10 @@ def test_flags_are_overrides(flags: str, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--zero 1 --zero head=0", "--zero 1, head=0: legal: one VALUE for all blocks, or GLOB="),
-        ("--tp 2 --tp 4", "--tp 2, 4: legal: one VALUE"),
-        ("--dp-shard h=2 --dp-shard h=4", "--dp-shard h=2, h=4: legal: .* once per glob"),
-        ("--sharding colwise", "--sharding 'colwise': expected GLOB=DECISION"),
+        ("--zero 1 --zero head=0", "--zero 1, head=0; legal: one VALUE for all blocks, or GLOB="),
+        ("--tp 2 --tp 4", "--tp 2, 4; legal: one VALUE"),
+        ("--dp-shard h=2 --dp-shard h=4", "--dp-shard h=2, h=4; legal: .* once per glob"),
+        ("--sharding colwise", "--sharding 'colwise': no decision; legal: GLOB=DECISION"),
     ],
 )
 def test_values_that_cannot_be_merged_are_named(flags: str, says: str) -> None:
@@ -72,9 +72,9 @@ def test_what_is_no_number_is_refused_with_the_form(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--zero 4", "zero=4: legal: 0, 1, 2, 3"),
+        ("--zero 4", "zero=4; legal: 0, 1, 2, 3"),
         ("--recompute h=some", "recompute=.*legal: none, selective, pointwise"),
-        ("--placement pp,dp,tp", "placement='pp,dp,tp': legal: tp,dp,pp"),
+        ("--placement pp,dp,tp", "placement='pp,dp,tp'; legal: tp,dp,pp"),
         ("--tp 2 --forbid tp", "tp=2 contradicts forbid='tp'"),
     ],
 )

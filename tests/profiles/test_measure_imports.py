@@ -81,7 +81,7 @@ class TestNcclTests:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            (HEAD + LINES, "doesn't say which collective it measured; pass collective="),
+            (HEAD + LINES, "doesn't say which collective it measured; .*pass collective="),
             ("all_reduce_perf\n" + HEAD, "run.log: no line of an nccl-tests table in 8 lines"),
             (
                 "all_reduce_perf\n1024 256 float sum -1 fast 1 1 0 5 1 1 0",

@@ -42,14 +42,19 @@ def check_rule(
     for what, terms, tensors in (("takes", left, operands), ("gives", right, results)):
         if len(terms) > len(tensors):
             raise LeafError(
-                f"leaf {leaf.name}: rule {leaf.rule!r} has {len(terms)} terms for what it {what}, "
-                f"which are {len(tensors)} tensors ({takes})"
+                f"rule {leaf.rule!r} has {len(terms)} terms for what it {what}, which are "
+                f"{len(tensors)} tensors ({takes})",
+                place=f"leaf {leaf.name}",
+                legal=f"{len(tensors)} terms",
             )
     try:
         factors = factors_of_spec(leaf.rule, leaf.sums, op, *sides)
     except Misfit as error:
         raise LeafError(
-            f"leaf {leaf.name}: rule {leaf.rule!r} does not fit: {error}; {takes}"
+            f"rule {leaf.rule!r} does not fit: {error}",
+            place=f"leaf {leaf.name}",
+            legal=takes,
+            way_out="change the rule",
         ) from None
     assert isinstance(leaf.program, Program)
     if runs:
@@ -91,9 +96,14 @@ def _check_part(
             return
         problem = f"gives {shapes} where {expected} is a part of what it gives"
     raise LeafError(
-        f"leaf {leaf.name}: rule {leaf.rule!r} splits {letter!r}, but on one of {parts} parts "
-        f"({_shapes(operand_parts)}) the forward {problem}; take sizes from the tensors "
-        "(x.shape), not from attributes or arguments, or write _ for a dim that stays whole"
+        f"rule {leaf.rule!r} splits {letter!r}, but on one of {parts} parts "
+        f"({_shapes(operand_parts)}) the forward {problem}",
+        place=f"leaf {leaf.name}",
+        legal="a letter that the forward can be split by",
+        way_out=(
+            "take sizes from the tensors (x.shape), not from attributes or arguments, or write "
+            "_ for a dim that stays whole"
+        ),
     )
 
 

@@ -44,6 +44,7 @@ from meshwright.planner.tracing.user_module import (
     hooked,
     taken_hooks,
 )
+from meshwright.profiles.inputs import MeshwrightError
 
 # class or function -> hash of a call's key (which keeps nothing alive) -> why the rule is taken on
 # trust there, "" where it was tried: what was checked in this process
@@ -80,9 +81,11 @@ class LeafRecorder:
         self.classes: dict[str, tuple[nn.Module, type]] = {}
         self.hooks: dict[str, dict[str, Any]] = {}  # of the leaves' own modules
         if declared(model) is not None:
-            raise ValueError(
-                f"leaf: {type(model).__name__} is the whole model, of which nothing would be left "
-                "to plan; declare the modules in it that can't be traced"
+            raise MeshwrightError(
+                f"{type(model).__name__} is the whole model, of which nothing would be left to "
+                "plan",
+                place="leaf",
+                way_out="declare the modules in it that can't be traced",
             )
 
     # --- the copy ---

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.rules import summable
+from meshwright.profiles.inputs import MeshwrightError
 
 ATTRIBUTE = "_meshwright_leaf"
 Amount = float | Callable[..., float]
+
+RULES = "terms for what it takes, '->', terms for what it gives, e.g. 'b _ d, d -> b _ d'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +88,15 @@ def leaf(
     than those that no result has.
     """
     if rule and rule.count("->") != 1:
-        raise ValueError(
-            f"leaf: rule={rule!r}; legal: terms for what it takes, '->', terms for what it gives, "
-            "e.g. 'b _ d, d -> b _ d'"
-        )
+        raise MeshwrightError(f"={rule!r}", place="leaf: rule", legal=RULES)
     legal = summable(rule) if rule else set()
     if wrong := sorted(set(sums.split()) - legal):
-        raise ValueError(
-            f"leaf: sums={sums!r}: {', '.join(map(repr, wrong))} can't be summed; legal: letters "
-            f"of the rule that no result has, here {', '.join(sorted(legal)) or 'none'}"
+        raise MeshwrightError(
+            f"={sums!r}: {', '.join(map(repr, wrong))} can't be summed",
+            place="leaf: sums",
+            legal=(
+                f"letters of the rule that no result has, here {', '.join(sorted(legal)) or 'none'}"
+            ),
         )
     declaration = Declaration(
         rule=rule, sums=sums, flops=flops, saved_bytes=saved_bytes, result=result
@@ -109,14 +112,17 @@ def _declare(target: Any, declaration: Declaration) -> Any:
         setattr(target, ATTRIBUTE, declaration)
         return target
     if isinstance(getattr(target, "__self__", None), nn.Module):
-        raise ValueError(
-            f"leaf: {target!r} is a method, whose module's parameters would not be seen; declare "
-            "the module, or a function that takes the parameters as arguments"
+        raise MeshwrightError(
+            f"{target!r} is a method, whose module's parameters would not be seen",
+            place="leaf",
+            legal="a module or a function",
+            way_out="declare the module, or a function that takes the parameters as arguments",
         )
     if isinstance(target, type) or not callable(target):
-        raise ValueError(
-            f"leaf: {target!r}; legal: a module, a class of modules, an autograd.Function, a "
-            "function"
+        raise MeshwrightError(
+            f"{target!r}",
+            place="leaf",
+            legal="a module, a class of modules, an autograd.Function, a function",
         )
 
     @functools.wraps(target)

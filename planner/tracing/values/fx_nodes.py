@@ -57,7 +57,7 @@ ONE_DTYPE = frozenset({
 
 
 def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> str | None:
-    """The first matrix product or convolution outside of autocast whose floating operands differ in
+    """The first matrix product or convolution outside of autocast whose operands differ in
     dtype, which no device computes: its source line and dtypes; None without one. `autocast` says
     whether the program was exported under it."""
     modules = dict(program.graph_module.named_modules())
@@ -75,9 +75,9 @@ def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> 
         for node in module.graph.nodes:
             vals = [n.meta.get("val") for n in node.all_input_nodes]
             dtypes = {v.dtype for v in vals if isinstance(v, torch.Tensor)}
-            floating = {str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point}
-            if _short(node) in ONE_DTYPE and len(floating) > 1:
-                return f"{where(node)} {_short(node)} meets {' and '.join(sorted(floating))}"
+            names = sorted(str(d).removeprefix("torch.") for d in dtypes)
+            if _short(node) in ONE_DTYPE and len(names) > 1:
+                return f"{where(node)} {_short(node)} meets {' and '.join(names)}"
     return None
 
 
@@ -85,8 +85,9 @@ def check_dense(node: fx.Node) -> None:
     """Raise `TraceError` for an embedding whose gradient would be a sparse tensor."""
     if str(node.target) == "aten.embedding.default" and node.args[4:5] == (True,):
         raise TraceError(
-            f"at {where(node)} an embedding has sparse=True: gradients are reduced and handed over "
-            "as dense tensors; drop it, and take a dense optimizer"
+            "gradients are reduced and handed over as dense tensors",
+            place=f"at {where(node)} an embedding has sparse=True",
+            way_out="drop it, and take a dense optimizer",
         )
 
 

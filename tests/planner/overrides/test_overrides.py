@@ -62,7 +62,7 @@ def test_degrees_are_integers_from_one(name: str, value: Any) -> None:
     ],
 )
 def test_choices_name_what_is_legal(name: str, value: Any, legal: str) -> None:
-    with pytest.raises(OverrideError, match=rf"override {name}={value!r}: legal: .*{legal}"):
+    with pytest.raises(OverrideError, match=rf"override {name}={value!r}; legal: .*{legal}"):
         Overrides(**{name: value})
 
 
@@ -97,15 +97,15 @@ def test_everything_that_can_be_decided_can_be_forbidden() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"forbid": ["tpp"]}, "forbid='tpp': legal: .*did you mean 'tp'"),
-        ({"forbid": ["quantum"]}, "forbid='quantum': legal: tp, dp, pp"),
-        ({"forbid": [None]}, "forbid=None: legal"),
-        ({"forbid": "tp"}, r"forbid='tp': legal: a list of names, forbid=\['tp'\]"),
-        ({"stages": []}, r"stages=\[\]: legal: a list of block names per stage"),
-        ({"stages": "embed"}, "stages='embed': legal"),
-        ({"stages": ["embed", "head"]}, r"stages\[0\]='embed': legal"),
-        ({"stages": [["embed"], []]}, r"stages\[1\]=\[\]: legal"),
-        ({"stages": [["embed"], [1]]}, r"stages\[1\]=\[1\]: legal"),
+        ({"forbid": ["tpp"]}, "forbid='tpp'; legal: .*did you mean 'tp'"),
+        ({"forbid": ["quantum"]}, "forbid='quantum'; legal: tp, dp, pp"),
+        ({"forbid": [None]}, "forbid=None; legal"),
+        ({"forbid": "tp"}, r"forbid='tp'; legal: a list of names, e.g. forbid=\['tp'\]"),
+        ({"stages": []}, r"stages=\[\]; legal: a list of block names per stage"),
+        ({"stages": "embed"}, "stages='embed'; legal"),
+        ({"stages": ["embed", "head"]}, r"stages\[0\]='embed'; legal"),
+        ({"stages": [["embed"], []]}, r"stages\[1\]=\[\]; legal"),
+        ({"stages": [["embed"], [1]]}, r"stages\[1\]=\[1\]; legal"),
         ({"shardings": [("head", "colwise")]}, "shardings=.*legal: a dict of glob: decision"),
         ({"shardings": {"head": 1}}, "shardings=.*legal: a dict"),
         ({"shardings": {1: "colwise"}}, "shardings=.*legal: a dict"),
@@ -246,7 +246,7 @@ def test_degrees_must_fit_the_devices() -> None:
         ),
         ({"stages": [["a"]] * 6}, "pp=6: the model has 5 blocks"),
         ({"tp": {"a": 16}}, r"tp=\{'a': 16\}: more than the cluster's 8 devices"),
-        ({"cp": 2}, "cp=2 can be planned, but not run yet; the executor runs 1"),
+        ({"cp": 2}, "cp=2 can be planned, but not run yet; legal: 1"),
         (
             {"dp": 2, "microbatch_size": 2, "num_microbatches": 2},
             "the product 8 is not global_batch_size=16; legal: 16;",

@@ -103,11 +103,11 @@ def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tp": {"enk.**": 2}}, r"tp=\{'enk\.\*\*': 2\}: no block 'enk\.\*\*'; nearest: .*enc"),
-        ({"zero": {"haed": 1}}, r"zero=\{'haed': 1\}: no block 'haed'; nearest: head"),
+        ({"tp": {"enk.**": 2}}, r"tp=\{'enk\.\*\*': 2\}: no block 'enk\.\*\*'; .*nearest: .*enc"),
+        ({"zero": {"haed": 1}}, r"zero=\{'haed': 1\}: no block 'haed'; .*nearest: head"),
         (
             {"recompute": {"enc.layers.1-3": "full"}},
-            r"no block 'enc.layers.3'; nearest: enc.* legal: embed, enc.layers.0-2, dec.layers.0-2",
+            r"no block 'enc.layers.3'; legal: embed, enc.layers.0-2, dec.layers.0-2.*nearest: enc",
         ),
         (
             {"tp": {"**": 2, "head": 4}},
@@ -251,7 +251,7 @@ def test_what_runs_is_what_is_left_for_the_executor() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"cp": 2}, "cp=2 can be planned, but not run yet; the executor runs 1"),
+        ({"cp": 2}, "cp=2 can be planned, but not run yet; legal: 1"),
         ({"forbid": tuple(SCHEDULES)}, "leaves no schedule; legal: gpipe, 1f1b"),
         (
             {"pp": 2, "virtual_stages": 1, "stages": [[n] for n in (*LAYERS, "head")]},
@@ -369,12 +369,12 @@ def test_stages_are_cuts_and_may_be_ranges() -> None:
 @pytest.mark.parametrize(
     ("stages", "says"),
     [
-        ([["embed", "layers.0-3"], ["head"]], r"stages\[0\]: no block 'layers.3'; nearest: layers"),
+        ([["embed", "layers.0-3"], ["head"]], r"stages\[0\]: no block 'layers.3'; .*nearest: l"),
         ([["layers.0-2", "head"]], r"stages\[0\]: block 'layers.0' out of order, expected 'embed'"),
         ([["embed", "layers.0"], ["layers.2", "head"]], r"\[1\]: .*expected 'layers.1'"),
         ([["embed", "layers.0-2", "head"], ["head"]], r"\[1\]: .*expected 'nothing more'"),
         ([["embed"], ["layers.0"]], "in no stage: layers.1-2, head"),
-        ([["embed", "layers.2-0", "head"]], "no block 'layers.2-0'; nearest"),
+        ([["embed", "layers.2-0", "head"]], "no block 'layers.2-0'; .*nearest"),
     ],
 )
 def test_stages_cover_the_blocks_in_order(stages: list[list[str]], says: str) -> None:

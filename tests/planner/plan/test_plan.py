@@ -193,15 +193,13 @@ def test_what_is_not_json_is_named_with_its_line(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"stages": []}'])
 def test_other_json_is_no_plan(text: str) -> None:
-    with pytest.raises(PlanError, match=r"my\.json: not a Meshwright plan"):
+    with pytest.raises(PlanError, match=r"my\.json: is no Meshwright plan"):
         Plan.from_json(text, name="my.json")
 
 
 def test_newer_format_asks_for_an_upgrade() -> None:
     text = malformed("format", FORMAT + 1)
-    with pytest.raises(
-        PlanError, match=rf"format {FORMAT + 1} is newer than the {FORMAT}.*upgrade"
-    ):
+    with pytest.raises(PlanError, match=rf"format={FORMAT + 1} is newer than .*upgrade"):
         Plan.from_json(text)
 
 

@@ -1,0 +1,106 @@
+"""What the command line names: clusters, models, files to write."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError, shown
+
+MADE = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
+
+
+class UserCodeError(MeshwrightError):
+    """An error of the user's own code, which is the cause of this one."""
+
+
+def cluster_named(text: str) -> Cluster:
+    """The cluster of `--cluster`. Raises `MeshwrightError`."""
+    if text.endswith(".toml"):
+        return Cluster.load(text)
+    if text == "detect":
+        return Cluster.detect()
+    name, _, count = text.partition(":")
+    if count and not re.fullmatch("[0-9]{1,9}", count):
+        raise MeshwrightError(
+            f" {shown(text)}: after the colon comes a number",
+            place="--cluster",
+            legal="nodes, e.g. h100-sxm:8, or processes, e.g. local:4",
+        )
+    number = int(count or 1)
+    return (
+        Cluster.local(number) if name == "local" else Cluster.from_catalog(name, num_nodes=number)
+    )
+
+
+def model_named(text: str) -> tuple[Any, ...]:
+    """(model, example_inputs[, loss_fn]) from `module:function`. Raises `MeshwrightError`, and
+    `UserCodeError` where the module or the function raises."""
+    place = f"model {shown(text)}"
+    module, colon, function = text.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*", module) or not colon:
+        legal = "module:function, e.g. my_models:gpt2"
+        raise MeshwrightError("names no function", place=place, legal=legal)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise MeshwrightError(
+                error,
+                place=place,
+                legal="a module that can be imported",
+                way_out=f"it is looked for in {os.getcwd()} and on PYTHONPATH",
+            ) from None
+        raise _of_user(error, place, "a module that can be imported") from error
+    make = getattr(found, function, None)
+    if not callable(make):
+        near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
+        raise MeshwrightError(
+            f"module {module!r} has no function {function!r}",
+            place=place,
+            legal="a function of the module",
+            way_out=f"nearest: {', '.join(near) or 'none'}",
+        )
+    try:
+        built = make()
+    except Exception as error:
+        raise _of_user(error, place, f"a function that returns {MADE}") from error
+    if not isinstance(built, tuple) or len(built) not in (2, 3):
+        what = f"returned a {type(built).__name__}"
+        raise MeshwrightError(what, place=place, legal=MADE)
+    return built
+
+
+def _of_user(error: Exception, place: str, legal: str) -> UserCodeError:
+    return UserCodeError(
+        f"raised {type(error).__name__}: {error}",
+        place=place,
+        legal=legal,
+        way_out="correct it where its traceback says",
+    )
+
+
+def check_writable(flag: str, path: str | None) -> None:
+    """Raise `MeshwrightError` for a file that could not be written at the end."""
+    if path is None:
+        return
+    place = Path(path)
+    try:
+        right = bool(path) and place.absolute().parent.is_dir() and not place.is_dir()
+    except (OSError, ValueError):  # a name that no file can have
+        right = False
+    if not right:
+        raise MeshwrightError(
+            f" {shown(path)}",
+            place=flag,
+            legal="a file in a folder that exists",
+            way_out="make the folder, or name another file",
+        )

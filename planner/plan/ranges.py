@@ -1,0 +1,87 @@
+"""Names of blocks and ranks, short: `h.0-11` and `0-7`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_NAMES, MAX_TEXT
+
+
+class PlanError(MeshwrightError):
+    """An illegal plan: names the value, its place, the legal ones and the way out."""
+
+
+# One spelling per number: without leading zeros, which a range would lose.
+_NUMBER = "(0|[1-9][0-9]*)"
+
+
+def compress_names(names: Sequence[str]) -> list[str]:
+    """`h.0, h.1, h.2, head` -> `h.0-2, head`."""
+    out: list[str] = []
+    run: tuple[str, int, int] | None = None
+    for name in [*names, ""]:
+        match = re.fullmatch(rf"(.*\.){_NUMBER}", name, re.DOTALL)
+        if run and match and match[1] == run[0] and int(match[2]) == run[2] + 1:
+            run = (run[0], run[1], int(match[2]))
+            continue
+        if run:
+            out.append(f"{run[0]}{run[1]}" + (f"-{run[2]}" if run[2] > run[1] else ""))
+        run = (match[1], int(match[2]), int(match[2])) if match else None
+        if not match and name:
+            out.append(name)
+    return out
+
+
+def expand_names(names: Iterable[str], place: str = "blocks") -> tuple[str, ...]:
+    """The inverse of `compress_names`; what is no ascending range is a name of its own. Raises
+    `PlanError`, before anything is expanded, for more than `MAX_NAMES`."""
+    out: list[str] = []
+    for name in names:
+        match = re.fullmatch(rf"(.*\.){_NUMBER}-{_NUMBER}", name[:MAX_TEXT], re.DOTALL)
+        first, last = (int(match[2]), int(match[3])) if match else (0, 0)
+        if len(name) > MAX_TEXT or len(out) + last - first >= MAX_NAMES:
+            raise PlanError(
+                f"={shown(name)} is too much",
+                place=place,
+                legal=f"up to {MAX_NAMES} names of up to {MAX_TEXT} characters",
+            )
+        if match and first < last:
+            out += [f"{match[1]}{i}" for i in range(first, last + 1)]
+        else:
+            out.append(name)
+    return tuple(out)
+
+
+def compress_ranks(ranks: Sequence[int]) -> str:
+    """`(0, 1, 2, 3, 8)` -> `"0-3,8"`, in the order given."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def expand_ranks(text: Any, place: str = "plan") -> tuple[int, ...]:
+    """The inverse of `compress_ranks`. Raises `PlanError`, before anything is expanded, for a rank
+    from `MAX_DEVICES`."""
+    runs: list[range] = []
+    for part in text.split(",") if isinstance(text, str) else [""]:
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < MAX_DEVICES or len(runs) >= MAX_DEVICES:
+            raise PlanError(
+                f"={shown(text)}",
+                place=f"{place}: ranks",
+                legal=f'"0-3" or "0,2,4", each below {MAX_DEVICES}',
+            )
+        runs.append(range(first, last + 1))
+    if sum(map(len, runs)) > MAX_DEVICES:
+        raise PlanError(
+            f"={shown(text)}", place=f"{place}: ranks", legal=f"up to {MAX_DEVICES}, each once"
+        )
+    return tuple(rank for run in runs for rank in run)

@@ -1,0 +1,6 @@
+"""What users give: the error that refuses it, and the reader of their files."""
+
+from meshwright.profiles.inputs.errors import MeshwrightError, shown
+from meshwright.profiles.inputs.files import parse_json, read_json, read_text, read_toml
+
+__all__ = ["MeshwrightError", "parse_json", "read_json", "read_text", "read_toml", "shown"]

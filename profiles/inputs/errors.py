@@ -1,0 +1,74 @@
+"""MeshwrightError: an input that can't be used, its place, the legal values and the way out."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+_GOES_ON = ("=", " ", "[", ",")  # a clause that begins so continues its place
+
+
+class MeshwrightError(ValueError):
+    """The base of the errors about inputs. `place` names the input (an argument, a file and its
+    key), `what` says what is wrong there, `legal` what may stand there, and `way_out` what to do;
+    the text is made of the four. Where legal values are given and nothing else, one of them is the
+    way out.
+
+    An error that is made of a text alone has the fields that its class has for all of its errors,
+    which are true, and less telling.
+    """
+
+    PLACE: ClassVar[str] = ""
+    LEGAL: ClassVar[str] = ""
+    WAY_OUT: ClassVar[str] = ""
+
+    def __init__(
+        self, what: object, *, place: object = "", legal: object = "", way_out: str = ""
+    ) -> None:
+        super().__init__(str(what))
+        several = () if isinstance(legal, str) or not isinstance(legal, Iterable) else legal
+        listed = ", ".join(map(str, several)) or str(legal)
+        self._said = (str(what), str(place), listed, way_out)
+        self.what = str(what)
+        self.place = str(place) or self.PLACE
+        self.legal = listed or self.LEGAL
+        self.way_out = way_out or self.WAY_OUT or (listed and f"give one of: {listed}")
+
+    @classmethod
+    def of(cls, error: ValueError, place: object) -> Self:
+        """An error with the fields of another, found inside `place`."""
+        if not isinstance(error, MeshwrightError):
+            return cls(error, place=place)
+        what, inside, legal, way_out = error._said
+        return cls(what, place=f"{place}{_joined(inside)}", legal=legal, way_out=way_out)
+
+    def __str__(self) -> str:
+        what, place, legal, way_out = self._said
+        where = f"{place}{_joined(what)}" if place else what
+        return "; ".join(filter(None, (where, legal and f"legal: {legal}", way_out)))
+
+
+def _joined(clause: str) -> str:
+    """A clause after its place."""
+    return clause if not clause or clause.startswith(_GOES_ON) else f": {clause}"
+
+
+class _Shown(reprlib.Repr):
+    """`repr` of a value of any size, depth or number of digits, short, without an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 80, 80
+        self.maxdict = self.maxlist = self.maxtuple = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 256 else f"an integer of {x.bit_length()} bits"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: `repr`, shortened where it is long."""
+    return _SHOWN.repr(value)

@@ -1,0 +1,109 @@
+"""Malformed inputs are refused with a place, legal values and a way out; and the judge of that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from meshwright.profiles.inputs import MeshwrightError
+from scripts.fuzz_inputs import FAMILIES, faults, faults_text, fuzz, table
+from scripts.fuzzing.pool import Family, UserBug, rng_of, run_cases
+
+CASES = 350
+
+
+def test_malformed_inputs_are_refused_in_full() -> None:
+    found = fuzz(FAMILIES, CASES, seed=0, processes=2)
+    assert len(found) >= 300
+    assert not faults(found), faults_text(found, seed=0)
+    for family in FAMILIES:
+        kinds = {outcome.kind for outcome in found if outcome.family == family.name}
+        assert "refused" in kinds, f"no case of {family.name} is wrong\n{table(found)}"
+    assert {o.family for o in found if o.kind == "accepted"} >= {"plan", "overrides", "model"}
+
+
+def _refuses() -> None:
+    raise MeshwrightError("=0", place="tp", legal="1 or more", way_out="raise it")
+
+
+def _lacks() -> None:
+    raise MeshwrightError("=0", place="tp")
+
+
+def _plain() -> None:
+    raise ValueError("tp=0; legal: 1 or more; raise it")
+
+
+def _bare() -> None:
+    raise KeyError("tp")
+
+
+def _users() -> None:
+    raise UserBug("the user's own")
+
+
+def _loses() -> None:
+    try:
+        _users()
+    except UserBug as error:
+        raise MeshwrightError(error, place="f", legal="g", way_out="h") from None
+
+
+def _late() -> None:
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    _refuses()
+
+
+def _forever() -> None:
+    while True:
+        pass
+
+
+def _large() -> None:
+    list(range(10**9))
+
+
+def _dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (lambda: None, "accepted"),
+        (_refuses, "refused"),
+        (_users, "user's own"),
+        (_lacks, "no legal or way_out"),
+        (_plain, "bare ValueError"),
+        (_bare, "bare KeyError"),
+        (_loses, "user's own, without its traceback"),
+        (_late, "refused late"),
+        (_forever, "slow"),
+        (_large, "memory"),
+        (_dies, "died of signal 9"),
+    ],
+)
+def test_every_fault_is_seen(run: Callable[[], None], kind: str) -> None:
+    def make(rng: Random, folder: Path) -> tuple[str, Callable[[], object]]:
+        return "a case", run
+
+    family = Family(name="one", make=make, share=1, refuse_s=0.1, limit_s=0.5, memory=2**28)
+    (outcome,) = run_cases([(family, 0)], seed=0, processes=1)
+    assert outcome.kind.startswith(kind), outcome
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_case_is_the_same_again(family: Family, tmp_path: Path) -> None:
+    made = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made.append(family.make(rng_of(family.name, 3, 0), tmp_path / name)[0])
+    assert made[0] == made[1]
