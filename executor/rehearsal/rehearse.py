@@ -44,7 +44,14 @@ from meshwright.executor.rehearsal.saves import unlike_saves
 from meshwright.executor.rehearsal.workers import logs_of
 from meshwright.executor.runtime import RunOptions, Runtime, why_not_evaluable
 from meshwright.executor.stages import CheckedPlan, Observer, Phase, PipelineRun
-from meshwright.executor.stand_in import MovingData, device_for, mixes_devices, standing_in
+from meshwright.executor.stand_in import (
+    Key,
+    KnownFakes,
+    MovingData,
+    device_for,
+    mixes_devices,
+    standing_in,
+)
 from meshwright.planner.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -179,7 +186,7 @@ def rehearse(
     device, why_host = device_for(backend)
 
     run = partial(rank_log, checked, model, batch, optimizer, evaluates=not why)
-    run = partial(run, recorder=partial(Recorder, device, priced.prices))
+    run = partial(run, recorder=partial(Recorder, device, priced.prices), known={})
 
     said(f"rehearsing {len(chosen)} kinds of {plan.num_ranks} ranks")
     logs = {}
@@ -221,12 +228,14 @@ def rank_log(
     *,
     rank: int,
     evaluates: bool,
-    recorder: Callable[[], Recorder] = Recorder,
+    recorder: Callable[..., Recorder] = Recorder,
+    known: dict[Key, Any] | None = None,
     repeats: bool = True,
 ) -> RankLog:
     """The log of one rank, on a recorder's kind of device; where it `repeats`, micro-batches that
-    do the same are run once."""
-    made, mode = recorder(), FakeTensorMode(allow_non_fake_inputs=True)
+    do the same are run once. Results of operators that are `known` are added to."""
+    mode = KnownFakes({} if known is None else known)
+    made = recorder(fakes=mode)
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
     on = standing_in() if has_streams(made.device) else nullcontext()
@@ -257,7 +266,7 @@ def rank_log(
             ) from error
     if runtime is None:
         again = partial(rank_log, checked, model, batch, optimizer, rank=rank, recorder=recorder)
-        return again(evaluates=evaluates, repeats=False)
+        return again(evaluates=evaluates, repeats=False, known=known)
     return made.log(rank)
 
 

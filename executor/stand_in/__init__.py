@@ -8,6 +8,7 @@ from meshwright.executor.stand_in.device import (
     module,
     standing_in,
 )
+from meshwright.executor.stand_in.known import NOT_KNOWN, Key, KnownFakes
 from meshwright.executor.stand_in.streams import (
     ALLOCATE,
     ORDER,
@@ -17,6 +18,6 @@ from meshwright.executor.stand_in.streams import (
 )
 
 __all__ = [
-    "ALLOCATE", "NAME", "ORDER", "MixedDevicesError", "MovingData", "Stream", "device_for",
-    "mixes_devices", "module", "operands_of", "standing_in",
+    "ALLOCATE", "NAME", "NOT_KNOWN", "ORDER", "Key", "KnownFakes", "MixedDevicesError",
+    "MovingData", "Stream", "device_for", "mixes_devices", "module", "operands_of", "standing_in",
 ]  # fmt: skip
