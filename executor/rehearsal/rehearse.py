@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed.tensor import debug
 from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.schedules import Action, Instruction
@@ -35,6 +34,7 @@ from meshwright.executor.ranks import progress, stage_meshes, world_size
 from meshwright.executor.rehearsal.estimate import NO_PRICE, Estimate, Priced, estimate
 from meshwright.executor.rehearsal.events import RankLog
 from meshwright.executor.rehearsal.kinds import kinds_of_ranks, splits_of
+from meshwright.executor.rehearsal.layouts import KnownLayouts
 from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT
 from meshwright.executor.rehearsal.optimizers import MakeOptimizer, line_of, made_of, step
 from meshwright.executor.rehearsal.proof import Mismatch, mismatches
@@ -153,6 +153,14 @@ class Rehearsal:
         return [*map(str, self.mismatches), *steps, *(f"not rehearsed: {x}" for x in self.left_out)]
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of operators from the ranks before: results on fake tensors, and layouts."""
+
+    results: dict[Key, Any] = field(default_factory=dict)
+    layouts: KnownLayouts = field(default_factory=KnownLayouts)
+
+
 def rehearse(
     checked: CheckedPlan,
     model: nn.Module,
@@ -186,7 +194,7 @@ def rehearse(
     device, why_host = device_for(backend)
 
     run = partial(rank_log, checked, model, batch, optimizer, evaluates=not why)
-    run = partial(run, recorder=partial(Recorder, device, priced.prices), known={})
+    run = partial(run, recorder=partial(Recorder, device, priced.prices), known=Known())
 
     said(f"rehearsing {len(chosen)} kinds of {plan.num_ranks} ranks")
     logs = {}
@@ -229,17 +237,18 @@ def rank_log(
     rank: int,
     evaluates: bool,
     recorder: Callable[..., Recorder] = Recorder,
-    known: dict[Key, Any] | None = None,
+    known: Known | None = None,
     repeats: bool = True,
 ) -> RankLog:
     """The log of one rank, on a recorder's kind of device; where it `repeats`, micro-batches that
-    do the same are run once. Results of operators that are `known` are added to."""
-    mode = KnownFakes({} if known is None else known)
+    do the same are run once. What is `known` of operators is added to."""
+    known = Known() if known is None else known
+    mode = KnownFakes(known.results)
     made = recorder(fakes=mode)
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
     on = standing_in() if has_streams(made.device) else nullcontext()
-    with on, _standing_for(rank, checked.plan.num_ranks):
+    with on, _standing_for(rank, checked.plan.num_ranks), known.layouts.of_rank():
         try:
             # autograd's threads are one per device that it found when it ran first
             threads = torch.autograd.set_multithreading_enabled(False)
@@ -375,15 +384,7 @@ def _standing_for(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_layouts()
         progress.activity, progress.stages = activity, stages
-
-
-def _forget_layouts() -> None:
-    """Empty DTensor's caches: their layouts hold this rank's mesh, which the next one equals."""
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:  # private; older versions key their caches otherwise
-        clear()
 
 
 def valueless(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
