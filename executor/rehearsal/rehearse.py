@@ -50,6 +50,7 @@ from meshwright.executor.stand_in import (
     MovingData,
     device_for,
     mixes_devices,
+    parts_on_demand,
     standing_in,
 )
 from meshwright.planner.plan import Plan
@@ -253,7 +254,7 @@ def rank_log(
             # autograd's threads are one per device that it found when it ran first
             threads = torch.autograd.set_multithreading_enabled(False)
             unrun = noting_unrun(made.unrun)
-            with threads, unrun, made.following_resizes(), mode, made:
+            with threads, unrun, parts_on_demand(), made.following_resizes(), mode, made:
                 with MovingData() if has_streams(made.device) else nullcontext():
                     runtime = Runtime(checked, valueless(model, mode), options=options)
                 run_steps(runtime, batch, optimizer, made, evaluates=evaluates)

@@ -9,6 +9,7 @@ from meshwright.executor.stand_in.device import (
     standing_in,
 )
 from meshwright.executor.stand_in.known import NOT_KNOWN, Key, KnownFakes
+from meshwright.executor.stand_in.parts import Parts, parts_on_demand
 from meshwright.executor.stand_in.streams import (
     ALLOCATE,
     ORDER,
@@ -19,5 +20,6 @@ from meshwright.executor.stand_in.streams import (
 
 __all__ = [
     "ALLOCATE", "NAME", "NOT_KNOWN", "ORDER", "Key", "KnownFakes", "MixedDevicesError",
-    "MovingData", "Stream", "device_for", "mixes_devices", "module", "operands_of", "standing_in",
+    "MovingData", "Parts", "Stream", "device_for", "mixes_devices", "module", "operands_of",
+    "parts_on_demand", "standing_in",
 ]  # fmt: skip
