@@ -31,6 +31,7 @@ from meshwright.executor.stand_in import (
     NOT_KNOWN,
     ORDER,
     Key,
+    Known,
     KnownFakes,
     MixedDevicesError,
     operands_of,
@@ -76,16 +77,14 @@ class Recorder(TorchDispatchMode):
     """Records inside `with`."""
 
     def __init__(
-        self,
-        device: torch.device = HOST,
-        prices: Prices | None = None,
-        fakes: KnownFakes | None = None,
+        self, device: torch.device = HOST, prices: Prices | None = None, known: Known | None = None
     ) -> None:
         """Of a rank on a device: what is on others is not counted. Operators of a step get
-        `prices`, where there are any. `fakes` is the mode in which a rehearsal's tensors are
-        made."""
+        `prices`, where there are any. In a rehearsal, what is `known` of operators is
+        answered by `fakes`, the mode of its tensors, and added to."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fakes = fakes
+        self.known = known
+        self.fakes = KnownFakes(known.results) if known is not None else None
         self.counted: dict[Key, int] = {}  # FLOPs of operators with fake tensors
         self.took: dict[Key, tuple[float, float]] = {}  # seconds of the same
         self.device = device
@@ -255,9 +254,7 @@ class Recorder(TorchDispatchMode):
     def _said(self, what: str) -> str:
         return f"{progress.activity}, block {self.block}: {what}"
 
-    def _measure(
-        self, func: Any, args: Any, kwargs: Any, result: Any, key: Key | None
-    ) -> int:
+    def _measure(self, func: Any, args: Any, kwargs: Any, result: Any, key: Key | None) -> int:
         """Count an operator's FLOPs, which it returns."""
         packet = func.overloadpacket
         if packet not in flop_registry and packet not in _MORE_FLOPS:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from meshwright.executor.ranks import progress, stage_meshes, world_size
 from meshwright.executor.rehearsal.estimate import NO_PRICE, Estimate, Priced, estimate
 from meshwright.executor.rehearsal.events import RankLog
 from meshwright.executor.rehearsal.kinds import kinds_of_ranks, splits_of
-from meshwright.executor.rehearsal.layouts import KnownLayouts
 from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT
 from meshwright.executor.rehearsal.optimizers import MakeOptimizer, line_of, made_of, step
 from meshwright.executor.rehearsal.proof import Mismatch, mismatches
@@ -45,7 +44,7 @@ from meshwright.executor.rehearsal.workers import logs_of
 from meshwright.executor.runtime import RunOptions, Runtime, why_not_evaluable
 from meshwright.executor.stages import CheckedPlan, Observer, Phase, PipelineRun
 from meshwright.executor.stand_in import (
-    Key,
+    Known,
     KnownFakes,
     MovingData,
     device_for,
@@ -154,14 +153,6 @@ class Rehearsal:
         return [*map(str, self.mismatches), *steps, *(f"not rehearsed: {x}" for x in self.left_out)]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of operators from the ranks before: results on fake tensors, and layouts."""
-
-    results: dict[Key, Any] = field(default_factory=dict)
-    layouts: KnownLayouts = field(default_factory=KnownLayouts)
-
-
 def rehearse(
     checked: CheckedPlan,
     model: nn.Module,
@@ -195,7 +186,7 @@ def rehearse(
     device, why_host = device_for(backend)
 
     run = partial(rank_log, checked, model, batch, optimizer, evaluates=not why)
-    run = partial(run, recorder=partial(Recorder, device, priced.prices), known=Known())
+    run = partial(run, recorder=partial(Recorder, device, priced.prices, Known()))
 
     said(f"rehearsing {len(chosen)} kinds of {plan.num_ranks} ranks")
     logs = {}
@@ -237,15 +228,14 @@ def rank_log(
     *,
     rank: int,
     evaluates: bool,
-    recorder: Callable[..., Recorder] = Recorder,
-    known: Known | None = None,
+    recorder: Callable[[], Recorder] = Recorder,
     repeats: bool = True,
 ) -> RankLog:
     """The log of one rank, on a recorder's kind of device; where it `repeats`, micro-batches that
-    do the same are run once. What is `known` of operators is added to."""
-    known = Known() if known is None else known
-    mode = KnownFakes(known.results)
-    made = recorder(fakes=mode)
+    do the same are run once."""
+    made = recorder()
+    known = made.known or Known()
+    mode = made.fakes or KnownFakes(known.results)
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
     on = standing_in() if has_streams(made.device) else nullcontext()
@@ -276,7 +266,7 @@ def rank_log(
             ) from error
     if runtime is None:
         again = partial(rank_log, checked, model, batch, optimizer, rank=rank, recorder=recorder)
-        return again(evaluates=evaluates, repeats=False, known=known)
+        return again(evaluates=evaluates, repeats=False)
     return made.log(rank)
 
 

@@ -28,9 +28,9 @@ class KnownFakes(FakeTensorMode):
     whose results are alike where the keys are."""
 
     def __init__(self, entries: dict[Key, Any]) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         self.entries = entries
-        self.answered: tuple[Any, Any, int] = None, None, 0  # operator, its entry, its result's id
+        self.answered: tuple[Any, Any, int] = (None, None, 0)  # operator, entry, result's id
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
         """All that a result depends on, and which operands are the same tensor; None where there is
@@ -79,7 +79,7 @@ class KnownFakes(FakeTensorMode):
             return args[info.inplace_idx]
         if metadata is None:
             return None if info.view_idx is not None else info.constant_value
-        disabled = torch._C._DisableTorchDispatch()  # type: ignore[call-arg]
+        disabled = torch._C._DisableTorchDispatch()
         try:
             x = torch.empty_strided(
                 metadata.shape, metadata.stride, dtype=metadata.dtype, device="meta"
@@ -95,12 +95,19 @@ class KnownFakes(FakeTensorMode):
         """The result by torch, of whose entry, if it has one by now, note is taken."""
         self.answered = None, None, 0
         result = key[0](*args, **kwargs)
-        func, entry, made = self.answered
-        if func is key[0] and made == id(_first(result)) and all(map(_is_known, entry.output_infos)):
+        func, entry, made = self._taken()
+        if (
+            func is key[0]
+            and made == id(_first(result))
+            and all(map(_is_known, entry.output_infos))
+        ):
             self.entries[key] = entry
         return result
 
-    def _output_from_cache_entry(  # type: ignore[override]
+    def _taken(self) -> tuple[Any, Any, int]:
+        return self.answered
+
+    def _output_from_cache_entry(
         self, state: Any, entry: Any, key: Any, func: Any, args: Any
     ) -> Any:
         made = super()._output_from_cache_entry(state, entry, key, func, args)

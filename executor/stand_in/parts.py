@@ -20,12 +20,12 @@ class Parts(Sequence[torch.Tensor]):
     for; those beyond its end are empty."""
 
     def __init__(self, whole: torch.Tensor, count: int, dim: int) -> None:
-        self.whole, self.count, self.dim = whole, count, dim
+        self.whole, self.number, self.dim = whole, count, dim
         self.length = whole.size(dim)
         self.each = -(-self.length // count)
 
     def __len__(self) -> int:
-        return self.count
+        return self.number
 
     @overload
     def __getitem__(self, k: int) -> torch.Tensor: ...
@@ -33,8 +33,8 @@ class Parts(Sequence[torch.Tensor]):
     def __getitem__(self, k: slice) -> Sequence[torch.Tensor]: ...
     def __getitem__(self, k: int | slice) -> Any:
         if isinstance(k, slice):
-            return [self[i] for i in range(*k.indices(self.count))]
-        if not 0 <= k < self.count:
+            return [self[i] for i in range(*k.indices(self.number))]
+        if not 0 <= k < self.number:
             raise IndexError(k)
         start = k * self.each
         if self.length and start >= self.length:

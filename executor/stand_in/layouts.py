@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec  # private, as all of this
 from torch.utils import _pytree as pytree
 
-Key = tuple[Any, ...]
+from meshwright.executor.stand_in.known import Key
 
 
 class KnownLayouts:
@@ -52,6 +53,14 @@ class KnownLayouts:
             _forget()
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of operators from the ranks before: results on fake tensors, and layouts."""
+
+    results: dict[Key, Any] = field(default_factory=dict)
+    layouts: KnownLayouts = field(default_factory=KnownLayouts)
+
+
 def _forget() -> None:
     """Empty DTensor's caches: their layouts hold this rank's mesh, which the next one equals."""
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -78,7 +87,7 @@ def _on(mesh: DeviceMesh | None, found: Any) -> Any:
 
     def moved(spec: DTensorSpec) -> DTensorSpec:
         spec = copy.copy(spec)
-        spec.mesh = mesh
+        spec.mesh = mesh  # type: ignore[assignment]
         return spec
 
     found = copy.copy(found)
