@@ -60,7 +60,7 @@ class Lowering:
     context: Context
     recompute: Mapping[str, str] = field(default_factory=dict)
     backend: str | None = None
-    _classes: dict[Any, tuple[nn.Module, Written]] = field(default_factory=dict)
+    classes: dict[Any, tuple[nn.Module, Written]] = field(default_factory=dict)
 
     def block(
         self,
@@ -79,11 +79,11 @@ class Lowering:
         states |= {name: parameters[name] for name in block.parameters}
         states |= {name: (R, buffers[name]) for name in block.buffers}
         key = self._key(block, assignment, states)
-        if key not in self._classes:
+        if key not in self.classes:
             steps = moves(layouts, assignment, {name: s for name, (_, s) in states.items()})
             written = self._written(steps, states, block.outputs)
-            self._classes[key] = self._module(block, written), written
-        module, written = self._classes[key]
+            self.classes[key] = self._module(block, written), written
+        module, written = self.classes[key]
         return Lowered(
             module=module,
             arguments=tuple(states),

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.distributed.tensor import debug
 from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.schedules import Action, Instruction
@@ -44,7 +43,15 @@ from meshwright.executor.rehearsal.saves import unlike_saves
 from meshwright.executor.rehearsal.workers import logs_of
 from meshwright.executor.runtime import RunOptions, Runtime, why_not_evaluable
 from meshwright.executor.stages import CheckedPlan, Observer, Phase, PipelineRun
-from meshwright.executor.stand_in import MovingData, device_for, mixes_devices, standing_in
+from meshwright.executor.stand_in import (
+    Known,
+    KnownFakes,
+    MovingData,
+    device_for,
+    mixes_devices,
+    parts_on_demand,
+    standing_in,
+)
 from meshwright.planner.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -179,7 +186,7 @@ def rehearse(
     device, why_host = device_for(backend)
 
     run = partial(rank_log, checked, model, batch, optimizer, evaluates=not why)
-    run = partial(run, recorder=partial(Recorder, device, priced.prices))
+    run = partial(run, recorder=partial(Recorder, device, priced.prices, Known()))
 
     said(f"rehearsing {len(chosen)} kinds of {plan.num_ranks} ranks")
     logs = {}
@@ -226,16 +233,18 @@ def rank_log(
 ) -> RankLog:
     """The log of one rank, on a recorder's kind of device; where it `repeats`, micro-batches that
     do the same are run once."""
-    made, mode = recorder(), FakeTensorMode(allow_non_fake_inputs=True)
+    made = recorder()
+    known = made.known or Known()
+    mode = made.fakes or KnownFakes(known.results)
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
     on = standing_in() if has_streams(made.device) else nullcontext()
-    with on, _standing_for(rank, checked.plan.num_ranks):
+    with on, _standing_for(rank, checked.plan.num_ranks), known.layouts.of_rank():
         try:
             # autograd's threads are one per device that it found when it ran first
             threads = torch.autograd.set_multithreading_enabled(False)
             unrun = noting_unrun(made.unrun)
-            with threads, unrun, made.following_resizes(), mode, made:
+            with threads, unrun, parts_on_demand(), made.following_resizes(), mode, made:
                 with MovingData() if has_streams(made.device) else nullcontext():
                     runtime = Runtime(checked, valueless(model, mode), options=options)
                 run_steps(runtime, batch, optimizer, made, evaluates=evaluates)
@@ -366,15 +375,7 @@ def _standing_for(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_layouts()
         progress.activity, progress.stages = activity, stages
-
-
-def _forget_layouts() -> None:
-    """Empty DTensor's caches: their layouts hold this rank's mesh, which the next one equals."""
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:  # private; older versions key their caches otherwise
-        clear()
 
 
 def valueless(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
@@ -79,6 +80,7 @@ class StageLowering:
         self.owner = stage_of(plan)
         self.edges = crossings(plan, graph)
         self._layouts: dict[int, DataLayout] = {}
+        self._classes: dict[Any, Any] = {}  # of blocks, lowered once for all stages
 
     def blocks(self, k: int) -> list[Block]:
         """The blocks of a stage."""
@@ -158,6 +160,7 @@ class StageLowering:
             context=context,
             backend=self.backend,
             recompute={b.name: policies[b.name] for b in blocks if recomputable(b)},
+            classes=self._classes,
         )
 
     def _kinds(self, op: Op) -> dict[str, TotalKind]:

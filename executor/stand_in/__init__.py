@@ -8,6 +8,9 @@ from meshwright.executor.stand_in.device import (
     module,
     standing_in,
 )
+from meshwright.executor.stand_in.known import NOT_KNOWN, Key, KnownFakes
+from meshwright.executor.stand_in.layouts import Known
+from meshwright.executor.stand_in.parts import Parts, parts_on_demand
 from meshwright.executor.stand_in.streams import (
     ALLOCATE,
     ORDER,
@@ -17,6 +20,7 @@ from meshwright.executor.stand_in.streams import (
 )
 
 __all__ = [
-    "ALLOCATE", "NAME", "ORDER", "MixedDevicesError", "MovingData", "Stream", "device_for",
-    "mixes_devices", "module", "operands_of", "standing_in",
+    "ALLOCATE", "NAME", "NOT_KNOWN", "ORDER", "Key", "Known", "KnownFakes", "MixedDevicesError",
+    "MovingData", "Parts", "Stream", "device_for", "mixes_devices", "module", "operands_of",
+    "parts_on_demand", "standing_in",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -206,13 +207,20 @@ def operands_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     if func.is_view:
         return None
     found = []
-    for k, argument in enumerate(func._schema.arguments):
-        given = args[k] if k < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
+    for k, (name, writes) in enumerate(_arguments(func)):
+        given = args[k] if k < len(args) else kwargs.get(name)
         for x in given if isinstance(given, (list, tuple)) else (given,):
             if isinstance(x, torch.Tensor) and has_streams(x.device):
-                found.append((argument.name, x, writes))
+                found.append((name, x, writes))
     return found
+
+
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    """The names of an operator's arguments, and whether it writes them."""
+    return tuple(
+        (x.name, x.alias_info is not None and x.alias_info.is_write) for x in func._schema.arguments
+    )
 
 
 def _take(clock: Clocks, other: Mapping[int, int]) -> None:

@@ -1,0 +1,96 @@
+"""The layouts that DTensor works out for operators, kept from one rank's rehearsal to the next.
+
+DTensor keeps them itself, with the mesh of the rank; and working them out takes, for an optimizer
+that steps all of its parameters at once, the square of their number. They follow from the shapes
+and placements of the operands and the sizes of the mesh, which ranks have in common. Those of
+operands that have to be laid out anew are not kept: they may hold lengths of one rank's parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor._dtensor_spec import DTensorSpec  # private, as all of this
+from torch.utils import _pytree as pytree
+
+from meshwright.executor.stand_in.known import Key
+
+
+class KnownLayouts:
+    """What was worked out for operators of any rank so far."""
+
+    def __init__(self) -> None:
+        self.known: dict[Key, Any] = {}
+
+    @contextmanager
+    def of_rank(self) -> Iterator[None]:
+        """Context in which one rank is rehearsed."""
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        work_out = propagator.propagate_op_sharding_non_cached
+
+        def propagated(schema: Any) -> Any:
+            meshes: dict[int, DeviceMesh] = {}
+            key = _key(schema, meshes)
+            mesh = next(iter(meshes.values()), None)
+            if key in self.known:
+                return _on(mesh, self.known[key])
+            found = work_out(schema)
+            if len(meshes) == 1 and found.redistribute_schema is None:
+                self.known[key] = found
+            return found
+
+        propagator.propagate_op_sharding_non_cached = propagated
+        try:
+            yield
+        finally:
+            propagator.propagate_op_sharding_non_cached = work_out
+            _forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of operators from the ranks before: results on fake tensors, and layouts."""
+
+    results: dict[Key, Any] = field(default_factory=dict)
+    layouts: KnownLayouts = field(default_factory=KnownLayouts)
+
+
+def _forget() -> None:
+    """Empty DTensor's caches: their layouts hold this rank's mesh, which the next one equals."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:  # private; older versions key their caches otherwise
+        clear()
+
+
+def _key(schema: Any, meshes: dict[int, DeviceMesh]) -> Key:
+    """All that the layouts of an operator's results depend on; collects the operands' meshes."""
+    leaves, tree = pytree.tree_flatten((schema.args_schema, schema.kwargs_schema))
+    found: list[Any] = [schema.op, tree]
+    for x in leaves:
+        if isinstance(x, DTensorSpec):
+            mesh = meshes.setdefault(id(x.mesh), x.mesh)
+            of = x.placements, x.tensor_meta, x.shard_order, x.use_strided_shard_as_shard_order
+            found += (*of, mesh.shape, mesh.mesh_dim_names, mesh.device_type)
+        else:
+            found += (type(x), x)
+    return tuple(found)
+
+
+def _on(mesh: DeviceMesh | None, found: Any) -> Any:
+    """The same layouts on another mesh of the same sizes."""
+
+    def moved(spec: DTensorSpec) -> DTensorSpec:
+        spec = copy.copy(spec)
+        spec.mesh = mesh  # type: ignore[assignment]
+        return spec
+
+    found = copy.copy(found)
+    found.__dict__.pop("mesh", None)  # kept there when it was asked for
+    found.output_spec = pytree.tree_map_only(DTensorSpec, moved, found.output_spec)
+    return found
