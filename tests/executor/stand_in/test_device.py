@@ -39,7 +39,7 @@ from tests.helpers.source_files import ROOT
 from tests.models.models import CASES, adamw
 from tests.parity.parity_cells import Cell, plan_of
 
-rehearsing = importlib.import_module("meshwright.executor.rehearsal.rehearse")
+rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
 
 GPU, CPU = "nccl", "gloo"
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
