@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwright.profiles.cache_file import CacheFile, rows_of
 from meshwright.profiles.device import check_number, check_whole
 from meshwright.profiles.inputs import MeshwrightError, read_json
+from meshwright.profiles.inputs.cache_file import CacheFile, rows_of
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.timings import CollectiveTiming, Timing

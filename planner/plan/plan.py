@@ -122,7 +122,11 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan. Raises `PlanError` for a missing or malformed file or a newer format."""
-        return _plan(read_json(path, error=PlanError), str(path))
+        try:
+            found = read_json(path, error=PlanError)
+        except PlanError as error:
+            raise PlanError.of(error, "plan file") from None
+        return _plan(found, str(path))
 
     def to_json(self) -> str:
         """The plan as text: blocks and ranks as ranges, shardings sorted, one mesh a line."""

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
-_GOES_ON = ("=", " ", "[", ",")  # a clause that begins so continues its place
+_GOES_ON = ("=", " ", "[", ",", ":")  # a clause that begins so continues its place
 
 
 class MeshwrightError(ValueError):

@@ -1,1 +1,1 @@
-"""The plans that `scripts/bench_rehearsals.py` prices and rehearses."""
+"""The plans that `scripts/bench_rehearsals.py` prices and rehearses, and large ones (`large.py`)."""

@@ -123,7 +123,9 @@ def test_replanning_replaces_the_overrides() -> None:
 def test_tf32_is_a_flag_of_fp32() -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        with pytest.raises(ValueError, match="tf32=True is about fp32 products"):
+        with pytest.raises(
+            ValueError, match="with tf32=True, which is about fp32 products; legal: fp32"
+        ):
             planned(net(), 1, tf32=True, precision="bf16")
         result = planned(net(), 1, tf32=True, precision="fp32")
         assert torch.get_float32_matmul_precision() == before  # a plan alone changes nothing
@@ -184,7 +186,7 @@ def test_a_plan_and_its_file_are_taken(tmp_path: Path) -> None:
     [
         (
             {"global_batch_size": 16},
-            "global_batch_size=8, called with 16; pass global_batch_size=8",
+            "global_batch_size=8, called with 16; legal: global_batch_size=8; pass",
         ),
         ({"precision": "bf16"}, "precision='fp32', called with 'bf16'"),
         ({"cluster": host(2)}, "made for 4 ranks, but the cluster has 2 devices.*of 4 devices"),
@@ -196,7 +198,7 @@ def test_a_plan_for_something_else_is_refused(changes: dict[str, Any], says: str
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"made for model .*, but this model is .*plan again"):
+    with pytest.raises(PlanError, match=r"made for model=.*, but this model is .*; plan again"):
         planned(net(tied=True), 4, plan=four_ranks().plan)
 
 
@@ -230,16 +232,19 @@ def test_a_cluster_too_small_says_how_much_is_missing() -> None:
         ({"cluster": "h100-sxm"}, "cluster='h100-sxm' is a str; legal: a Cluster"),
         ({"overrides": {"tp": 2}}, "overrides=.*is a dict; legal: Overrides"),
         ({"plan": {"format": 1}}, "plan=.*is a dict; legal: a Plan, a path or None"),
-        ({"plan": "no/such.json"}, "plan file 'no/such.json': No such file.*meshwright plan"),
-        ({"example_inputs": ()}, "holds no tensor with a batch dim; pass a dict"),
+        ({"plan": "no/such.json"}, "plan file: no/such.json: No such file"),
+        ({"example_inputs": ()}, "holds no tensor with a batch dim; legal: a dict"),
         ({"example_inputs": {"id": batch(4)[0], "targets": batch(4)[1]}}, "do not fit Net.forward"),
-        ({"example_inputs": batch(4)[:1]}, "loss_fn takes \\(output, targets\\) but the batch has"),
+        (
+            {"example_inputs": batch(4)[:1]},
+            "has one entry, and loss_fn takes \\(output, targets\\)",
+        ),
         ({"loss_fn": None, "example_inputs": batch(4)[:1]}, "scalar loss is needed; pass loss_fn="),
         ({"overrides": Overrides(tp=3)}, "tp=3: 3 does not divide the cluster's 1 devices; legal"),
         ({"overrides": Overrides(pp=9)}, "pp=9: the model has 5 blocks"),
         ({"overrides": Overrides(num_microbatches=3)}, "num_microbatches=3: 3 does not divide"),
         ({"overrides": Overrides(shardings={"haed": "colwise"})}, "'haed'.*nearest: head"),
-        ({"overrides": Overrides(stages=[["embd"]])}, "no block 'embd'; nearest: embed"),
+        ({"overrides": Overrides(stages=[["embd"]])}, "no block 'embd'; legal: .*; nearest: embed"),
     ],
 )
 def test_bad_arguments_are_one_clear_error(changes: dict[str, Any], says: str) -> None:

@@ -184,7 +184,7 @@ def test_whole_curves_are_not_timed_again(store: Store, launches: list[tuple[int
 
 @pytest.mark.parametrize("changes", [{"budget_s": 0.0}, {"budget_s": -1.0}, {"batch": 0}])
 def test_wrong_numbers_are_refused(store: Store, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="legal: above 0, from 1"):
+    with pytest.raises(ValueError, match="legal: seconds above 0, rows from 1"):
         profiled(store, tiny.host(1), **changes)
 
 

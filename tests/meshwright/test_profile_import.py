@@ -252,7 +252,9 @@ def test_the_header_says_how_many_ranks_ran() -> None:
     with pytest.raises(ValueError, match=r"x:3: nodes is 1, but the log lists 2"):
         world_of_log(text, ranks=16, nodes=1, source="x")
     assert world_of_log("", ranks=8, nodes=1, source="x") == (8, 1)
-    with pytest.raises(ValueError, match=r"lists no ranks; give both --ranks N and --nodes K"):
+    with pytest.raises(
+        ValueError, match=r"lists no ranks; legal: .*; give both --ranks N and --nodes K"
+    ):
         world_of_log("", ranks=8, nodes=None, source="x")
 
 
@@ -307,15 +309,20 @@ OTHER_ROW = "lab,all_reduce,H100 SXM,2,8,16,NVLink,NDR,1024,nccl-tests size,60,1
     [
         ("a.log", log().replace("100.0", "fast"), (), "a.log:12: column 6 (time) is 'fast'; legal"),
         ("a.log", log(), ("--ranks", "4"), "a.log:3: ranks is 4, but the log lists 8"),
-        ("a.log", log(gpu="NVIDIA H200"), (), "of device 'NVIDIA H200', but the cluster's device"),
+        (
+            "a.log",
+            log(gpu="NVIDIA H200"),
+            (),
+            "is of device 'NVIDIA H200'; legal: device 'a100-80gb', as the cluster has",
+        ),
         ("a.log", log() + log(program="all_gather_perf"), (), "of all_gather and all_reduce;"),
         ("a.log", log(program="x_perf"), (), "doesn't say which collective it measured"),
         ("a.log", log(), ("--collective", "all_gather"), "but the log is of 'all_reduce'"),
         ("a.csv", TABLE + OTHER_ROW, (), "none of 1 rows holds for cluster 'dgx-a100' (1 not of"),
         ("a.csv", TABLE + OTHER_ROW.replace("60", "-1"), (), "a.csv:2: time_us is '-1'; legal"),
         ("a.csv", TABLE + 'lab,"open', (), "a.csv:2: not a row of a CSV file"),
-        ("a.csv", TABLE, ("--nodes", "2"), "describe an nccl-tests log; legal with .log, .txt"),
-        ("a.json", "{", (), "profile a.json: not JSON"),
+        ("a.csv", TABLE, ("--nodes", "2"), "describe an nccl-tests log; legal: with .log, .txt"),
+        ("a.json", "{", (), "a.json: line 1 is not JSON"),
     ],
 )
 def test_a_refused_file_is_one_message(
@@ -346,7 +353,10 @@ def test_a_file_that_is_not_there_and_a_cluster_without_nccl(
 
 def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert command() == 1
-    assert "a model and --batch are needed, except with --import" in capsys.readouterr().err
+    assert (
+        "a model and --batch are missing; legal: MODEL --batch N, or --import FILE"
+        in capsys.readouterr().err
+    )
 
 
 # --- caches of before -----------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_plan_that_does_not_fit_when_rehearsed_exits_with_2(
         (["--batch", "32"], "made for global_batch_size=16, called with 32"),
         (["--precision", "bf16"], "made for precision='fp32', called with 'bf16'"),
         (["--cluster", "dgx-a100:2"], "made for 8 ranks, but the cluster has 16 devices"),
-        (["--plan", "none.json"], "plan file 'none.json': No such file"),
+        (["--plan", "none.json"], "plan file: none.json: No such file"),
         (["--plan", "cut.json"], "cut.json"),
         (["--plan", "list.json"], "list.json"),
         (["--plan", "less.json"], "less.json"),

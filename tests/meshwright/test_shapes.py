@@ -20,7 +20,9 @@ def test_fewer_rows_go_in_as_many_of_the_micro_batches_as_may_be() -> None:
 
 def test_rows_that_can_t_be_shared_out_name_the_legal_ones() -> None:
     plan = plan_for(cut(net())[0], dp=4, tp=1)
-    with pytest.raises(ValueError, match="dp=4 does not divide 6 rows; give a multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"batch: dp=4 does not divide 6 rows; legal: .*; give a multiple of 4"
+    ):
         plan_of_rows(plan, 6)
     with pytest.raises(ValueError, match="more rows than planned"):
         plan_of_rows(plan, 20)

@@ -74,7 +74,7 @@ def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> 
             continue
         for node in module.graph.nodes:
             vals = [n.meta.get("val") for n in node.all_input_nodes]
-            dtypes = {v.dtype for v in vals if isinstance(v, torch.Tensor)}
+            dtypes = {v.dtype for v in vals if isinstance(v, torch.Tensor)} - {torch.bool}  # masks
             names = sorted(str(d).removeprefix("torch.") for d in dtypes)
             if _short(node) in ONE_DTYPE and len(names) > 1:
                 return f"{where(node)} {_short(node)} meets {' and '.join(names)}"

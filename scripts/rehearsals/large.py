@@ -1,6 +1,6 @@
 """What the rehearsal of large plans takes: GPT-3 175B, Llama 3.1 405B, DeepSeek-V3.
 
-    python -m scripts.bench_large_rehearsals [gpt3-1024 ...] [--limit 900]
+    python -m scripts.rehearsals.large [gpt3-1024 ...] [--limit 900]
 
 Models on meta in bf16 are planned for clusters of the catalog, and rehearsed, each in a process of
 its own, one after the other, for at most `--limit` seconds. Shown are the verdict, CPU seconds of
@@ -101,7 +101,7 @@ def main() -> None:
         sys.stdout.write(rehearsed(CASES[args.one]) + "\n")
         return
     for name in args.cases or CASES:
-        command = [sys.executable, "-m", "scripts.bench_large_rehearsals", "--one", name]
+        command = [sys.executable, "-m", "scripts.rehearsals.large", "--one", name]
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=args.limit)
             said = done.stdout.strip() or f"failed, exit {done.returncode}"
