@@ -1,1 +1,1 @@
-"""The plans that `scripts/bench_rehearsals.py` prices and rehearses, and large ones (`large.py`)."""
+"""Plans priced and rehearsed (`python -m scripts.rehearsals.table`), and large ones (`large`)."""

@@ -1,6 +1,6 @@
 """Peak memory as it is priced and as it is rehearsed, of some sixty small plans.
 
-    python -m scripts.bench_rehearsals [--only TEXT ...] [--limit 300] [--json FILE]
+    python -m scripts.rehearsals.table [--only TEXT ...] [--limit 300] [--json FILE]
 
 Models of six families on meta (`scripts/rehearsals/models.py`) are planned with every decision
 given (`scripts/rehearsals/plans.py`) for CPU ranks, then rehearsed, each plan in a process of its
@@ -100,7 +100,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def in_process(case: Case, limit_s: float) -> dict[str, Any]:
     """`rehearsed` in a process of its own."""
-    command = [sys.executable, "-m", "scripts.bench_rehearsals", "--one", case.name]
+    command = [sys.executable, "-m", "scripts.rehearsals.table", "--one", case.name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
