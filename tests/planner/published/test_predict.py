@@ -123,7 +123,7 @@ def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
         ({"hidden": "nan"}, "column hidden is 'nan'"),
         ({"num_gpus": "1e99"}, "column num_gpus is '1e99'"),
         ({"gpus_per_node": "many"}, "column gpus_per_node is 'many'"),
-        ({"gpus_per_node": "16"}, "devices_per_node is 16; legal for node"),
+        ({"gpus_per_node": "16"}, "devices_per_node is 16; legal: for node"),
         ({"precision": "fp8"}, "precision 'fp8' is not modelled; legal: fp32, bf16, fp16"),
         ({"precision": "mxfp8"}, "precision 'mxfp8' is not modelled"),
         ({"precision": ""}, "precision '' is not modelled"),
