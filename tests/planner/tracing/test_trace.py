@@ -349,7 +349,11 @@ def test_symbolic_trace_where_export_fails() -> None:
         ((torch.tensor(1.0),), {}, "no tensor with a batch dim"),
         ({"input": rows(WIDTH), "y": rows(WIDTH)}, {}, r"Sequential.forward.*'y'.*\['input'\]"),
         ((rows(WIDTH), rows(4)), {}, r"too many positional.*\['input'\].*loss_fn"),
-        ({"input": rows(WIDTH)}, {"loss_fn": F.mse_loss}, "add the entry 'targets'"),
+        (
+            {"input": rows(WIDTH)},
+            {"loss_fn": F.mse_loss},
+            "legal: a dict with the entry 'targets'; add it",
+        ),
         ((rows(WIDTH),), {"loss_fn": F.mse_loss}, "inputs..., targets"),
         ((rows(WIDTH),), {"loss_fn": torch.sum, "precision": "fp8"}, "legal: fp32, bf16, fp16"),
         ((rows(WIDTH),), {"loss_fn": torch.sum, "batch_size": 0}, "an integer from 1"),
