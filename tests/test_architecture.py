@@ -54,6 +54,7 @@ planner.inter_op
 planner.pricing
 planner.stages
 planner.overrides
+planner.page
 planner.report
 planner.drafts
 planner.bounds

@@ -23,6 +23,7 @@ from meshwright.planner.plan.plan import (
     compress_names,
     compress_ranks,
     expand_names,
+    expand_ranks,
     recompute_of,
 )
 from meshwright.planner.plan.ranks import divisors, placement_of
@@ -44,8 +45,8 @@ __all__ = [
     "GIB", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known", "Plan",
     "PlanError", "Relaxation", "StagePlan", "check_experts_run", "check_plan", "check_runs",
     "compress_names", "compress_ranks", "counted", "crossings", "describe", "divisors",
-    "expand_names", "expert_weights", "express_shardings", "fewest_experts", "fingerprint",
-    "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
+    "expand_names", "expand_ranks", "expert_weights", "express_shardings", "fewest_experts",
+    "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
     "meeting_words", "mesh_words", "placement_of",
     "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
     "spread_of", "stage_of", "stages_of_parameters", "updates_of",
