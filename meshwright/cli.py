@@ -1,4 +1,4 @@
-"""`meshwright plan | show | run | rehearse | profile`: the API from the shell.
+"""`meshwright plan | show | report | run | rehearse | profile`: the API from the shell.
 
 stdout carries the result, stderr the progress. Exit 0: done, 1: error, or ranks of a rehearsal that
 don't match, 2: no plan fits, or the rehearsed one doesn't.
@@ -28,7 +28,7 @@ from meshwright.model import ParallelModel, repeated
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.profiles.cluster import Cluster
-from meshwright.shell import override_flags
+from meshwright.shell import override_flags, page_flags
 from meshwright.shown_plan import plan_text
 
 
@@ -75,10 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
     commands = parser.add_subparsers(
-        required=True, metavar="plan | show | run | rehearse | profile"
+        required=True, metavar="plan | show | report | run | rehearse | profile"
     )
     _add_plan(commands, common)
     _add_show(commands, common)
+    _add_report(commands, common)
     _add_run(commands, common)
     _add_rehearse(commands, common)
     _add_profile(commands, common)
@@ -92,6 +93,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     model_flags.add_model(plan)
     plan.add_argument("-o", "--output", help="write the plan to this file")
     plan.add_argument("--trace", help="write the simulated step as a Chrome trace")
+    plan.add_argument("--html", metavar="FILE", help="write the report as a page")
     plan.add_argument(
         "--sensitivity",
         action="store_true",
@@ -112,6 +114,16 @@ def _add_show(commands: Any, common: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", parents=[common], help="print a plan file")
     show.add_argument("plan")
     show.set_defaults(command=_show)
+
+
+def _add_report(commands: Any, common: argparse.ArgumentParser) -> None:
+    report = commands.add_parser(
+        "report", parents=[common], help="write the report of a plan as a page (HTML, one file)"
+    )
+    page_flags.add_arguments(report)
+    model_flags.add_model(report, optional=True)
+    model_flags.add_prices(report)
+    report.set_defaults(command=_report)
 
 
 def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -235,6 +247,9 @@ def _plan(args: argparse.Namespace) -> int:
         _say(f"plan written to {args.output}")
     if args.trace:
         result.report.trace(args.trace)
+    if args.html:
+        result.report.html(args.html, sensitivity=args.sensitivity)
+        _say(f"page written to {args.html}")
     if not args.rehearse:
         _print_report(args, result.report)
         return 0
@@ -253,6 +268,18 @@ def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> N
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
+
+
+def _report(args: argparse.Namespace) -> int:
+    data = page_flags.report_data(args.plan)
+    if data is None:
+        page_flags.fill_from_plan(args)
+        result, _ = _parallelize(args, plan=args.plan)
+        result.report.html(args.output, tokens=args.tokens, price_per_hour=args.price)
+    else:
+        page_flags.write_page(data, args)
+    _say(f"page written to {args.output}")
+    return 0
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def _alternatives(data: Row) -> str:
     first, step_s = others[0], data["summary"]["step_time_s"]
     difference = time(abs(first["step_time_s"] - step_s)).text
     return (
-        f"The fastest of the {len(others)} others, {first['name']}, takes {difference} "
+        f"The fastest of the {len(others)} others, {first['plan']}, takes {difference} "
         f"{'more' if first['slower'] >= 0 else 'less'} a step ({first['slower']:+.1%})."
     )
 

@@ -10,6 +10,8 @@ from meshwright.planner.page.cells import Cell, time
 
 Row = Mapping[str, Any]
 
+MOST_NAMES = 4  # of blocks in the title of a diagram
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -26,7 +28,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagram:
+    """`blocks` names all of them where the title has no room."""
+
     title: str
+    blocks: str
     about: str
     lines: Sequence[Line]
     count: int
@@ -41,9 +46,11 @@ def diagrams(data: Row) -> list[Diagram]:
         where = f"stages {stages[0]} to {stages[-1]}" if several else f"stage {stages[0]}"
         degrees = " × ".join(f"{a} {row[a]}" for a in ("dp", "cp", "ep", "tp") if row[a] > 1)
         lines = [line(step) for step in row["steps"]]
+        names, more = row["blocks"], len(row["blocks"]) - MOST_NAMES
         found.append(
             Diagram(
-                title=", ".join(row["blocks"]),
+                title=", ".join(names[:MOST_NAMES]) + f" and {more} more" * (more > 0),
+                blocks=", ".join(names) if more > 0 else "",
                 about=f"{where}; {degrees or 'one rank'}",
                 lines=lines,
                 count=sum(step["kind"] == "run" for step in row["steps"]),

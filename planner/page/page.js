@@ -1,6 +1,7 @@
 "use strict";
 // Draws the charts, shows a plan's difference, copies. No strings become code: `ast` interprets.
 const specs = JSON.parse(document.getElementById("charts").textContent);
+const NARROW = 480; // pixels, below which a legend is one column
 const options = {
   ast: true,
   actions: {export: true, source: false, compiled: false, editor: false},
@@ -17,7 +18,9 @@ function show(plan, open) {
 }
 
 async function draw(place) {
-  const {view} = await vegaEmbed(place, specs[place.dataset.chart], options);
+  const spec = specs[place.dataset.chart];
+  if (place.clientWidth < NARROW) spec.config.legend.columns = 1;
+  const {view} = await vegaEmbed(place, spec, options);
   view.addEventListener("click", (event, item) => {
     if (item && item.datum && item.datum.id) show(item.datum.id, true);
   });

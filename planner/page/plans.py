@@ -45,10 +45,10 @@ def compared(data: Row) -> list[dict[str, Any]]:
             },
         )
         known["names"] += [row["family"]] if "family" in row else []
-    found = sorted(rows.values(), key=lambda row: row["step_time_s"])
+    found = sorted(rows.values(), key=lambda row: float(row["step_time_s"]))
     for number, row in enumerate(found):
         row["id"] = f"plan-{number}"
-        row["name"] = ", ".join(row["names"]) or "next best"
+        row["name"] = ", ".join(row["names"]) or "runner-up"
         row["differences"] = [(part, more_time(s)) for part, s in row["components_s"].items()]
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 import altair as alt
 
 from meshwright.planner.page.cells import stage_words
-from meshwright.planner.page.ranks import COLUMNS, axes_in_use, rank_rows
+from meshwright.planner.page.ranks import AXES, COLUMNS, axes_in_use, rank_rows
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB
 
@@ -26,7 +26,17 @@ MANY = 2_000  # marks, from which on a chart is drawn on a canvas
 NODES_OF_LINE = 64  # nodes beside each other on the map of ranks
 GREY = "#808080"
 BAR = 18  # pixels
-MOST_OF_TABLE = 3  # entries of a legend beside each other
+OF_LINE = 3  # entries of a legend beside each other
+FEW = 16  # places on an axis that have a colour each in a legend
+KINDS = {  # of events, and the colours that they have in every window
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "backward (inputs)": "#f58518",
+    "backward (weights)": "#ffbf79",
+    "optimizer": "#54a24b",
+    "send": "#72b7b2",
+    "gradient reduction": "#e45756",
+}
 
 
 def charts(data: Row) -> dict[str, Spec]:
@@ -56,14 +66,14 @@ def _spec(chart: Any, title: str, *, height: int | None = None, marks: int = 0) 
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
     spec["usermeta"] = {"embedOptions": {"renderer": "canvas" if canvas else "svg"}}
     spec["config"] = {
-        "font": "inherit" if not canvas else "sans-serif",
+        "font": "sans-serif",
         "view": {"stroke": None},
         "axis": own | {
             "domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.25,
             "labelLimit": 150, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 500,
         },
         "legend": own | {
-            "orient": "bottom", "columns": MOST_OF_TABLE, "labelLimit": 150, "titleFontSize": 11,
+            "orient": "bottom", "columns": OF_LINE, "labelLimit": 150, "titleFontSize": 11,
             "labelFontSize": 11, "titleFontWeight": 500, "symbolStrokeWidth": 0,
         },
         "rule": {"color": ink},
@@ -95,16 +105,22 @@ def _tips(**titles: str) -> list[Any]:
     return tips
 
 
-def _stacked(rows: Sequence[Row], title: str, order: Sequence[str], *, unit: str) -> Any:
-    """Bars of `value` by `name`, stacked by `part` in the order given."""
+def _stacked(
+    rows: Sequence[Row], title: str, order: Sequence[str], *, unit: str, colours: Sequence[str] = ()
+) -> Any:
+    """Bars of `value` by `name`, stacked by `part` in the order given; a `|` in a name begins a
+    line."""
     names = list(dict.fromkeys(row["name"] for row in rows))
+    scale = alt.Scale(range=list(colours)) if colours else alt.Undefined
     return (
         alt.Chart(_values(rows))
         .mark_bar()
         .encode(
             x=alt.X("value:Q", title=title, stack="zero"),
-            y=alt.Y("name:N", title=None, sort=names),
-            color=alt.Color("part:N", title=None, sort=list(order)),
+            y=alt.Y(
+                "name:N", title=None, sort=names, axis=alt.Axis(labelExpr="split(datum.label, '|')")
+            ),
+            color=alt.Color("part:N", title=None, sort=list(order), scale=scale),
             order=alt.Order("order:Q"),
             tooltip=_tips(name="of", part="part", value=f"{unit}|.4~g"),
         )
@@ -216,6 +232,9 @@ def timelines(data: Row) -> dict[str, Spec]:
 def _window(window: Row, names: Sequence[str]) -> Spec:
     columns, *events = csv.reader(window["events_csv"].splitlines())
     rows = [[json.loads(cell) if _counts(cell) else cell for cell in event] for event in events]
+    shown = {row[columns.index("kind")] for row in rows}
+    kinds = [kind for kind in KINDS if kind in shown]
+    scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
     zoom = alt.selection_interval(bind="scales", encodings=["x"])
     chart = (
         _lines(rows, columns)
@@ -231,7 +250,7 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
             x2="end_s:Q",
             y=alt.Y("name:N", title=None, sort=list(names)),
             yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
-            color=alt.Color("kind:N", title=None),
+            color=alt.Color("kind:N", title=None, sort=kinds, scale=scale),
             tooltip=_tips(
                 name="on", kind="what", stage="stage", microbatch="micro-batch",
                 start_s="from, s|.5~g", seconds="takes, s|.4~g",
@@ -254,22 +273,23 @@ def communication(data: Row) -> Spec | None:
     if not rows:
         return None
     stage = busiest_stage(rows)
-    own = sorted((row for row in rows if row["stage"] == stage), key=lambda row: -row["seconds"])
+    own: dict[str, list[float]] = {}
+    for row in rows:
+        if row["stage"] == stage:
+            name = f"{row['axis']} {row['collective']}|{row['link']}"
+            hidden = row["seconds"] - row["exposed_s"]
+            known = own.setdefault(name, [0.0, 0.0])
+            own[name] = [known[0] + row["exposed_s"], known[1] + hidden]
     bars = [
-        {
-            "name": f"{row['axis']} · {row['collective']} · {row['link']}",
-            "part": part,
-            "value": value,
-            "order": k,
-        }
-        for row in own
-        for k, (part, value) in enumerate(
-            (("exposed", row["exposed_s"]), ("hidden", row["seconds"] - row["exposed_s"]))
-        )
+        {"name": name, "part": part, "value": value, "order": k}
+        for name, values in sorted(own.items(), key=lambda item: -sum(item[1]))
+        for k, (part, value) in enumerate(zip(("exposed", "hidden"), values, strict=True))
     ]
-    chart = _stacked(bars, f"seconds of a step, stage {stage}", ["exposed", "hidden"], unit="s")
+    colours = ("#e45756", "#9ecae9")
+    title = f"seconds of a step, stage {stage}"
+    chart = _stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
-    return _spec(chart, label, height=BAR * (len(own) + 1))
+    return _spec(chart, label, height=2 * BAR * len(own))
 
 
 def ranks(data: Row) -> Spec:
@@ -278,6 +298,7 @@ def ranks(data: Row) -> Spec:
     node = cluster["devices_per_node"]
     rows = rank_rows(groups, node)
     axes = axes_in_use(groups)
+    few = max(len(groups), *(group[axis] for group in groups for axis in AXES[1:])) <= FEW
     buttons: Any = alt.binding_radio(options=axes, name="colour by ")
     by = alt.param(name="by", value=axes[0], bind=buttons if len(axes) > 1 else alt.Undefined)
     lines = -(-cluster["num_nodes"] // NODES_OF_LINE)
@@ -299,10 +320,10 @@ def ranks(data: Row) -> Spec:
             y=_place("y", "ranks of a node", lines * (node + 1), reverse=True),
             y2="y2:Q",
             color=alt.Color(
-                "colour:Q",
+                "colour:O" if few else "colour:Q",
                 title=None,
                 scale=alt.Scale(scheme="viridis"),
-                legend=alt.Legend(format="d", tickMinStep=1),
+                legend=alt.Legend(columns=FEW // 2) if few else alt.Legend(format="d"),
             ),
             tooltip=_tips(**{name: name for name in ("rank", "node", *axes)}),
         )
@@ -360,5 +381,7 @@ def sources(data: Row) -> Spec:
         {"name": "seconds", "part": part, "value": value, "order": k}
         for k, (part, value) in enumerate(rests.items())
     ]
-    chart = _stacked(rows, "share of the operators' seconds", list(rests), unit="share")
+    colours = ("#54a24b", "#eeca3b", "#9d755d")
+    title = "share of the operators' seconds"
+    chart = _stacked(rows, title, list(rests), unit="share", colours=colours)
     return _spec(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)
