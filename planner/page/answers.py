@@ -29,7 +29,8 @@ def answers(data: Row) -> dict[str, str]:
 def _alternatives(data: Row) -> str:
     others = [row for row in compared(data) if not row["chosen"]]
     if not others:
-        return "Nothing was searched: the plan was given."
+        searched = "complete" in data["summary"]
+        return f"{'No other plan was found' if searched else 'The plan was given, not searched'}."
     first, step_s = others[0], data["summary"]["step_time_s"]
     difference = time(abs(first["step_time_s"] - step_s)).text
     return (

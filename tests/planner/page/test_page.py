@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from meshwright.planner.page import render_page
 from meshwright.planner.page.cells import stage_words
 from meshwright.planner.page.plans import compared
 from meshwright.planner.page.specs import charts
+from meshwright.planner.report import timeline
 from tests.helpers.reports import report_of_axes
 
 MOST_BYTES = 1_300_000  # of a page of up to 64 devices
@@ -170,16 +172,17 @@ def test_left_out_is_said_and_asked_for_is_shown(text: str, data: dict[str, Any]
 def test_a_long_step_is_shown_in_windows(data: dict[str, Any]) -> None:
     (window,) = data["timeline"]["windows"]
     windows = [{**window, "window": name} for name in ("first", "steady", "last")]
-    timeline = {"events": 30_000, "complete": False, "windows": windows}
-    found = render_page({**data, "timeline": timeline}, trace="plan.trace.json")
+    long = {"events": 30_000, "complete": False, "windows": windows}
+    found = render_page({**data, "timeline": long}, trace="plan.trace.json")
     assert [f'data-chart="timeline-{k}"' in found for k in range(4)] == [True, True, True, False]
     assert 'href="plan.trace.json"' in found
 
 
 def test_a_given_plan_has_a_page_too(data: dict[str, Any]) -> None:
     given = {**data, "alternatives": [], "runners_up": [], "solver": [], "overrides": []}
+    given["summary"] = {k: v for k, v in data["summary"].items() if k != "complete"}
     found = render_page(given)
-    assert "the plan was given" in found and 'data-chart="alternatives"' not in found
+    assert "The plan was given, not searched" in found and 'data-chart="alternatives"' not in found
 
 
 def test_report_writes_it(tmp_path: Path) -> None:
@@ -190,6 +193,25 @@ def test_report_writes_it(tmp_path: Path) -> None:
     frame = Page(report._repr_html_() or "")
     assert [tag for tag, _ in frame.elements] == ["iframe"]
     assert frame.having("srcdoc")[0].startswith("<!doctype html>")
+
+
+def test_all_events_of_a_long_step_are_beside_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "MAX_EVENTS", 20)
+    monkeypatch.setattr(timeline, "MAX_OF_WINDOW", 6)
+    report = report_of_axes()
+    assert report.details
+    anew = replace(report, details=replace(report.details))
+    anew.html(tmp_path / "plan.html")
+    assert 'href="plan.trace.json"' in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "plan.trace.json").read_text()) == report.timeline
+
+
+def test_ranks_that_did_not_price_the_plan_write_nothing(tmp_path: Path) -> None:
+    report = replace(report_of_axes(), details=None, deferred=None)
+    assert report.html(tmp_path / "plan.html") is None and report._repr_html_() is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_the_extra_one_error_says_what_to_install(
