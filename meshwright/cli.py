@@ -247,9 +247,6 @@ def _plan(args: argparse.Namespace) -> int:
         _say(f"plan written to {args.output}")
     if args.trace:
         result.report.trace(args.trace)
-    if args.html:
-        result.report.html(args.html, sensitivity=args.sensitivity)
-        _say(f"page written to {args.html}")
     if not args.rehearse:
         _print_report(args, result.report)
         return 0
@@ -267,6 +264,9 @@ def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> N
     if args.sensitivity:
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
+    if args.html:
+        report.html(args.html, sensitivity=args.sensitivity)
+        _say(f"page written to {args.html}")
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
 
 

@@ -92,9 +92,14 @@ def _ranks(data: Row) -> str:
     cluster, groups = data["cluster"], data["device_groups"]
     count = cluster["num_nodes"] * cluster["devices_per_node"]
     return (
-        f"{count:,} ranks on {cluster['num_nodes']:,} nodes of {cluster['devices_per_node']} "
-        f"{cluster['device']}, in {len(groups)} device group{'s' * (len(groups) > 1)}."
+        f"{_many(count, 'rank')} on {_many(cluster['num_nodes'], 'node')} of "
+        f"{cluster['devices_per_node']} {cluster['device']}, in "
+        f"{_many(len(groups), 'device group')}."
     )
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" + "s" * (count != 1)
 
 
 def _sources(data: Row) -> str:

@@ -21,6 +21,7 @@ from meshwright.planner.page.answers import answers
 from meshwright.planner.page.blocks import diagrams
 from meshwright.planner.page.plans import compared, without_plan
 from meshwright.planner.page.tables import facts, tables
+from meshwright.planner.plan import counted, seconds
 
 Row = Mapping[str, Any]
 
@@ -54,6 +55,8 @@ def render_page(data: Row, *, trace: str = "") -> str:
         data=data,
         trace=trace,
         plans=plans,
+        parameters=counted(data["summary"]["parameters"]),
+        bound=seconds(data["summary"].get("bound_s", 0.0)),
         without_plan=without_plan(data),
         answers=answers(data),
         facts=facts(data),

@@ -47,10 +47,19 @@ def compared(data: Row) -> list[dict[str, Any]]:
         known["names"] += [row["family"]] if "family" in row else []
     found = sorted(rows.values(), key=lambda row: float(row["step_time_s"]))
     for number, row in enumerate(found):
+        row["step"] = _close(float(row["step_time_s"]))
         row["id"] = f"plan-{number}"
         row["name"] = ", ".join(row["names"]) or "runner-up"
         row["differences"] = [(part, more_time(s)) for part, s in row["components_s"].items()]
     return found
+
+
+def _close(value: float) -> str:
+    """Seconds by four digits, so that plans near each other differ."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-6:.4g} µs"
 
 
 def without_plan(data: Row) -> list[Row]:

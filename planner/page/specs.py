@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
 from meshwright.planner.page.cells import stage_words
+from meshwright.planner.page.drawing import (
+    BAR,
+    GREY,
+    Spec,
+    capacity_line,
+    named,
+    seconds_axis,
+    specified,
+    stacked,
+    tips_of,
+    unnamed,
+)
 from meshwright.planner.page.ranks import AXES, COLUMNS, axes_in_use, rank_rows
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB
 
 Row = Mapping[str, Any]
-Spec = dict[str, Any]
 
-MANY = 2_000  # marks, from which on a chart is drawn on a canvas
 NODES_OF_LINE = 64  # nodes beside each other on the map of ranks
-GREY = "#808080"
-BAR = 18  # pixels
-OF_LINE = 3  # entries of a legend beside each other
 FEW = 16  # places on an axis that have a colour each in a legend
 KINDS = {  # of events, and the colours that they have in every window
     "forward": "#4c78a8",
@@ -55,102 +62,20 @@ def charts(data: Row) -> dict[str, Spec]:
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-def _spec(chart: Any, title: str, *, height: int | None = None, marks: int = 0) -> Spec:
-    """The chart as data, with its label for readers of the screen."""
-    canvas = marks > MANY
-    ink = GREY if canvas else "currentColor"
-    own = {"labelColor": ink, "titleColor": ink}
-    sized = {"width": "container"} | ({"height": height} if height else {})
-    spec: Spec = chart.properties(description=title, **sized).to_dict(validate=False)
-    spec["background"] = None
-    spec["autosize"] = {"type": "fit-x", "contains": "padding"}
-    spec["usermeta"] = {"embedOptions": {"renderer": "canvas" if canvas else "svg"}}
-    spec["config"] = {
-        "font": "sans-serif",
-        "view": {"stroke": None},
-        "axis": own | {
-            "domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.25,
-            "labelLimit": 150, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 500,
-        },
-        "legend": own | {
-            "orient": "bottom", "columns": OF_LINE, "labelLimit": 150, "titleFontSize": 11,
-            "labelFontSize": 11, "titleFontWeight": 500, "symbolStrokeWidth": 0,
-        },
-        "rule": {"color": ink},
-        "text": {"color": ink},
-    }  # fmt: skip
-    return spec
-
-
-def _values(rows: Iterable[Row]) -> Any:
-    return {"values": list(rows)}
-
-
-def _lines(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> Any:
-    """A chart of rows without names, which take half the room: fields are taken by their places.
-    (The page's policy forbids what Vega reads comma-separated values by.)"""
-    places = {name: f"datum[{place}]" for place, name in enumerate(columns)}
-    return alt.Chart({"values": rows}).transform_calculate(**places)
-
-
-def _tips(**titles: str) -> list[Any]:
-    """Tooltips by field, `field="title|format"`."""
-    tips = []
-    for field, text in titles.items():
-        title, _, shown = text.partition("|")
-        more: dict[str, Any] = {"type": "nominal"}
-        if shown:
-            more = {"type": "quantitative", "format": shown}
-        tips.append(alt.Tooltip(field=field, title=title, **more))
-    return tips
-
-
-def _stacked(
-    rows: Sequence[Row], title: str, order: Sequence[str], *, unit: str, colours: Sequence[str] = ()
-) -> Any:
-    """Bars of `value` by `name`, stacked by `part` in the order given; a `|` in a name begins a
-    line."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    scale = alt.Scale(range=list(colours)) if colours else alt.Undefined
-    return (
-        alt.Chart(_values(rows))
-        .mark_bar()
-        .encode(
-            x=alt.X("value:Q", title=title, stack="zero"),
-            y=alt.Y(
-                "name:N", title=None, sort=names, axis=alt.Axis(labelExpr="split(datum.label, '|')")
-            ),
-            color=alt.Color("part:N", title=None, sort=list(order), scale=scale),
-            order=alt.Order("order:Q"),
-            tooltip=_tips(name="of", part="part", value=f"{unit}|.4~g"),
-        )
-    )
-
-
-def _capacity(nbytes: float) -> Any:
-    """The line that no device's memory is above."""
-    row = {"value": nbytes / GIB, "name": "capacity"}
-    return (
-        alt.Chart(_values([row]))
-        .mark_rule(strokeDash=[5, 3], strokeWidth=2)
-        .encode(x="value:Q", tooltip=_tips(value="GiB of a device|.4~g"))
-    )
-
-
 def fit(data: Row) -> Spec:
     """The fullest device against its memory, with the interval."""
     summary = data["summary"]
     peak, capacity = max(summary["peak_memory_bytes"]), summary["memory_bytes"]
     low, high = summary["memory_interval_bytes"]
     row = {"name": "fullest", "peak": peak / GIB, "low": low / GIB, "high": high / GIB}
-    base = alt.Chart(_values([row])).encode(y=alt.Y("name:N", title=None, axis=None))
-    tips = _tips(peak="peak, GiB|.4~g", low="from, GiB|.4~g", high="to, GiB|.4~g")
+    base = alt.Chart(named([row])).encode(y=alt.Y("name:N", title=None, axis=None))
+    tips = tips_of(peak="peak, GiB|.4~g", low="from, GiB|.4~g", high="to, GiB|.4~g")
     bar = base.mark_bar(height=BAR, color="#4c78a8").encode(
         x=alt.X("peak:Q", title="GiB of the fullest device"), tooltip=tips
     )
     interval = base.mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q", tooltip=tips)
     label = f"Peak memory of the fullest device, {peak / GIB:.1f} of {capacity / GIB:.1f} GiB"
-    return _spec(alt.layer(bar, interval, _capacity(capacity)), label, height=2 * BAR)
+    return specified(alt.layer(bar, interval, capacity_line(capacity)), label, height=2 * BAR)
 
 
 def alternatives(data: Row) -> Spec | None:
@@ -173,23 +98,22 @@ def alternatives(data: Row) -> Spec | None:
         if point["memory"] < least:
             least = point["memory"]
             front.append(point)
-    x = alt.X("step:Q", title="seconds a step", scale=alt.Scale(zero=False))
+    axis = seconds_axis(points[-1]["step"], "of a step")
+    x = alt.X("step:Q", scale=alt.Scale(zero=False), axis=axis)
     y = alt.Y("memory:Q", title="GiB of the fullest device", scale=alt.Scale(zero=False))
-    line = alt.Chart(_values(front)).mark_line(
+    line = alt.Chart(named(front)).mark_line(
         interpolate="step-after", strokeDash=[4, 3], color=GREY
     )
-    marks = alt.Chart(_values(points)).mark_point(
-        filled=True, size=140, cursor="pointer", opacity=1
-    )
+    marks = alt.Chart(named(points)).mark_point(filled=True, size=140, cursor="pointer", opacity=1)
     kinds = alt.Scale(domain=["chosen", "alternative"], range=["#e45756", "#4c78a8"])
     color = alt.Color("kind:N", title=None, scale=kinds)
     shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["chosen", "alternative"]))
-    tips = _tips(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
+    tips = tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
     chart = alt.layer(
         line.encode(x=x, y=y), marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tips)
     )
     label = f"Step time against memory of {len(points)} plans; the dashed line is the Pareto front"
-    return _spec(chart, label, height=260)
+    return specified(chart, label, height=260)
 
 
 def memory(data: Row) -> Spec:
@@ -200,10 +124,10 @@ def memory(data: Row) -> Spec:
         for row in data["memory"]
         for k, (part, nbytes) in enumerate(row["parts"].items())
     ]
-    bars = _stacked(rows, "GiB of a device", order, unit="GiB")
+    bars = stacked(rows, "GiB of a device", order, unit="GiB")
     label = "Memory of a device of each group by what holds it, against its capacity"
-    capacity = _capacity(data["summary"]["memory_bytes"])
-    return _spec(alt.layer(bars, capacity), label, height=BAR * (len(data["memory"]) + 1))
+    capacity = capacity_line(data["summary"]["memory_bytes"])
+    return specified(alt.layer(bars, capacity), label, height=BAR * (len(data["memory"]) + 1))
 
 
 def components(data: Row) -> Spec:
@@ -214,9 +138,9 @@ def components(data: Row) -> Spec:
         for group in groups
         for k, (part, value) in enumerate(group["components_s"].items())
     ]
-    chart = _stacked(rows, "seconds of a step", list(groups[0]["components_s"]), unit="s")
+    chart = stacked(rows, "of a step", list(groups[0]["components_s"]), unit="s")
     label = "Seconds of a step of each device group by what it does"
-    return _spec(chart, label, height=BAR * (len(groups) + 1))
+    return specified(chart, label, height=BAR * (len(groups) + 1))
 
 
 def timelines(data: Row) -> dict[str, Spec]:
@@ -237,21 +161,21 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
     scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
     zoom = alt.selection_interval(bind="scales", encodings=["x"])
     chart = (
-        _lines(rows, columns)
+        unnamed(rows, columns)
         .transform_calculate(name=f"{list(names)!r}[datum.group]".replace("'", '"'))
         .transform_calculate(seconds="datum.end_s - datum.start_s")
         .mark_bar(clip=True)
         .encode(
             x=alt.X(
                 "start_s:Q",
-                title="seconds from the start of the step",
+                axis=seconds_axis(window["end_s"], "from the start of the step"),
                 scale=alt.Scale(domain=[window["start_s"], window["end_s"]], nice=False),
             ),
             x2="end_s:Q",
             y=alt.Y("name:N", title=None, sort=list(names)),
             yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
             color=alt.Color("kind:N", title=None, sort=kinds, scale=scale),
-            tooltip=_tips(
+            tooltip=tips_of(
                 name="on", kind="what", stage="stage", microbatch="micro-batch",
                 start_s="from, s|.5~g", seconds="takes, s|.4~g",
             ),
@@ -260,7 +184,7 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
     )  # fmt: skip
     label = f"Simulated step, {window['window']}: what each device group does when; scroll zooms"
     height = max(4 * BAR, 2 * BAR * len(names))
-    return _spec(chart, label, height=height, marks=len(rows))
+    return specified(chart, label, height=height, marks=len(rows))
 
 
 def _counts(cell: str) -> bool:
@@ -286,10 +210,10 @@ def communication(data: Row) -> Spec | None:
         for k, (part, value) in enumerate(zip(("exposed", "hidden"), values, strict=True))
     ]
     colours = ("#e45756", "#9ecae9")
-    title = f"seconds of a step, stage {stage}"
-    chart = _stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
+    title = f"of a step, stage {stage}"
+    chart = stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
-    return _spec(chart, label, height=2 * BAR * len(own))
+    return specified(chart, label, height=2 * BAR * len(own))
 
 
 def ranks(data: Row) -> Spec:
@@ -305,7 +229,7 @@ def ranks(data: Row) -> Spec:
     columns = min(cluster["num_nodes"], NODES_OF_LINE)
     height = max(3 if lines > 4 else BAR // 2, min(BAR, 220 // (lines * node)))
     chart = (
-        _lines(rows, COLUMNS)
+        unnamed(rows, COLUMNS)
         .transform_calculate(
             x=f"datum.node % {NODES_OF_LINE}",
             x2=f"datum.node % {NODES_OF_LINE} + 0.92",
@@ -325,12 +249,12 @@ def ranks(data: Row) -> Spec:
                 scale=alt.Scale(scheme="viridis"),
                 legend=alt.Legend(columns=FEW // 2) if few else alt.Legend(format="d"),
             ),
-            tooltip=_tips(**{name: name for name in ("rank", "node", *axes)}),
+            tooltip=tips_of(**{name: name for name in ("rank", "node", *axes)}),
         )
         .add_params(by)
     )
-    label = f"{len(rows)} ranks on {cluster['num_nodes']} nodes, coloured by their place on an axis"
-    return _spec(chart, label, height=height * lines * (node + 1), marks=len(rows))
+    label = f"Ranks: {len(rows)}, nodes: {cluster['num_nodes']}; coloured by the place on an axis"
+    return specified(chart, label, height=height * lines * (node + 1), marks=len(rows))
 
 
 def _place(
@@ -361,17 +285,17 @@ def sensitivity(data: Row) -> Spec | None:
         for row in sorted(rows, key=lambda row: max(row["factor"], 1 / row["factor"]))
     ]
     chart = (
-        alt.Chart(_values(bars))
+        alt.Chart(named(bars))
         .mark_bar()
         .encode(
             x=alt.X("one:Q", title="times what it is", scale=alt.Scale(type="log", base=2)),
             x2="factor:Q",
             y=alt.Y("name:N", title=None, sort=[bar["name"] for bar in bars]),
-            tooltip=_tips(name="property", factor="times|.3~g", plan="then"),
+            tooltip=tips_of(name="property", factor="times|.3~g", plan="then"),
         )
     )
     label = "The factor on each property of the cluster from which on another plan is chosen"
-    return _spec(chart, label, height=BAR * (len(bars) + 1))
+    return specified(chart, label, height=BAR * (len(bars) + 1))
 
 
 def sources(data: Row) -> Spec:
@@ -383,5 +307,5 @@ def sources(data: Row) -> Spec:
     ]
     colours = ("#54a24b", "#eeca3b", "#9d755d")
     title = "share of the operators' seconds"
-    chart = _stacked(rows, title, list(rests), unit="share", colours=colours)
-    return _spec(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)
+    chart = stacked(rows, title, list(rests), unit="share", colours=colours)
+    return specified(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)
