@@ -1,4 +1,4 @@
-"""`meshwright plan | show | run | rehearse | profile`: the API from the shell.
+"""`meshwright plan | show | report | run | rehearse | profile`: the API from the shell.
 
 stdout carries the result, stderr the progress. Exit 0: done, 1: error, or ranks of a rehearsal that
 don't match, 2: no plan fits, or the rehearsed one doesn't.
@@ -27,7 +27,7 @@ from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.shell import override_flags
+from meshwright.shell import override_flags, page_flags
 from meshwright.shell.named import UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shown_plan import plan_text
 
@@ -90,10 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
     commands = parser.add_subparsers(
-        required=True, metavar="plan | show | run | rehearse | profile"
+        required=True, metavar="plan | show | report | run | rehearse | profile"
     )
     _add_plan(commands, common)
     _add_show(commands, common)
+    _add_report(commands, common)
     _add_run(commands, common)
     _add_rehearse(commands, common)
     _add_profile(commands, common)
@@ -107,6 +108,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
     model_flags.add_model(plan)
     plan.add_argument("-o", "--output", help="write the plan to this file")
     plan.add_argument("--trace", help="write the simulated step as a Chrome trace")
+    plan.add_argument("--html", metavar="FILE", help="write the report as a page")
     plan.add_argument(
         "--sensitivity",
         action="store_true",
@@ -127,6 +129,16 @@ def _add_show(commands: Any, common: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", parents=[common], help="print a plan file")
     show.add_argument("plan")
     show.set_defaults(command=_show)
+
+
+def _add_report(commands: Any, common: argparse.ArgumentParser) -> None:
+    report = commands.add_parser(
+        "report", parents=[common], help="write the report of a plan as a page (HTML, one file)"
+    )
+    page_flags.add_arguments(report)
+    model_flags.add_model(report, optional=True)
+    model_flags.add_prices(report)
+    report.set_defaults(command=_report)
 
 
 def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -221,7 +233,22 @@ def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> N
     if args.sensitivity:
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
+    if args.html:
+        report.html(args.html, sensitivity=args.sensitivity)
+        _say(f"page written to {args.html}")
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
+
+
+def _report(args: argparse.Namespace) -> int:
+    data = page_flags.report_data(args.plan)
+    if data is None:
+        page_flags.fill_from_plan(args)
+        result, _ = _parallelize(args, plan=args.plan)
+        result.report.html(args.output, tokens=args.tokens, price_per_hour=args.price)
+    else:
+        page_flags.write_page(data, args)
+    _say(f"page written to {args.output}")
+    return 0
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -32,8 +32,12 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
         help="global batch size, rows per optimizer step",
     )
     parser.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32 on CPUs)")
-    if optional:
-        return
+    if not optional:
+        add_prices(parser)
+
+
+def add_prices(parser: argparse.ArgumentParser) -> None:
+    """What a plan is priced for, beside the model and the cluster."""
     parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
     parser.add_argument(
         "--target",

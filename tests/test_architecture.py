@@ -54,7 +54,7 @@ planner.plan
 planner.inter_op
 planner.pricing
 planner.stages
-planner.overrides
+planner.overrides planner.page
 planner.report
 planner.drafts
 planner.bounds

@@ -16,6 +16,7 @@ from tests.helpers.source_files import PACKAGE, PRODUCT, ROOMS, ROOT, files_in
 SHIPPED = ("pyproject.toml", "README.md", "LICENSE", *PRODUCT)
 ENVIRONMENT = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 OWN = ("profiles.py", "executor.py", "costmodel.py", "planner/__init__.py")
+FORMS = (".j2", ".css", ".js")  # of the report's page
 TRAINS = """
 import torch
 from torch import nn
@@ -80,9 +81,12 @@ def shipped() -> set[str]:
         file.module.replace(".", "/") + "/__init__" * file.is_package for file in files_in(*PRODUCT)
     }
     catalog = (ROOT / "profiles" / "catalog").glob("*.json")
-    return {f"{path}.py" for path in paths} | {
-        f"{PACKAGE}/profiles/catalog/{file.name}" for file in catalog
-    }
+    page = [file for file in (ROOT / "planner" / "page").iterdir() if file.suffix in FORMS]
+    return (
+        {f"{path}.py" for path in paths}
+        | {f"{PACKAGE}/profiles/catalog/{file.name}" for file in catalog}
+        | {f"{PACKAGE}/planner/page/{file.name}" for file in page}
+    )
 
 
 def test_wheel_holds_the_package_alone(installed: Path) -> None:

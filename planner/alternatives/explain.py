@@ -9,7 +9,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.plan import GIB, Plan, PlanError, check_runs, describe, seconds
 from meshwright.planner.pricing import Evaluation
-from meshwright.planner.report import Report, Searched, breakdown, explain, why_slower
+from meshwright.planner.report import Components, Report, Searched, breakdown, explain, why_slower
 from meshwright.planner.search import TIE, SearchResult
 
 
@@ -22,7 +22,7 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
             "plan": describe(c.plan),
             "step_time_s": c.step_time_s,
             "slower": c.step_time_s / result.best.step_time_s - 1,
-            "why": why_slower(chosen, breakdown(c.evaluation)),
+            **_against(chosen, c.evaluation),
         }
         for c in result.candidates[1:]
     ]
@@ -91,18 +91,27 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
         lacks = f"the leanest lacks {short / GIB:.3g} GiB a device"
         why = f"no plan with equal stages was found to fit{': ' + lacks if short else ''}"
         return {**row, "shortfall_bytes": short, "why": why}
-    parts = breakdown(draft.evaluation)
-    ours, theirs = chosen.as_dict(), parts.as_dict()
-    why, other = why_slower(chosen, parts), alternative.instead
+    compared, other = _against(chosen, draft.evaluation), alternative.instead
     if other is not None:
         slower = other.step_time_s / best.prediction.step_time_s - 1
         row["instead"] = {"plan": describe(other.plan), "step_time_s": other.step_time_s}
-        why += f"; its override alone gives no pipeline, {slower:+.1%}"
+        compared["why"] += f"; its override alone gives no pipeline, {slower:+.1%}"
     return {
         **row,
         "plan": describe(draft.plan),
         "step_time_s": draft.step_time_s,
         "slower": draft.step_time_s / best.prediction.step_time_s - 1,
+        **compared,
+    }
+
+
+def _against(chosen: Components, other: Evaluation) -> dict[str, Any]:
+    """What another plan takes on its fullest device, and its seconds less the chosen one's by
+    component, as data and in words."""
+    parts = breakdown(other)
+    ours, theirs = chosen.as_dict(), parts.as_dict()
+    return {
+        "peak_memory_bytes": max(other.prediction.peak_memory_bytes),
         "components_s": {name: theirs[name] - ours[name] for name in ours},
-        "why": why,
+        "why": why_slower(chosen, parts),
     }

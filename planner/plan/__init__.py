@@ -21,7 +21,13 @@ from meshwright.planner.plan.plan import (
     StagePlan,
     recompute_of,
 )
-from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks, expand_names
+from meshwright.planner.plan.ranges import (
+    PlanError,
+    compress_names,
+    compress_ranks,
+    expand_names,
+    expand_ranks,
+)
 from meshwright.planner.plan.ranks import divisors, placement_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
 from meshwright.planner.plan.words import (
@@ -41,8 +47,8 @@ __all__ = [
     "GIB", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known", "Plan",
     "PlanError", "Relaxation", "StagePlan", "check_experts_run", "check_plan", "check_runs",
     "compress_names", "compress_ranks", "counted", "crossings", "describe", "divisors",
-    "expand_names", "expert_weights", "express_shardings", "fewest_experts", "fingerprint",
-    "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
+    "expand_names", "expand_ranks", "expert_weights", "express_shardings", "fewest_experts",
+    "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
     "meeting_words", "mesh_words", "placement_of",
     "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
     "spread_of", "stage_of", "stages_of_parameters", "updates_of",

@@ -28,7 +28,7 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
-Key = tuple[Axis, str]  # axis and collective
+AxisAndKind = tuple[Axis, str]  # axis and collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class Amount:
         )
 
 
-Amounts = dict[Key, Amount]
+Amounts = dict[AxisAndKind, Amount]
 
 
-def add(amounts: Amounts, key: Key, amount: Amount) -> None:
+def add(amounts: Amounts, key: AxisAndKind, amount: Amount) -> None:
     """Add to what is there under a key."""
     amounts[key] = amounts.get(key, Amount()) + amount
 
@@ -67,7 +67,7 @@ def passes_amounts(
 ) -> Amounts:
     """Communication within the forwards and backwards of stage k in a step, and what its blocks
     run again of it."""
-    stage, found = plan.stages[k], dict[Key, Amount]()
+    stage, found = plan.stages[k], dict[AxisAndKind, Amount]()
     pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
     states: dict[str, Placement] = {}
     for name, policy in zip(stage.blocks, stage.policies, strict=True):
@@ -90,34 +90,45 @@ def _of_steps(pricer: Pricer, steps: tuple[Step, ...]) -> tuple[Amounts, Amounts
     """Of a block: its forward's and its backward's, of one micro-batch."""
     both: tuple[Amounts, Amounts] = ({}, {})
     for step in steps:
-        match step:
-            case Move(value, source, target):
-                price = pricer.reshard_parameter if step.once else pricer.reshard
-                cost = price(value, source, target) or NOTHING
-                kinds = transition(source, target) or ("", "")
-                for amounts, kind, exposed in zip(both, kinds, _communication(cost), strict=True):
-                    if exposed:
-                        seconds = pricer.comm(kind, pricer.nbytes(value))
-                        amount = Amount(calls=1, seconds=seconds, exposed_s=exposed)
-                        add(amounts, ("tensor", kind), amount)
-            case Run():
-                for amounts, found in zip(both, _inside(pricer, step), strict=True):
-                    for key, amount in found:
-                        add(amounts, key, amount)
+        for amounts, found in zip(both, step_amounts(pricer, step), strict=True):
+            for key, amount in found:
+                add(amounts, key, amount)
     return both
+
+
+def step_amounts(pricer: Pricer, step: Step) -> list[list[tuple[AxisAndKind, Amount]]]:
+    """Communication of one step of a block, in the forward and in the backward of one
+    micro-batch."""
+    match step:
+        case Move(value, source, target):
+            price = pricer.reshard_parameter if step.once else pricer.reshard
+            cost = price(value, source, target) or NOTHING
+            kinds = transition(source, target) or ("", "")
+            nbytes, found = pricer.nbytes(value), list[list[tuple[AxisAndKind, Amount]]]()
+            for kind, exposed in zip(kinds, _communication(cost), strict=True):
+                amounts = list[tuple[AxisAndKind, Amount]]()
+                if exposed:
+                    seconds = pricer.comm(kind, nbytes)
+                    amount = Amount(calls=1, seconds=seconds, exposed_s=exposed)
+                    amounts.append((("tensor", kind), amount))
+                found.append(amounts)
+            return found
+        case Run():
+            return _inside(pricer, step)
+    return [[], []]
 
 
 def _communication(cost: Cost) -> tuple[float, float]:
     return cost.forward_comm_s, cost.backward_comm_s
 
 
-def _inside(pricer: Pricer, step: Run) -> list[list[tuple[Key, Amount]]]:
+def _inside(pricer: Pricer, step: Run) -> list[list[tuple[AxisAndKind, Amount]]]:
     """What an operator exchanges by itself, in the forward and in the backward."""
     op, strategy = step.op, step.strategy
     cost = pricer.op_cost(op, strategy)
     exchanges = cost.forward_exchange_s, cost.backward_exchange_s
     whole = context_exchange(pricer, op, strategy, 0.0)
-    kinds: tuple[Key, Key] = (("tensor", "all_reduce"),) * 2
+    kinds: tuple[AxisAndKind, AxisAndKind] = (("tensor", "all_reduce"),) * 2
     if any(whole):
         halo = op.name in pricer.table.tokens.halos
         kinds = ("context", "send" if halo else "all_gather"), (
@@ -131,7 +142,7 @@ def _inside(pricer: Pricer, step: Run) -> list[list[tuple[Key, Amount]]]:
     for key, exposed, tokens, alone in zip(
         kinds, _communication(cost), exchanges, whole, strict=True
     ):
-        amounts: list[tuple[Key, Amount]] = []
+        amounts: list[tuple[AxisAndKind, Amount]] = []
         if tokens:
             amount = Amount(calls=1, seconds=tokens, exposed_s=tokens)
             amounts.append((("experts", "all_to_all"), amount))
@@ -147,7 +158,7 @@ def data_amounts(
 ) -> Amounts:
     """Collectives of gradients and weights of a stage in a step; `costs` say what is exposed, all
     of it where they are not given. Copies into buckets are in the seconds."""
-    m, found = setting.num_microbatches, dict[Key, Amount]()
+    m, found = setting.num_microbatches, dict[AxisAndKind, Amount]()
     for kind, times, seconds, alone in _collectives(setting, sums):
         if seconds:
             calls = times * alone

@@ -1,6 +1,7 @@
 """What a look at a plan needs beyond its prices: memory by what holds it and when it is highest,
-communication by axis and link, time by component of each device group, throughput. It takes a
-second pricing of the plan, so that it waits until it is asked for."""
+communication by axis and link, time by component of each device group, throughput, what runs in
+each distinct block, the simulated step. It takes a second pricing of the plan, so that it waits
+until it is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 from meshwright.costmodel.intervals import LEVEL, Quantiles
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
-from meshwright.planner.plan import compress_ranks
+from meshwright.planner.plan import compress_ranks, folds
 from meshwright.planner.pricing import (
     Evaluation,
     StageCoster,
@@ -22,6 +23,8 @@ from meshwright.planner.pricing import (
     traffic,
 )
 from meshwright.planner.report.components import of_group
+from meshwright.planner.report.diagram import block_diagrams
+from meshwright.planner.report.timeline import timeline_data
 
 Row = Mapping[str, Any]
 
@@ -43,8 +46,7 @@ class Details:
         peaks, course = evaluation.prediction.peak_memory_bytes, evaluation.prediction.course
         quantiles = evaluation.prediction.memory_error
         rows: list[Row] = []
-        coster = StageCoster(replace(self.problem, precision=plan.precision))
-        parts = memory_parts(evaluation, coster, self.assignments)
+        parts = memory_parts(evaluation, self._coster, self.assignments)
         for k, (ranks, own) in enumerate(zip(plan.devices, parts, strict=True)):
             row: dict[str, Any] = {
                 "ranks": compress_ranks(ranks),
@@ -66,6 +68,10 @@ class Details:
         return rows
 
     @cached_property
+    def _coster(self) -> StageCoster:
+        return StageCoster(replace(self.problem, precision=self.evaluation.plan.precision))
+
+    @cached_property
     def communication(self) -> list[Row]:
         """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
         themselves and exposed."""
@@ -76,16 +82,46 @@ class Details:
         return traffic(self.evaluation, self.problem, self.assignments)
 
     @cached_property
-    def components(self) -> list[Row]:
-        """Of each device group: its seconds by what it does (`components_s`); they add up to the
-        step."""
-        return [
-            {
-                "ranks": compress_ranks(ranks),
-                "components_s": of_group(self.evaluation, ranks).as_dict(),
-            }
-            for ranks in self.evaluation.plan.devices
-        ]
+    def device_groups(self) -> list[Row]:
+        """Of each device group: its ranks, laid out (dp, cp, tp) with tp innermost, its stages and
+        degrees, and its seconds by what it does (`components_s`), which add up to the step. The
+        `ep` neighbours that share experts out are `ep_stride` ranks apart in that order."""
+        plan, rows = self.evaluation.plan, list[Row]()
+        for ranks in plan.devices:
+            numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
+            stage = plan.stages[numbers[0]]
+            own = {name: a for k in numbers for name, a in self.assignments[k].items()}
+            folded = folds(stage, self.problem.graph, own)
+            rows.append(
+                {
+                    "ranks": compress_ranks(ranks),
+                    "stages": numbers,
+                    **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
+                    "ep_stride": 1 if folded else stage.tp,
+                    "components_s": of_group(self.evaluation, ranks).as_dict(),
+                }
+            )
+        return rows
+
+    @cached_property
+    def blocks(self) -> list[Row]:
+        """What a rank runs in each distinct block."""
+        return block_diagrams(self.evaluation.plan, self._coster, self.assignments)
+
+    @cached_property
+    def timeline(self) -> Row:
+        """The simulated step, event by event."""
+        return timeline_data(self.evaluation.timeline)
+
+    @property
+    def cluster(self) -> Row:
+        """The devices, and how many there are."""
+        cluster = self.problem.cluster
+        return {
+            "device": cluster.device.name,
+            "num_nodes": cluster.num_nodes,
+            "devices_per_node": cluster.devices_per_node,
+        }
 
     @cached_property
     def throughput(self) -> Row:
@@ -125,11 +161,14 @@ class Details:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "cluster": dict(self.cluster),
             "throughput": dict(self.throughput),
             "uncertainty": dict(self.uncertainty),
             "memory": [dict(row) for row in self.memory],
             "communication": [dict(row) for row in self.communication],
-            "device_groups": [dict(row) for row in self.components],
+            "device_groups": [dict(row) for row in self.device_groups],
+            "blocks": [dict(row) for row in self.blocks],
+            "timeline": dict(self.timeline),
         }
 
 

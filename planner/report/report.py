@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.planner.page import framed_page, render_page
 from meshwright.planner.plan import GIB, Plan, counted, seconds
 from meshwright.planner.report.components import Components
 from meshwright.planner.report.details import Details, cost_of
@@ -119,6 +121,39 @@ class Report:
         if self.details is None:
             return None
         return cost_of(self.details, tokens=tokens, price_per_hour=price_per_hour)
+
+    def html(
+        self,
+        path: str | Path,
+        *,
+        sensitivity: bool = False,
+        tokens: float | None = None,
+        price_per_hour: float | None = None,
+    ) -> Path | None:
+        """Write the report as one HTML file, with `sensitivity()` and the `cost` where they are
+        asked for; a step of too many events for it goes into a trace beside it. Does nothing on
+        ranks that did not price the plan. Raises ImportError without `meshwright[report]`."""
+        if self.details is None:
+            return None
+        data, path, trace = self.to_dict(), Path(path), ""
+        if sensitivity:
+            data["sensitivity"] = [dict(row) for row in self.sensitivity()]
+        if tokens is not None or price_per_hour is not None:
+            data["cost"] = self.cost(tokens=tokens, price_per_hour=price_per_hour)
+        if not data["timeline"]["complete"]:
+            trace = path.with_suffix(".trace.json").name
+            self.trace(path.with_name(trace))
+        path.write_text(render_page(data, trace=trace), encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str | None:
+        """The page in a notebook's frame; without `meshwright[report]`, the text."""
+        if self.details is None:
+            return None
+        try:
+            return framed_page(self.to_dict())
+        except ImportError as error:
+            return f"<pre>{escape(str(self))}\n\n{escape(str(error))}</pre>"
 
     def trace(self, path: str | Path) -> None:
         """Write the simulated step as a Chrome trace (chrome://tracing, Perfetto)."""

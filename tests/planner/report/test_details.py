@@ -6,34 +6,15 @@ import json
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.planner.plan import expand_names
 from meshwright.planner.report import Report
-
-LENGTH, ROWS = 1024, 32
+from tests.helpers.reports import LENGTH, ROWS, report_of_axes
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    config = transformers.LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=512, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model, ids = (
-            transformers.LlamaForCausalLM(config),
-            torch.empty(4, LENGTH, dtype=torch.int64),
-        )
-    return auto_parallelize(
-        model,
-        Cluster.from_catalog("dgx-a100", num_nodes=1),
-        example_inputs={"input_ids": ids, "labels": ids},
-        global_batch_size=ROWS,
-        overrides=Overrides(pp=2, tp=2, recompute="full"),
-        profile=False,
-    ).report
+    return report_of_axes()
 
 
 def test_data_is_plain(report: Report) -> None:
@@ -81,3 +62,42 @@ def test_cost_of_a_run(report: Report) -> None:
     assert "price" not in (report.cost(tokens=1e9) or {})
     with pytest.raises(ValueError, match="price_per_hour=0: legal: a number above 0"):
         report.cost(price_per_hour=0)
+
+
+def test_diagrams_have_every_operator_and_the_collectives_of_the_plan(report: Report) -> None:
+    details, data = report.details, report.to_dict()
+    assert details is not None
+    blocks = {block.name: block for block in details.problem.graph.blocks}
+    shown = set[str]()
+    stages = report.plan.stages
+    per_stage: list[dict[str, list[float]]] = [{} for _ in stages]
+    for row in data["blocks"]:
+        names = expand_names(row["blocks"])
+        shown.update(names)
+        ran = [step["operator"] for step in row["steps"] if step["kind"] == "run"]
+        assert ran == [op.short for op in blocks[names[0]].ops]
+        for step in row["steps"]:
+            if step["kind"] == "collective" and step["axis"] == "tensor":
+                for k, stage in enumerate(stages):
+                    if count := len(set(names) & set(stage.blocks)):
+                        both = per_stage[k].setdefault(step["collective"], [0.0, 0.0])
+                        both[step["pass"] == "backward"] += count * step["seconds"]
+    assert shown == set(blocks)
+    m = report.plan.num_microbatches
+    for stage, kinds in enumerate(per_stage):
+        rows = [r for r in data["communication"] if (r["stage"], r["axis"]) == (stage, "tensor")]
+        assert {row["collective"] for row in rows} == set(kinds)
+        for row in rows:  # recompute runs some of a forward's again
+            forward, backward = kinds[row["collective"]]
+            assert row["seconds"] >= m * (forward + backward) * (1 - 1e-9)
+            assert row["seconds"] <= m * (2 * forward + backward) * (1 + 1e-9)
+
+
+def test_other_plans_have_memory_and_differences(report: Report) -> None:
+    data = report.to_dict()
+    step = report.summary["step_time_s"]
+    found = [row for row in (*data["alternatives"], *data["runners_up"]) if row.get("plan")]
+    assert found
+    for row in found:
+        assert row["peak_memory_bytes"] > 0
+        assert sum(row["components_s"].values()) == pytest.approx(row["step_time_s"] - step)

@@ -1,0 +1,76 @@
+"""The flags of `meshwright report`, and what it reads: a plan, or a report as data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.page import render_page
+from meshwright.planner.plan import Plan
+from meshwright.planner.report import SCHEMA
+
+WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is read and written; the model is needed for a plan alone."""
+    parser.add_argument("plan", help="plan file, or what `meshwright plan --json` printed")
+    parser.add_argument("-o", "--output", required=True, help="write the page to this file")
+    parser.add_argument("--tokens", type=positive_number, help="tokens to train on: days and price")
+    parser.add_argument(
+        "--price", type=positive_number, metavar="PRICE", help="of a device for an hour"
+    )
+    # as `run` takes them; a plan file needs no search
+    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None, executable=None)
+
+
+def report_data(path: str) -> dict[str, Any] | None:
+    """The data of a report; None for a plan file, which `Plan.load` reads. Raises ValueError for a
+    report of another schema, or one without what a page shows."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # Plan.load says what is wrong
+    if not isinstance(data, dict) or "schema" not in data:
+        return None
+    if data["schema"] != SCHEMA or "device_groups" not in data:
+        raise ValueError(
+            f"report {path!r}: schema {data['schema']!r}; legal: {SCHEMA}, with the data of the "
+            f"rank that priced the plan; {WAY_OUT}"
+        )
+    return data
+
+
+def write_page(data: dict[str, Any], args: argparse.Namespace) -> None:
+    """The page of a report that was read. Raises ValueError for what a report can't answer."""
+    if args.tokens is not None or args.price is not None:
+        raise ValueError(
+            f"report {args.plan!r}: --tokens and --price are for plans, whose prices are found "
+            "anew; give the plan and its model"
+        )
+    Path(args.output).write_text(render_page(data), encoding="utf-8")
+
+
+def fill_from_plan(args: argparse.Namespace) -> None:
+    """Rows and precision as the plan has them, where they are not given. Raises `PlanError`, and
+    ValueError without a model."""
+    plan = Plan.load(args.plan)
+    if args.model is None:
+        raise ValueError(
+            f"report {args.plan!r}: a plan has no prices; name its model, module:function, and its "
+            f"--cluster, or give a report; {WAY_OUT}"
+        )
+    args.batch = args.batch or plan.global_batch_size
+    args.precision = args.precision or plan.precision

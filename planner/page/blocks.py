@@ -1,0 +1,98 @@
+"""The diagrams of blocks: lines from top to bottom as a rank runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.planner.page.cells import Cell, time
+
+Row = Mapping[str, Any]
+
+MOST_NAMES = 4  # of blocks in the title of a diagram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a diagram; `kind` is what it is drawn as. `about` is shown on request."""
+
+    kind: str
+    what: str
+    how: str = ""
+    states: str = ""
+    forward: Cell | None = None
+    backward: Cell | None = None
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagram:
+    """`blocks` names all of them where the title has no room."""
+
+    title: str
+    blocks: str
+    about: str
+    lines: Sequence[Line]
+    count: int
+
+
+def diagrams(data: Row) -> list[Diagram]:
+    """One for each distinct block."""
+    found = []
+    for row in data["blocks"]:
+        stages = row["stages"]
+        several = len(stages) > 1
+        where = f"stages {stages[0]} to {stages[-1]}" if several else f"stage {stages[0]}"
+        degrees = " × ".join(f"{a} {row[a]}" for a in ("dp", "cp", "ep", "tp") if row[a] > 1)
+        lines = [line(step) for step in row["steps"]]
+        names, more = row["blocks"], len(row["blocks"]) - MOST_NAMES
+        found.append(
+            Diagram(
+                title=", ".join(names[:MOST_NAMES]) + f" and {more} more" * (more > 0),
+                blocks=", ".join(names) if more > 0 else "",
+                about=f"{where}; {degrees or 'one rank'}",
+                lines=lines,
+                count=sum(step["kind"] == "run" for step in row["steps"]),
+            )
+        )
+    return found
+
+
+def line(step: Row) -> Line:
+    """One step of a block."""
+    match step["kind"]:
+        case "enter":
+            return Line(kind="enter", what=_shaped(step), how=step["role"], states=step["state"])
+        case "leave":
+            return Line(kind="leave", what=_shaped(step), how="output", states=step["state"])
+        case "move":
+            return Line(
+                kind="move",
+                what=_shaped(step),
+                how="re-shard",
+                states=f"{step['from']} → {step['to']}",
+            )
+        case "collective":
+            cell, forward = time(step["seconds"]), step["pass"] == "forward"
+            return Line(
+                kind="collective",
+                what=f"{step['collective']} on the {step['axis']} axis",
+                how=f"in the {step['pass']}",
+                forward=cell if forward else None,
+                backward=None if forward else cell,
+            )
+    operands, results = (", ".join(step[key]) for key in ("operands", "results"))
+    return Line(
+        kind="run",
+        what=step["operator"],
+        how=step["strategy"],
+        states=f"{operands} → {results}" if operands else results,
+        forward=time(step["forward_s"]),
+        backward=time(step["backward_s"]),
+        about=" · ".join(filter(None, (step["key"], step["source"]))),
+    )
+
+
+def _shaped(step: Row) -> str:
+    return f"{step['value']} [{' × '.join(map(str, step['shape']))}]"

@@ -1,0 +1,77 @@
+"""Cells of the page's tables: what is read, with the number that it is of beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.planner.plan import GIB, seconds
+
+Row = Mapping[str, Any]
+SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Text to read; `value` is the number that it shows, as the report's data has it."""
+
+    text: str
+    value: float | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under heads; the first cell of a row is its name."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def words(text: object) -> Cell:
+    return Cell(text=str(text))
+
+
+def number(value: float) -> Cell:
+    """A count, or a number of up to four digits."""
+    whole = float(value).is_integer() and abs(value) < 1e15
+    return Cell(text=f"{int(value):,}" if whole else f"{value:.4g}", value=value)
+
+
+def share(value: float) -> Cell:
+    return Cell(text=f"{value:.1%}", value=value)
+
+
+def time(value: float) -> Cell:
+    """Seconds; less than a nanosecond is nothing."""
+    return Cell(text=seconds(value) if abs(value) >= 1e-9 else "0", value=value)
+
+
+def more_time(value: float) -> Cell:
+    """Seconds more or less than another plan's."""
+    sign = "+" if value >= 0 else "−"
+    text = f"{sign}{seconds(abs(value))}" if abs(value) >= 1e-9 else "0"
+    return Cell(text=text, value=value)
+
+
+def gib(value: float) -> Cell:
+    return Cell(text=f"{value / GIB:.2f} GiB", value=value)
+
+
+def sent(value: float) -> Cell:
+    """Bytes on links, in decimal units as links are."""
+    return scaled(value, "B")
+
+
+def scaled(value: float, unit: str) -> Cell:
+    """A number with a decimal prefix."""
+    for size, prefix in SI:
+        if abs(value) >= size:
+            return Cell(text=f"{value / size:.3g} {prefix}{unit}", value=value)
+    return Cell(text=f"{value:.3g} {unit}", value=value)
+
+
+def stage_words(stages: Sequence[int]) -> str:
+    """`stage 3`, or `stages 0, 4`."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"

@@ -1,0 +1,311 @@
+"""The charts of the page, as Vega-Lite specifications made by Altair.
+
+Text is in the page's own colour (`currentColor`), so that a chart is right in light, in dark and on
+paper without being drawn again. Where there are many marks they are drawn on a canvas, which knows
+no such colour: a grey that both backgrounds allow stands for it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from meshwright.planner.page.cells import stage_words
+from meshwright.planner.page.drawing import (
+    BAR,
+    GREY,
+    Spec,
+    capacity_line,
+    named,
+    seconds_axis,
+    specified,
+    stacked,
+    tips_of,
+    unnamed,
+)
+from meshwright.planner.page.ranks import AXES, COLUMNS, axes_in_use, rank_rows
+from meshwright.planner.page.tables import busiest_stage
+from meshwright.planner.plan import GIB
+
+Row = Mapping[str, Any]
+
+NODES_OF_LINE = 64  # nodes beside each other on the map of ranks
+FEW = 16  # places on an axis that have a colour each in a legend
+KINDS = {  # of events, and the colours that they have in every window
+    "forward": "#4c78a8",
+    "backward": "#f58518",
+    "backward (inputs)": "#f58518",
+    "backward (weights)": "#ffbf79",
+    "optimizer": "#54a24b",
+    "send": "#72b7b2",
+    "gradient reduction": "#e45756",
+}
+
+
+def charts(data: Row) -> dict[str, Spec]:
+    """Specifications by the name of the view they are in; a view without data has none."""
+    found = {
+        "fit": fit(data),
+        "alternatives": alternatives(data),
+        "memory": memory(data),
+        "components": components(data),
+        **timelines(data),
+        "communication": communication(data),
+        "ranks": ranks(data),
+        "sensitivity": sensitivity(data),
+        "sources": sources(data),
+    }
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def fit(data: Row) -> Spec:
+    """The fullest device against its memory, with the interval."""
+    summary = data["summary"]
+    peak, capacity = max(summary["peak_memory_bytes"]), summary["memory_bytes"]
+    low, high = summary["memory_interval_bytes"]
+    row = {"name": "fullest", "peak": peak / GIB, "low": low / GIB, "high": high / GIB}
+    base = alt.Chart(named([row])).encode(y=alt.Y("name:N", title=None, axis=None))
+    tips = tips_of(peak="peak, GiB|.4~g", low="from, GiB|.4~g", high="to, GiB|.4~g")
+    bar = base.mark_bar(height=BAR, color="#4c78a8").encode(
+        x=alt.X("peak:Q", title="GiB of the fullest device"), tooltip=tips
+    )
+    interval = base.mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q", tooltip=tips)
+    label = f"Peak memory of the fullest device, {peak / GIB:.1f} of {capacity / GIB:.1f} GiB"
+    return specified(alt.layer(bar, interval, capacity_line(capacity)), label, height=2 * BAR)
+
+
+def alternatives(data: Row) -> Spec | None:
+    """Step time against memory of the chosen plan and the others, with the Pareto front."""
+    rows = [row for row in data["compared"] if row["peak_memory_bytes"] is not None]
+    if len(rows) < 2:
+        return None
+    points = [
+        {
+            "id": row["id"],
+            "name": row["name"],
+            "step": row["step_time_s"],
+            "memory": row["peak_memory_bytes"] / GIB,
+            "kind": "chosen" if row["chosen"] else "alternative",
+        }
+        for row in rows
+    ]
+    front, least = [], float("inf")
+    for point in sorted(points, key=lambda p: (p["step"], p["memory"])):
+        if point["memory"] < least:
+            least = point["memory"]
+            front.append(point)
+    axis = seconds_axis(points[-1]["step"], "of a step")
+    x = alt.X("step:Q", scale=alt.Scale(zero=False), axis=axis)
+    y = alt.Y("memory:Q", title="GiB of the fullest device", scale=alt.Scale(zero=False))
+    line = alt.Chart(named(front)).mark_line(
+        interpolate="step-after", strokeDash=[4, 3], color=GREY
+    )
+    marks = alt.Chart(named(points)).mark_point(filled=True, size=140, cursor="pointer", opacity=1)
+    kinds = alt.Scale(domain=["chosen", "alternative"], range=["#e45756", "#4c78a8"])
+    color = alt.Color("kind:N", title=None, scale=kinds)
+    shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["chosen", "alternative"]))
+    tips = tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
+    chart = alt.layer(
+        line.encode(x=x, y=y), marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tips)
+    )
+    label = f"Step time against memory of {len(points)} plans; the dashed line is the Pareto front"
+    return specified(chart, label, height=260)
+
+
+def memory(data: Row) -> Spec:
+    """Bytes of each device group by what holds them, against the capacity."""
+    order = list(data["memory"][0]["parts"])
+    rows = [
+        {"name": stage_words(row["stages"]), "part": part, "value": nbytes / GIB, "order": k}
+        for row in data["memory"]
+        for k, (part, nbytes) in enumerate(row["parts"].items())
+    ]
+    bars = stacked(rows, "GiB of a device", order, unit="GiB")
+    label = "Memory of a device of each group by what holds it, against its capacity"
+    capacity = capacity_line(data["summary"]["memory_bytes"])
+    return specified(alt.layer(bars, capacity), label, height=BAR * (len(data["memory"]) + 1))
+
+
+def components(data: Row) -> Spec:
+    """Seconds of each device group by what it does."""
+    groups = data["device_groups"]
+    rows = [
+        {"name": stage_words(group["stages"]), "part": part, "value": value, "order": k}
+        for group in groups
+        for k, (part, value) in enumerate(group["components_s"].items())
+    ]
+    chart = stacked(rows, "of a step", list(groups[0]["components_s"]), unit="s")
+    label = "Seconds of a step of each device group by what it does"
+    return specified(chart, label, height=BAR * (len(groups) + 1))
+
+
+def timelines(data: Row) -> dict[str, Spec]:
+    """A chart for each window of the simulated step."""
+    timeline = data["timeline"]
+    names = [stage_words(group["stages"]) for group in data["device_groups"]]
+    return {
+        f"timeline-{number}": _window(window, names)
+        for number, window in enumerate(timeline["windows"])
+    }
+
+
+def _window(window: Row, names: Sequence[str]) -> Spec:
+    columns, *events = csv.reader(window["events_csv"].splitlines())
+    rows = [[json.loads(cell) if _counts(cell) else cell for cell in event] for event in events]
+    shown = {row[columns.index("kind")] for row in rows}
+    kinds = [kind for kind in KINDS if kind in shown]
+    scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
+    zoom = alt.selection_interval(bind="scales", encodings=["x"])
+    chart = (
+        unnamed(rows, columns)
+        .transform_calculate(name=f"{list(names)!r}[datum.group]".replace("'", '"'))
+        .transform_calculate(seconds="datum.end_s - datum.start_s")
+        .mark_bar(clip=True)
+        .encode(
+            x=alt.X(
+                "start_s:Q",
+                axis=seconds_axis(window["end_s"], "from the start of the step"),
+                scale=alt.Scale(domain=[window["start_s"], window["end_s"]], nice=False),
+            ),
+            x2="end_s:Q",
+            y=alt.Y("name:N", title=None, sort=list(names)),
+            yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
+            color=alt.Color("kind:N", title=None, sort=kinds, scale=scale),
+            tooltip=tips_of(
+                name="on", kind="what", stage="stage", microbatch="micro-batch",
+                start_s="from, s|.5~g", seconds="takes, s|.4~g",
+            ),
+        )
+        .add_params(zoom)
+    )  # fmt: skip
+    label = f"Simulated step, {window['window']}: what each device group does when; scroll zooms"
+    height = max(4 * BAR, 2 * BAR * len(names))
+    return specified(chart, label, height=height, marks=len(rows))
+
+
+def _counts(cell: str) -> bool:
+    return cell[:1].isdigit()
+
+
+def communication(data: Row) -> Spec | None:
+    """Seconds of the busiest stage's collectives, exposed and hidden."""
+    rows = data["communication"]
+    if not rows:
+        return None
+    stage = busiest_stage(rows)
+    own: dict[str, list[float]] = {}
+    for row in rows:
+        if row["stage"] == stage:
+            name = f"{row['axis']} {row['collective']}|{row['link']}"
+            hidden = row["seconds"] - row["exposed_s"]
+            known = own.setdefault(name, [0.0, 0.0])
+            own[name] = [known[0] + row["exposed_s"], known[1] + hidden]
+    bars = [
+        {"name": name, "part": part, "value": value, "order": k}
+        for name, values in sorted(own.items(), key=lambda item: -sum(item[1]))
+        for k, (part, value) in enumerate(zip(("exposed", "hidden"), values, strict=True))
+    ]
+    colours = ("#e45756", "#9ecae9")
+    title = f"of a step, stage {stage}"
+    chart = stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
+    label = f"Seconds of communication of stage {stage} by axis, collective and link"
+    return specified(chart, label, height=2 * BAR * len(own))
+
+
+def ranks(data: Row) -> Spec:
+    """Nodes × ranks, coloured by the place on an axis."""
+    groups, cluster = data["device_groups"], data["cluster"]
+    node = cluster["devices_per_node"]
+    rows = rank_rows(groups, node)
+    axes = axes_in_use(groups)
+    few = max(len(groups), *(group[axis] for group in groups for axis in AXES[1:])) <= FEW
+    buttons: Any = alt.binding_radio(options=axes, name="colour by ")
+    by = alt.param(name="by", value=axes[0], bind=buttons if len(axes) > 1 else alt.Undefined)
+    lines = -(-cluster["num_nodes"] // NODES_OF_LINE)
+    columns = min(cluster["num_nodes"], NODES_OF_LINE)
+    height = max(3 if lines > 4 else BAR // 2, min(BAR, 220 // (lines * node)))
+    chart = (
+        unnamed(rows, COLUMNS)
+        .transform_calculate(
+            x=f"datum.node % {NODES_OF_LINE}",
+            x2=f"datum.node % {NODES_OF_LINE} + 0.92",
+            y=f"floor(datum.node / {NODES_OF_LINE}) * {node + 1} + datum.slot",
+            y2=f"floor(datum.node / {NODES_OF_LINE}) * {node + 1} + datum.slot + 0.92",
+            colour="toNumber(datum[by])",
+        )
+        .mark_rect()
+        .encode(
+            x=_place("x", f"nodes, {columns} a line", columns, labels=lines == 1),
+            x2="x2:Q",
+            y=_place("y", "ranks of a node", lines * (node + 1), reverse=True),
+            y2="y2:Q",
+            color=alt.Color(
+                "colour:O" if few else "colour:Q",
+                title=None,
+                scale=alt.Scale(scheme="viridis"),
+                legend=alt.Legend(columns=FEW // 2) if few else alt.Legend(format="d"),
+            ),
+            tooltip=tips_of(**{name: name for name in ("rank", "node", *axes)}),
+        )
+        .add_params(by)
+    )
+    label = f"Ranks: {len(rows)}, nodes: {cluster['num_nodes']}; coloured by the place on an axis"
+    return specified(chart, label, height=height * lines * (node + 1), marks=len(rows))
+
+
+def _place(
+    field: str, title: str, size: int, *, labels: bool = False, reverse: bool = False
+) -> Any:
+    """A position on the map, which is `size` long."""
+    kind = {"x": alt.X, "y": alt.Y}[field]
+    return kind(
+        f"{field}:Q",
+        title=title,
+        scale=alt.Scale(domain=[0, size], nice=False, reverse=reverse),
+        axis=alt.Axis(grid=False, labels=labels, ticks=False, tickMinStep=1),
+    )
+
+
+def sensitivity(data: Row) -> Spec | None:
+    """The factor on each property of the cluster that flips the decision."""
+    rows = [row for row in data.get("sensitivity", ()) if row["factor"] is not None]
+    if not rows:
+        return None
+    bars = [
+        {
+            "name": row["property"],
+            "factor": row["factor"],
+            "one": 1,
+            "plan": row["plan"] or "no plan known from the search fits",
+        }
+        for row in sorted(rows, key=lambda row: max(row["factor"], 1 / row["factor"]))
+    ]
+    chart = (
+        alt.Chart(named(bars))
+        .mark_bar()
+        .encode(
+            x=alt.X("one:Q", title="times what it is", scale=alt.Scale(type="log", base=2)),
+            x2="factor:Q",
+            y=alt.Y("name:N", title=None, sort=[bar["name"] for bar in bars]),
+            tooltip=tips_of(name="property", factor="times|.3~g", plan="then"),
+        )
+    )
+    label = "The factor on each property of the cluster from which on another plan is chosen"
+    return specified(chart, label, height=BAR * (len(bars) + 1))
+
+
+def sources(data: Row) -> Spec:
+    """What the operators' seconds rest on."""
+    rests = data["summary"]["rests_on"]
+    rows = [
+        {"name": "seconds", "part": part, "value": value, "order": k}
+        for k, (part, value) in enumerate(rests.items())
+    ]
+    colours = ("#54a24b", "#eeca3b", "#9d755d")
+    title = "share of the operators' seconds"
+    chart = stacked(rows, title, list(rests), unit="share", colours=colours)
+    return specified(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)

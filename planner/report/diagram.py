@@ -1,0 +1,113 @@
+"""Diagrams of a plan's distinct blocks: what a rank runs in each, operator by operator, in which
+shardings, and the collectives in between. Blocks that do the same are one diagram."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.costmodel.graph import Block
+from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.sharding import Assignment, Enter, Leave, Move, Placement, R, Run, Step
+from meshwright.planner.plan import Plan, compress_names
+from meshwright.planner.pricing import Amount, AxisAndKind, StageCoster, stage_setting, step_amounts
+
+Row = Mapping[str, Any]
+Counted = Sequence[tuple[AxisAndKind, Amount]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """A distinct block as it is first met, and all that do the same."""
+
+    stage: int
+    block: Block
+    assignment: Assignment
+    inputs: Mapping[str, Placement]
+    names: list[str]
+    stages: list[int]
+
+
+def block_diagrams(
+    plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
+) -> list[Row]:
+    """A row for each distinct block: the `blocks` and `stages` that it stands for, its degrees and
+    its `steps`, in seconds of one micro-batch on a rank."""
+    found: dict[Any, _Found] = {}
+    for k, (stage, chosen) in enumerate(zip(plan.stages, assignments, strict=True)):
+        states: dict[str, Placement] = {}
+        for name in stage.blocks:
+            block, own = coster.blocks[name], chosen[name]
+            inputs = {value: states.get(value, R) for value in block.inputs}
+            states |= {value: own.states[value] for value in block.outputs}
+            mesh = (stage.dp, stage.cp, stage.ep, stage.tp)
+            key = (block.class_id, mesh, own.choices, tuple(inputs.values()))
+            first = found.setdefault(
+                key,
+                _Found(stage=k, block=block, assignment=own, inputs=inputs, names=[], stages=[]),
+            )
+            first.names.append(name)
+            first.stages += [k] * (k not in first.stages)
+    return [_diagram(plan, coster, each) for each in found.values()]
+
+
+def _diagram(plan: Plan, coster: StageCoster, found: _Found) -> Row:
+    stage = plan.stages[found.stage]
+    pricer = coster.pricer(replace(stage_setting(plan, found.stage, coster), zero=0))
+    steps = coster.steps(found.block, found.assignment, found.inputs, stage.tp)
+    return {
+        "blocks": compress_names(found.names),
+        "stages": found.stages,
+        "dp": stage.dp,
+        "cp": stage.cp,
+        "ep": stage.ep,
+        "tp": stage.tp,
+        "steps": [row for step in steps for row in _rows(pricer, step)],
+    }
+
+
+def _rows(pricer: Pricer, step: Step) -> Iterator[dict[str, Any]]:
+    """A step as data, then what it says to other ranks, a row for each collective."""
+    match step:
+        case Enter(value, state, role):
+            yield {"kind": "enter", "role": role} | _value(pricer, value) | {"state": str(state)}
+        case Leave(value, state, _):
+            yield {"kind": "leave"} | _value(pricer, value) | {"state": str(state)}
+        case Run(op, strategy):
+            cost = pricer.op_cost(op, strategy)
+            yield {
+                "kind": "run",
+                "operator": op.short,
+                "key": op.key,
+                "source": op.source,
+                "strategy": strategy.name,
+                "operands": list(map(str, strategy.operands)),
+                "results": list(map(str, strategy.results)),
+                "forward_s": float(cost.forward_s - cost.forward_comm_s),
+                "backward_s": float(cost.backward_s - cost.backward_comm_s),
+            }
+        case Move(value, source, target, _, _, known) if not known:
+            yield {"kind": "move"} | _value(pricer, value) | {
+                "from": str(source), "to": str(target),
+            }  # fmt: skip
+    for direction, amounts in zip(("forward", "backward"), step_amounts(pricer, step), strict=True):
+        yield from _collectives(direction, amounts)
+
+
+def _value(pricer: Pricer, value: str) -> dict[str, Any]:
+    meta = pricer.graph.values[value]
+    names = {**pricer.graph.parameters, **pricer.graph.buffers}
+    return {"value": names.get(value, value), "shape": list(meta.shape)}
+
+
+def _collectives(direction: str, amounts: Counted) -> Iterator[dict[str, Any]]:
+    for (axis, collective), amount in amounts:
+        yield {
+            "kind": "collective",
+            "pass": direction,
+            "axis": axis,
+            "collective": collective,
+            "seconds": amount.seconds,
+            "exposed_s": amount.exposed_s,
+        }

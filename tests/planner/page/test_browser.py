@@ -1,0 +1,192 @@
+"""The page in a browser, where one is installed (`scripts/setup_browser`); never on CI."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tests.helpers.reports import report_of_axes
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.skipif(bool(os.environ.get("CI")), reason="no browser on CI"),
+    pytest.mark.skipif(
+        not (BROWSER and DRIVER), reason="no chromium: scripts/setup_browser installs it"
+    ),
+]
+TIMEOUT_S = 60
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    assert report_of_axes().html(path, sensitivity=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[WebDriver]:
+    options = Options()
+    options.binary_location = BROWSER or ""
+    for flag in FLAGS:
+        options.add_argument(flag)
+    logs = {"browser": "ALL", "performance": "ALL"}
+    options.set_capability("goog:loggingPrefs", logs)
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(TIMEOUT_S)
+    driver.set_script_timeout(TIMEOUT_S)
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def opened(browser: WebDriver, path: Path, *, width: int = 1280, scheme: str = "light") -> None:
+    """The page with its charts drawn; what the browser logged before is forgotten."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get_log("browser")
+    browser.get_log("performance")
+    browser.get(path.as_uri())
+    drawn = "return document.body.dataset.drawn === 'true'"
+    WebDriverWait(browser, TIMEOUT_S).until(lambda b: b.execute_script(drawn))
+
+
+def elements(browser: WebDriver, selector: str) -> list[WebElement]:
+    return browser.find_elements(By.CSS_SELECTOR, selector)
+
+
+def test_nothing_is_asked_for_and_nothing_fails(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    }
+    assert {url for url in asked if not url.startswith("data:")} == {path.as_uri()}
+    paints = "return performance.getEntriesByName('first-contentful-paint').length"
+    assert browser.execute_script(paints) == 1
+
+
+def test_each_chart_has_marks_and_a_label(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    charts = elements(browser, "[data-chart]")
+    assert len(charts) >= 8
+    for chart in charts:
+        name = chart.get_attribute("data-chart")
+        (labelled,) = chart.find_elements(By.CSS_SELECTOR, "[role='graphics-document']")
+        assert len(labelled.get_attribute("aria-label") or "") > 20, name
+        marks = chart.find_elements(By.CSS_SELECTOR, "svg .role-mark path")
+        assert marks and chart.size["height"] > 30, name
+
+
+def test_numbers_are_those_of_the_data(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    data: dict[str, Any] = report_of_axes().to_dict()
+    shown = {
+        each.get_attribute("data-fact"): each.find_element(By.TAG_NAME, "data")
+        for each in elements(browser, "[data-fact]")
+    }
+    value = float(shown["step"].get_attribute("value") or "nan")
+    assert value == data["summary"]["step_time_s"]
+    assert shown["MFU"].text == f"{data['throughput']['mfu']:.1%}"
+    rows = elements(browser, "[data-table='memory'] tbody tr")
+    for row, expected in zip(rows, data["memory"], strict=True):
+        numbers = row.find_elements(By.TAG_NAME, "data")
+        found = [float(each.get_attribute("value") or "nan") for each in numbers]
+        assert found[: len(expected["parts"])] == list(expected["parts"].values())
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280, 1920])
+def test_nothing_is_wider_than_the_window(browser: WebDriver, path: Path, width: int) -> None:
+    opened(browser, path, width=width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    beyond = """
+        return [...document.querySelectorAll('[data-chart]')].filter(chart => {
+          const own = chart.getBoundingClientRect();
+          return [...chart.querySelectorAll('svg text')].some(text => {
+            const box = text.getBoundingClientRect();
+            return box.left < own.left - 1 || box.right > own.right + 1;
+          });
+        }).map(chart => chart.dataset.chart)"""
+    assert browser.execute_script(beyond) == []
+
+
+def test_light_and_dark(browser: WebDriver, path: Path) -> None:
+    light_of = """
+        const rgb = value => value.match(/[0-9.]+/g).slice(0, 3).map(Number);
+        const light = value => rgb(value).reduce((a, b) => a + b) / 765;
+        const text = document.querySelector('#chart-memory svg text');
+        return [light(getComputedStyle(document.body).backgroundColor),
+                light(getComputedStyle(text).fill)]"""
+    opened(browser, path, scheme="light")
+    paper, ink = browser.execute_script(light_of)
+    assert paper > 0.9 and ink < 0.2
+    opened(browser, path, scheme="dark")
+    paper, ink = browser.execute_script(light_of)
+    assert paper < 0.2 and ink > 0.8
+
+
+def test_a_click_on_a_plan_shows_its_difference(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    button = elements(browser, "[data-plan]")[0]
+    row = elements(browser, f"#{button.get_attribute('aria-controls')}")[0]
+    assert not row.is_displayed()
+    button.send_keys("\n")  # by the keyboard
+    assert row.is_displayed() and button.get_attribute("aria-expanded") == "true"
+    assert "compute" in row.text
+    button.click()
+    assert not row.is_displayed()
+
+
+def test_a_click_on_a_point_shows_its_difference(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    rows = elements(browser, ".shown")
+    assert not [row for row in rows if row.is_displayed()]
+    points = elements(browser, "#chart-alternatives .mark-symbol.role-mark path")
+    assert len(points) == len(rows) + 1
+    chain = ActionChains(browser)
+    for point in points[-3:]:
+        chain.move_to_element(point).click()
+    chain.perform()
+    assert [row for row in rows if row.is_displayed()]
+
+
+def test_what_is_copied_is_the_plan(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    shown = elements(browser, "#plan-json")[0].get_attribute("textContent")
+    assert json.loads(shown or "") == report_of_axes().to_dict()["plan"]
+    button = elements(browser, "[data-copy='plan-json']")[0]
+    button.click()
+    WebDriverWait(browser, TIMEOUT_S).until(lambda _: button.text != "Copy")
+    assert button.text in ("Copied", "Selected: copy it now")
+
+
+def test_paper_is_light_and_has_pages(browser: WebDriver, path: Path) -> None:
+    opened(browser, path, scheme="dark")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    style = "return [document.body, document.querySelector('nav')].map(e => getComputedStyle(e))"
+    paper = f"{style}.map((s, k) => k ? s.display : s.backgroundColor)"
+    assert browser.execute_script(paper) == ["rgb(255, 255, 255)", "none"]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
+    assert len(printed["data"]) > 10_000

@@ -1,0 +1,226 @@
+"""The page of a report as a file: its numbers, charts, labels, sizes; without a browser."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vl_convert
+
+from meshwright.planner.page import render_page
+from meshwright.planner.page.cells import stage_words
+from meshwright.planner.page.plans import compared
+from meshwright.planner.page.specs import charts
+from meshwright.planner.report import timeline
+from tests.helpers.reports import report_of_axes
+
+MOST_BYTES = 1_300_000  # of a page of up to 64 devices
+VIEWS = (
+    "chosen", "alternatives", "memory", "components", "timeline", "communication", "blocks",
+    "ranks", "sensitivity", "overrides", "sources", "plan",
+)  # fmt: skip
+EVIL = "</script><script>alert(1)</script><b onclick='x'>&"
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, scripts, and the numbers in each table and fact."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.numbers: dict[str, list[float]] = {}
+        self._in = ""
+        self._script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        self.elements.append((tag, own))
+        self._script = tag == "script" and "type" not in own
+        self._in = own.get("data-table") or own.get("data-fact") or self._in
+        if tag == "data":
+            self.numbers.setdefault(self._in, []).append(float(own["value"] or "nan"))
+
+    def handle_data(self, data: str) -> None:
+        if self._script:
+            self.scripts.append(data)
+            self._script = False
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("details", "dd"):
+            self._in = ""
+
+    def having(self, attribute: str) -> list[str]:
+        return [own[attribute] or "" for _, own in self.elements if attribute in own]
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(report_of_axes().to_dict()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(data: dict[str, Any]) -> str:
+    return render_page(data)
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return Page(text)
+
+
+def test_each_question_has_its_view_in_order(page: Page) -> None:
+    sections = [own["id"] for tag, own in page.elements if tag == "section"]
+    assert tuple(sections) == VIEWS
+    ids = page.having("id")
+    assert len(ids) == len(set(ids))
+    assert set(page.having("aria-labelledby")) | set(page.having("aria-controls")) <= set(ids)
+    links = [own["href"] or "" for tag, own in page.elements if tag == "a"]
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+
+def test_numbers_are_those_of_the_data(page: Page, data: dict[str, Any]) -> None:
+    found, summary = page.numbers, data["summary"]
+    assert found["step"] == [summary["step_time_s"]]
+    assert found["MFU"] == [data["throughput"]["mfu"]]
+    assert found["throughput"] == [data["throughput"]["tokens_per_s"]]
+    assert found["peak memory"] == [max(summary["peak_memory_bytes"])]
+    expected = []
+    for row in data["memory"]:
+        expected += [*row["parts"].values(), row["priced_bytes"], row["course_bytes"]]
+    assert found["memory"] == expected
+    parts = [value for row in data["device_groups"] for value in row["components_s"].values()]
+    assert found["components"] == parts
+    for row in data["communication"]:
+        assert {row["sent_bytes"], row["seconds"], row["exposed_s"]} <= set(found["communication"])
+
+
+def test_the_file_asks_for_nothing(text: str, page: Page) -> None:
+    assert len(text.encode()) < MOST_BYTES
+    sources = [own for tag, own in page.elements if tag in ("script", "img", "iframe")]
+    assert not [own for own in sources if "src" in own]
+    links = [own["href"] for tag, own in page.elements if tag == "link"]
+    assert links == ["data:,"]
+    policy = next(own["content"] or "" for _, own in page.elements if "http-equiv" in own)
+    digests = {
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in page.scripts
+    }
+    assert len(digests) == 2
+    assert set(re.findall(r"'sha256-[^']*'", policy)) == digests
+    assert "unsafe-eval" not in policy and "default-src 'none'" in policy
+
+
+def test_each_chart_has_marks_a_label_and_a_place(page: Page, data: dict[str, Any]) -> None:
+    found = charts({**data, "compared": compared(data)})
+    assert set(page.having("data-chart")) == set(found)
+    for name, spec in found.items():
+        svg = vl_convert.vegalite_to_svg(json.dumps({**spec, "width": 600}), vl_version="6.4")
+        shapes = re.findall(r'<g class="mark-(?:rect|symbol|rule)[^"]*role-mark[^>]*>(<path)?', svg)
+        assert "<path" in shapes, name
+        assert spec["description"]
+
+
+def test_bars_add_up_to_the_peak(data: dict[str, Any]) -> None:
+    spec = charts({**data, "compared": compared(data)})["memory"]
+    rows = spec["datasets"][spec["layer"][0]["data"]["name"]]
+    for row in data["memory"]:
+        own = sum(bar["value"] for bar in rows if bar["name"] == stage_words(row["stages"]))
+        assert own * 2**30 == pytest.approx(row["priced_bytes"])
+
+
+def test_names_are_no_code(data: dict[str, Any]) -> None:
+    evil = copy.deepcopy(data)
+    evil["summary"]["chosen"] = evil["summary"]["cluster"] = EVIL
+    evil["notes"], evil["assumptions"] = [EVIL], [EVIL]
+    evil["blocks"][0]["blocks"] = [EVIL]
+    evil["blocks"][0]["steps"][0]["value"] = EVIL
+    evil["stages"][0]["blocks"] = [EVIL]
+    evil["alternatives"][0]["family"] = EVIL
+    found = Page(render_page(evil))
+    assert len([tag for tag, _ in found.elements if tag == "script"]) == 3
+    assert not found.having("onclick")
+    embedded = re.search(r'id="charts">(.*?)</script>', render_page(evil), re.DOTALL)
+    assert embedded and json.loads(embedded[1])
+
+
+def test_left_out_is_said_and_asked_for_is_shown(text: str, data: dict[str, Any]) -> None:
+    assert "report.html(path, sensitivity=True)" in text
+    rows = [
+        {"property": "memory", "factor": 0.5, "plan": "dp8"},
+        {"property": "FLOP/s", "factor": None, "plan": None},
+    ]
+    cost = report_of_axes().cost(tokens=1e9, price_per_hour=2.0)
+    assert cost
+    full = render_page({**data, "sensitivity": rows, "cost": cost})
+    assert "sensitivity=True" not in full and "no flip between 1/4 and 4" in full
+    assert 'data-chart="sensitivity"' in full
+    assert Page(full).numbers["price"] == [cost["price"]]
+
+
+def test_a_long_step_is_shown_in_windows(data: dict[str, Any]) -> None:
+    (window,) = data["timeline"]["windows"]
+    windows = [{**window, "window": name} for name in ("first", "steady", "last")]
+    long = {"events": 30_000, "complete": False, "windows": windows}
+    found = render_page({**data, "timeline": long}, trace="plan.trace.json")
+    assert [f'data-chart="timeline-{k}"' in found for k in range(4)] == [True, True, True, False]
+    assert 'href="plan.trace.json"' in found
+
+
+def test_a_given_plan_has_a_page_too(data: dict[str, Any]) -> None:
+    given = {**data, "alternatives": [], "runners_up": [], "solver": [], "overrides": []}
+    given["summary"] = {k: v for k, v in data["summary"].items() if k != "complete"}
+    found = render_page(given)
+    assert "The plan was given, not searched" in found and 'data-chart="alternatives"' not in found
+
+
+def test_report_writes_it(tmp_path: Path) -> None:
+    report = report_of_axes()
+    path = report.html(tmp_path / "plan.html")
+    assert path and path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.html"]
+    frame = Page(report._repr_html_() or "")
+    assert [tag for tag, _ in frame.elements] == ["iframe"]
+    assert frame.having("srcdoc")[0].startswith("<!doctype html>")
+
+
+def test_all_events_of_a_long_step_are_beside_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "MAX_EVENTS", 20)
+    monkeypatch.setattr(timeline, "MAX_OF_WINDOW", 6)
+    report = report_of_axes()
+    assert report.details
+    anew = replace(report, details=replace(report.details))
+    anew.html(tmp_path / "plan.html")
+    assert 'href="plan.trace.json"' in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "plan.trace.json").read_text()) == report.timeline
+
+
+def test_ranks_that_did_not_price_the_plan_write_nothing(tmp_path: Path) -> None:
+    report = replace(report_of_axes(), details=None, deferred=None)
+    assert report.html(tmp_path / "plan.html") is None and report._repr_html_() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_extra_one_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "altair", None)
+    report = report_of_axes()
+    with pytest.raises(ImportError, match=r"pip install 'meshwright\[report\]'"):
+        report.html(tmp_path / "plan.html")
+    assert not list(tmp_path.iterdir())
+    shown = report._repr_html_() or ""
+    assert shown.startswith("<pre>") and "Chosen: " in shown
