@@ -3,9 +3,10 @@
 from meshwright.planner.report.components import breakdown, why_slower
 from meshwright.planner.report.explain import Searched, explain, explain_plan, memory_summary
 from meshwright.planner.report.indivisible import Excluded, excluded
-from meshwright.planner.report.report import Rehearsed, Report, sensitivity_lines
+from meshwright.planner.report.report import Rehearsed, Report
+from meshwright.planner.report.text import sensitivity_lines, table
 
 __all__ = [
     "Excluded", "Rehearsed", "Report", "Searched", "breakdown", "excluded", "explain",
-    "explain_plan", "memory_summary", "sensitivity_lines", "why_slower",
+    "explain_plan", "memory_summary", "sensitivity_lines", "table", "why_slower",
 ]  # fmt: skip

@@ -100,7 +100,7 @@ class Details:
             for name in ("flops", "repeated_flops")
         )
         peak = self.problem.cluster.device.flops(plan.precision)
-        rows_per_s, length = plan.global_batch_size / step_s, _sequence_length(self.problem)
+        rows_per_s, length = plan.global_batch_size / step_s, sequence_length(self.problem)
         return {
             "rows_per_s": rows_per_s,
             "sequence_length": length,
@@ -133,7 +133,7 @@ class Details:
         }
 
 
-def _sequence_length(problem: Problem) -> int | None:
+def sequence_length(problem: Problem) -> int | None:
     """Tokens of a row: of the sequence, else of what integers (rows, tokens) the batch has."""
     graph, factors = problem.graph, problem.factors
     if factors.sequence is not None:
