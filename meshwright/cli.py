@@ -1,17 +1,15 @@
-"""`meshwright plan | show | run | rehearse | profile`: the API from the shell.
+"""`meshwright plan | show | run | rehearse | profile` and the questions of
+`shell/asking.py`: the API from the shell.
 
 stdout carries the result, stderr the progress. Exit 0: done, 1: error, or ranks of a rehearsal that
-don't match, 2: no plan fits, or the rehearsed one doesn't.
+don't match, 2: no plan fits, or the rehearsed one doesn't, 4: what `diff` compares differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,16 +18,27 @@ from typing import Any, NoReturn
 import torch
 
 from meshwright import model_flags, profile_command, rehearsing
-from meshwright.api import auto_parallelize
-from meshwright.arguments import default_precision
+from meshwright.api import auto_parallelize, problem_of
+from meshwright.arguments import (
+    MEMORY_MARGIN,
+    check_search,
+    check_values,
+    default_precision,
+    unwrapped,
+)
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel, repeated
+from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
+from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
-from meshwright.shell import override_flags
+from meshwright.shell import asking, override_flags
+from meshwright.shell.given import cluster_named, model_named
 from meshwright.shown_plan import plan_text
+from meshwright.traced import TracedModel
+from meshwright.world import planned_to_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,13 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
     commands = parser.add_subparsers(
-        required=True, metavar="plan | show | run | rehearse | profile"
+        required=True,
+        metavar=" | ".join(("plan", "show", "run", "rehearse", "profile", *asking.COMMANDS)),
     )
     _add_plan(commands, common)
     _add_show(commands, common)
     _add_run(commands, common)
     _add_rehearse(commands, common)
     _add_profile(commands, common)
+    asking.add_commands(commands, common, ASK)
     return parser
 
 
@@ -97,6 +108,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say which change of the cluster would flip the decision",
     )
+    asking.add_report(plan)
     plan.add_argument(
         "--rehearse",
         action="store_true",
@@ -157,57 +169,13 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     profile.set_defaults(command=_profile)
 
 
-def _cluster(text: str) -> Cluster:
-    if text.endswith(".toml"):
-        return Cluster.load(text)
-    if text == "detect":
-        return Cluster.detect()
-    name, _, count = text.partition(":")
-    if count and not count.isdigit():
-        raise ValueError(
-            f"--cluster {text!r}: after the colon comes a number of nodes, e.g. h100-sxm:8, or of "
-            "processes, e.g. local:4"
-        )
-    number = int(count or 1)
-    return (
-        Cluster.local(number) if name == "local" else Cluster.from_catalog(name, num_nodes=number)
-    )
-
-
-def _model(text: str) -> tuple[Any, ...]:
-    """(model, example_inputs[, loss_fn]) from `module:function`."""
-    module, colon, function = text.partition(":")
-    if not colon:
-        raise ValueError(f"model {text!r}: expected module:function, e.g. my_models:gpt2")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"model {text!r}: {error}; it is looked for in {os.getcwd()} and on PYTHONPATH"
-        ) from error
-    make = getattr(found, function, None)
-    if not callable(make):
-        near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
-        raise ValueError(
-            f"model {text!r}: module {module!r} has no function {function!r}; "
-            f"nearest: {', '.join(near) or 'none'}"
-        )
-    built = make()
-    if not isinstance(built, tuple) or len(built) not in (2, 3):
-        raise ValueError(
-            f"model {text!r}: returned a {type(built).__name__}; legal: a tuple "
-            "(model, example_inputs) or (model, example_inputs, loss_fn)"
-        )
-    return built
-
-
-def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
-    model, example, *rest = _model(args.model)
+def _parallelize(
+    args: argparse.Namespace, cluster: Cluster | None = None, **more: Any
+) -> tuple[ParallelModel, Any]:
+    model, example, *rest = model_named(args.model)
     result = auto_parallelize(
         model,
-        _cluster(args.cluster),
+        cluster or cluster_named(args.cluster),
         example_inputs=example,
         global_batch_size=args.batch,
         loss_fn=rest[0] if rest else None,
@@ -224,6 +192,37 @@ def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, 
         **more,
     )
     return result, example
+
+
+def _report(args: argparse.Namespace, cluster: Cluster, **more: Any) -> Report:
+    return _parallelize(args, cluster, **more)[0].report
+
+
+def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
+    """A search for the command line's model, which has not begun."""
+    model, example, *rest = model_named(args.model)
+    precision = args.precision or default_precision(cluster)
+    check_values(args.batch, precision, args.optimizer, args.time_limit, False)
+    check_search(args.objective, args.memory_margin, args.rows_meet, cluster)
+    problem = problem_of(
+        TracedModel(unwrapped(model), example, rest[0] if rest else None, precision),
+        cluster,
+        precision=precision,
+        optimizer=args.optimizer,
+        target=args.target or "eager",
+        expert_imbalance=args.expert_imbalance,
+        profile=not args.no_profile,
+        rows_meet=args.rows_meet,
+    )
+    return Search(
+        problem,
+        args.batch,
+        Overrides(),
+        executable=planned_to_run(cluster) if args.executable is None else args.executable,
+        memory_margin=MEMORY_MARGIN if args.memory_margin is None else args.memory_margin,
+        objective=args.objective,
+        time_limit_s=args.time_limit,
+    )
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -248,7 +247,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
-    data, text = (report.to_dict(), "") if args.json else ({}, str(report))
+    data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
+    if args.price is not None or args.tokens is not None:
+        data["cost"] = dict(report.cost(tokens=args.tokens, price_per_hour=args.price) or {})
+        text += "\n\n" + asking.cost_text(data["cost"])
     if args.sensitivity:
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
@@ -265,7 +267,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_named(args.cluster)
     with launch.distributed(cluster.backend):
         result, example = _parallelize(args, plan=args.plan, compile=args.compile)
         if args.weights:
@@ -293,7 +295,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_named(args.cluster)
     if args.imported:
         imported = profile_command.import_profile(
             cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
@@ -305,7 +307,7 @@ def _profile(args: argparse.Namespace) -> int:
         _say(str(imported))
     if args.model is None or args.batch is None:
         raise ValueError("profile: a model and --batch are needed, except with --import FILE")
-    model, example, *rest = _model(args.model)
+    model, example, *rest = model_named(args.model)
     summary = profile_command.profile_model(
         model,
         example,
@@ -352,6 +354,14 @@ def _print(text: str) -> None:
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
+
+ASK = asking.Ask(
+    report=_report,
+    searching=_searching,
+    add_model=model_flags.add_model,
+    add_search=model_flags.add_search,
+    show=_print,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,11 +10,17 @@ from meshwright.planner.pricing.evaluate import (
     price_stages,
 )
 from meshwright.planner.pricing.held import MemoryParts, memory_parts
-from meshwright.planner.pricing.stage_costs import Degrees, MeshKey, StageCoster, mesh_key
+from meshwright.planner.pricing.stage_costs import (
+    Degrees,
+    MeshKey,
+    StageCoster,
+    mesh_key,
+    stage_setting,
+)
 from meshwright.planner.pricing.work import KINDS_OF_BYTES, Traffic, Work, priced_work, traffic
 
 __all__ = [
     "KINDS_OF_BYTES", "Degrees", "Evaluation", "Evaluator", "MemoryParts", "MeshKey", "Prediction",
     "RehearsedMemory", "StageCoster", "Traffic", "Work", "bytes_beside_tensors", "evaluate",
-    "memory_parts", "mesh_key", "price_stages", "priced_work", "traffic",
+    "memory_parts", "mesh_key", "price_stages", "priced_work", "stage_setting", "traffic",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """The report of a plan: what was chosen, what it costs, what was assumed."""
 
 from meshwright.planner.report.components import breakdown, why_slower
+from meshwright.planner.report.details import sequence_length
 from meshwright.planner.report.explain import Searched, explain, explain_plan, memory_summary
 from meshwright.planner.report.indivisible import Excluded, excluded
 from meshwright.planner.report.report import Rehearsed, Report
@@ -8,5 +9,5 @@ from meshwright.planner.report.text import sensitivity_lines, table
 
 __all__ = [
     "Excluded", "Rehearsed", "Report", "Searched", "breakdown", "excluded", "explain",
-    "explain_plan", "memory_summary", "sensitivity_lines", "table", "why_slower",
+    "explain_plan", "memory_summary", "sensitivity_lines", "sequence_length", "table", "why_slower",
 ]  # fmt: skip
