@@ -36,6 +36,7 @@ from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.shell import asking, override_flags
 from meshwright.shell.given import cluster_named, model_named
+from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
 from meshwright.traced import TracedModel
 from meshwright.world import planned_to_run
@@ -46,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO if args.verbose else logging.WARNING)
     try:
-        code: int = args.command(args)
-        return code
+        with stdout_is_the_result():
+            code: int = args.command(args)
+            return code
     except InfeasibleError as error:
         if getattr(args, "json", False):
             _print(
@@ -348,7 +350,7 @@ def _export(args: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    show(text, colour=text[:1] not in "[{")
 
 
 def _say(text: str) -> None:

@@ -134,9 +134,12 @@ class Details:
 
 
 def sequence_length(problem: Problem) -> int | None:
-    """Tokens of a row: of the sequence, else of what integers (rows, tokens) the batch has."""
+    """Tokens of a row: of the sequence, where values have features of each token, else of what
+    integers (rows, tokens) the batch has."""
     graph, factors = problem.graph, problem.factors
-    if factors.sequence is not None:
+    token = (factors.sequence,)
+    dims = (factors.dims[value] for op in graph.ops for value in op.results)
+    if factors.sequence is not None and any(len(d) > 2 and d[1] == token for d in dims):
         return factors.sizes[factors.sequence]
     metas = [graph.values[v] for v in graph.inputs if factors.has_batch(v)]
     lengths = [
