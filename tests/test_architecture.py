@@ -71,6 +71,7 @@ executor.checkpoint
 executor.stand_in executor.prices
 executor.rehearsal
 traced
+monitor
 shell
 meshwright
 """
