@@ -96,7 +96,6 @@ SOLVING = "planner/intra_op/solvers.py"
 COMMUNICATING = ("executor/", "profiles/measure/collectives.py")
 PRINTING = ("meshwright/cli.py",)
 
-
 BESIDE = ("scripts", "examples", "tests")
 
 Rule = Callable[[SourceFile], list[str]]
