@@ -34,7 +34,7 @@ from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
-from meshwright.shell import asking, override_flags
+from meshwright.shell import asking, override_flags, progress_shown
 from meshwright.shell.given import cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
@@ -175,24 +175,25 @@ def _parallelize(
     args: argparse.Namespace, cluster: Cluster | None = None, **more: Any
 ) -> tuple[ParallelModel, Any]:
     model, example, *rest = model_named(args.model)
-    result = auto_parallelize(
-        model,
-        cluster or cluster_named(args.cluster),
-        example_inputs=example,
-        global_batch_size=args.batch,
-        loss_fn=rest[0] if rest else None,
-        precision=args.precision,
-        optimizer=args.optimizer,
-        target=args.target,
-        profile=not args.no_profile,
-        objective=args.objective,
-        memory_margin=args.memory_margin,
-        time_limit_s=args.time_limit,
-        executable=args.executable,
-        expert_imbalance=args.expert_imbalance,
-        rows_meet=args.rows_meet,
-        **more,
-    )
+    with progress_shown():
+        result = auto_parallelize(
+            model,
+            cluster or cluster_named(args.cluster),
+            example_inputs=example,
+            global_batch_size=args.batch,
+            loss_fn=rest[0] if rest else None,
+            precision=args.precision,
+            optimizer=args.optimizer,
+            target=args.target,
+            profile=not args.no_profile,
+            objective=args.objective,
+            memory_margin=args.memory_margin,
+            time_limit_s=args.time_limit,
+            executable=args.executable,
+            expert_imbalance=args.expert_imbalance,
+            rows_meet=args.rows_meet,
+            **more,
+        )
     return result, example
 
 

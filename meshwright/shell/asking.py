@@ -15,6 +15,7 @@ from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.shell import catalog_listing, comparing, differing, explaining, fitting
 from meshwright.shell.given import cluster_named
+from meshwright.shell.progress import progress_shown
 
 COMMANDS = ("diff", "explain", "compare", "fit", "catalog")
 SAME, DIFFERENT = 0, 4
@@ -149,7 +150,8 @@ def _compare(args: argparse.Namespace, ask: Ask) -> int:
 
 
 def _fit(args: argparse.Namespace, ask: Ask) -> int:
-    found = fitting.fit(ask.searching(args, cluster_named(args.cluster)))
+    with progress_shown():
+        found = fitting.fit(ask.searching(args, cluster_named(args.cluster)))
     _show(args, ask, found.as_dict(), str(found))
     return 2 if found.verdict == fitting.NOT else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from meshwright.planner.tracing import trace
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
 
+progress = logging.getLogger("meshwright.progress")
+
 
 class TracedModel:
     """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered.
@@ -53,6 +56,7 @@ class TracedModel:
                 f"model: {split[0]!r} is a DTensor: the model was parallelized before; go on with "
                 f"the result's replan(), or give a model of plain parameters"
             )
+        progress.debug("tracing the model")
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self._modes = [(m, m.training) for m in model.modules()]

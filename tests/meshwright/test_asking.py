@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +247,23 @@ def test_colour_is_for_terminals(capsys: Captured, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NO_COLOR", "1")
     show("Chosen: tight")
     assert capsys.readouterr().out == "Chosen: tight\n"
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def test_tracing_and_searching_are_shown_on_terminals_alone(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(FOUR) == 0
+    assert "searching" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(FOUR) == 0
+    out, err = capsys.readouterr()
+    assert "tracing the model" in err and "plans priced" in err and "gap " in err
+    assert "searching" not in out and err.endswith("\n")
+    monkeypatch.setenv("RANK", "1")
+    assert main(FOUR) == 0
+    assert "searching" not in capsys.readouterr().err
+    watched = logging.getLogger("meshwright.progress")
+    assert not watched.handlers and watched.propagate and not watched.isEnabledFor(logging.DEBUG)
