@@ -107,15 +107,15 @@ def auto_parallelize(
     launch.start(cluster.backend)
     check_world(cluster, launch.world_size() if launch.running() else None)
     traced = TracedModel(unwrapped(model), example_inputs, loss_fn, precision)
-    problem = Problem(
-        graph=traced.graph,
-        factors=traced.factors,
-        cluster=cluster,
+    problem = problem_of(
+        traced,
+        cluster,
         precision=precision,
         optimizer=optimizer,
-        target=replace(target_named(target), expert_imbalance=expert_imbalance),
-        profile=load_profile(cluster) if profile else None,
-        meetings=traced.use.meetings if rows_meet == "exact" else (),
+        target=target,
+        expert_imbalance=expert_imbalance,
+        profile=profile,
+        rows_meet=rows_meet,
     )
     request = Request(
         global_batch_size=global_batch_size,
@@ -135,3 +135,27 @@ def auto_parallelize(
 
         decision = search_plan(problem, request, traced.phases_s)
     return ParallelModel(decision, problem, request, traced).started()
+
+
+def problem_of(
+    traced: TracedModel,
+    cluster: Cluster,
+    *,
+    precision: str,
+    optimizer: str,
+    target: str,
+    expert_imbalance: float,
+    profile: bool,
+    rows_meet: str,
+) -> Problem:
+    """What is planned, from arguments of `auto_parallelize`."""
+    return Problem(
+        graph=traced.graph,
+        factors=traced.factors,
+        cluster=cluster,
+        precision=precision,
+        optimizer=optimizer,
+        target=replace(target_named(target), expert_imbalance=expert_imbalance),
+        profile=load_profile(cluster) if profile else None,
+        meetings=traced.use.meetings if rows_meet == "exact" else (),
+    )

@@ -1,7 +1,8 @@
-"""`meshwright plan | show | report | run | rehearse | profile`: the API from the shell.
+"""`meshwright plan | show | report | run | rehearse | profile` and the questions of
+`shell/asking.py`: the API from the shell.
 
 stdout carries the result, stderr the progress. Exit 0: done, 1: error, or ranks of a rehearsal that
-don't match, 2: no plan fits, or the rehearsed one doesn't.
+don't match, 2: no plan fits, or the rehearsed one doesn't, 4: what `diff` compares differs.
 """
 
 from __future__ import annotations
@@ -13,23 +14,34 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from meshwright import model_flags, profile_command, rehearsing
-from meshwright.api import auto_parallelize
-from meshwright.arguments import default_precision
+from meshwright import model_flags, rehearsing
+from meshwright.api import auto_parallelize, problem_of
+from meshwright.arguments import (
+    MEMORY_MARGIN,
+    check_search,
+    check_values,
+    default_precision,
+    unwrapped,
+)
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel, repeated
+from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
+from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.shell import override_flags, page_flags
-from meshwright.shell.named import UserCodeError, check_writable, cluster_named, model_named
+from meshwright.shell import asking, override_flags, page_command, profile_command, progress_shown
+from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
+from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
+from meshwright.traced import TracedModel
+from meshwright.world import planned_to_run
 
 
 def perform(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +62,8 @@ def perform(argv: Sequence[str] | None = None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
-        return perform(argv)
+        with stdout_is_the_result():
+            return perform(argv)
     except InfeasibleError as error:
         _say(f"infeasible: {error}")
         return 2
@@ -71,18 +84,8 @@ def _infeasible(error: InfeasibleError) -> dict[str, Any]:
     }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Exits with 1 for a wrong command line: 2 is kept for "no plan fits"."""
-
-    def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        raise MeshwrightError(
-            message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="meshwright",
         description="Decides how to train a PyTorch model on a cluster, says why, and runs it.",
     )
@@ -90,14 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--verbose", action="store_true", help="log progress to stderr")
     commands = parser.add_subparsers(
-        required=True, metavar="plan | show | report | run | rehearse | profile"
+        required=True,
+        metavar=" | ".join(
+            ("plan", "show", "report", "run", "rehearse", "profile", *asking.COMMANDS)
+        ),
     )
     _add_plan(commands, common)
     _add_show(commands, common)
-    _add_report(commands, common)
+    page_command.add_command(commands, common, PAGE)
     _add_run(commands, common)
     _add_rehearse(commands, common)
     _add_profile(commands, common)
+    asking.add_commands(commands, common, ASK)
     return parser
 
 
@@ -114,6 +121,7 @@ def _add_plan(commands: Any, common: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say which change of the cluster would flip the decision",
     )
+    asking.add_report(plan)
     plan.add_argument(
         "--rehearse",
         action="store_true",
@@ -129,16 +137,6 @@ def _add_show(commands: Any, common: argparse.ArgumentParser) -> None:
     show = commands.add_parser("show", parents=[common], help="print a plan file")
     show.add_argument("plan")
     show.set_defaults(command=_show)
-
-
-def _add_report(commands: Any, common: argparse.ArgumentParser) -> None:
-    report = commands.add_parser(
-        "report", parents=[common], help="write the report of a plan as a page (HTML, one file)"
-    )
-    page_flags.add_arguments(report)
-    model_flags.add_model(report, optional=True)
-    model_flags.add_prices(report)
-    report.set_defaults(command=_report)
 
 
 def _add_run(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -184,27 +182,61 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     profile.set_defaults(command=_profile)
 
 
-def _parallelize(args: argparse.Namespace, **more: Any) -> tuple[ParallelModel, Any]:
+def _parallelize(
+    args: argparse.Namespace, cluster: Cluster | None = None, **more: Any
+) -> tuple[ParallelModel, Any]:
     model, example, *rest = model_named(args.model)
-    result = auto_parallelize(
-        model,
-        cluster_named(args.cluster),
-        example_inputs=example,
-        global_batch_size=args.batch,
-        loss_fn=rest[0] if rest else None,
-        precision=args.precision,
-        optimizer=args.optimizer,
-        target=args.target,
-        profile=not args.no_profile,
-        objective=args.objective,
-        memory_margin=args.memory_margin,
-        time_limit_s=args.time_limit,
-        executable=args.executable,
-        expert_imbalance=args.expert_imbalance,
-        rows_meet=args.rows_meet,
-        **more,
-    )
+    with progress_shown():
+        result = auto_parallelize(
+            model,
+            cluster or cluster_named(args.cluster),
+            example_inputs=example,
+            global_batch_size=args.batch,
+            loss_fn=rest[0] if rest else None,
+            precision=args.precision,
+            optimizer=args.optimizer,
+            target=args.target,
+            profile=not args.no_profile,
+            objective=args.objective,
+            memory_margin=args.memory_margin,
+            time_limit_s=args.time_limit,
+            executable=args.executable,
+            expert_imbalance=args.expert_imbalance,
+            rows_meet=args.rows_meet,
+            **more,
+        )
     return result, example
+
+
+def _report(args: argparse.Namespace, cluster: Cluster, **more: Any) -> Report:
+    return _parallelize(args, cluster, **more)[0].report
+
+
+def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
+    """A search for the command line's model, which has not begun."""
+    model, example, *rest = model_named(args.model)
+    precision = args.precision or default_precision(cluster)
+    check_values(args.batch, precision, args.optimizer, args.time_limit, False)
+    check_search(args.objective, args.memory_margin, args.rows_meet, cluster)
+    problem = problem_of(
+        TracedModel(unwrapped(model), example, rest[0] if rest else None, precision),
+        cluster,
+        precision=precision,
+        optimizer=args.optimizer,
+        target=args.target or "eager",
+        expert_imbalance=args.expert_imbalance,
+        profile=not args.no_profile,
+        rows_meet=args.rows_meet,
+    )
+    return Search(
+        problem,
+        args.batch,
+        Overrides(),
+        executable=planned_to_run(cluster) if args.executable is None else args.executable,
+        memory_margin=MEMORY_MARGIN if args.memory_margin is None else args.memory_margin,
+        objective=args.objective,
+        time_limit_s=args.time_limit,
+    )
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -229,7 +261,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
-    data, text = (report.to_dict(), "") if args.json else ({}, str(report))
+    data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
+    if args.price is not None or args.tokens is not None:
+        data["cost"] = dict(report.cost(tokens=args.tokens, price_per_hour=args.price) or {})
+        text += "\n\n" + asking.cost_text(data["cost"])
     if args.sensitivity:
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
@@ -237,18 +272,6 @@ def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> N
         report.html(args.html, sensitivity=args.sensitivity)
         _say(f"page written to {args.html}")
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
-
-
-def _report(args: argparse.Namespace) -> int:
-    data = page_flags.report_data(args.plan)
-    if data is None:
-        page_flags.fill_from_plan(args)
-        result, _ = _parallelize(args, plan=args.plan)
-        result.report.html(args.output, tokens=args.tokens, price_per_hour=args.price)
-    else:
-        page_flags.write_page(data, args)
-    _say(f"page written to {args.output}")
-    return 0
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -346,12 +369,27 @@ def _export(args: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    show(text, colour=text[:1] not in "[{")
 
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
+
+def _priced(args: argparse.Namespace, plan: str) -> Report:
+    return _parallelize(args, plan=plan)[0].report
+
+
+PAGE = page_command.Page(
+    report=_priced, add_model=model_flags.add_model, add_prices=model_flags.add_prices, said=_say
+)
+ASK = asking.Ask(
+    report=_report,
+    searching=_searching,
+    add_model=model_flags.add_model,
+    add_search=model_flags.add_search,
+    show=_print,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshwright.executor.ranks import launch, progress
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.executor.runtime import MeasuredStep, RunOptions, Runtime, timed_step
 from meshwright.executor.stages import CheckedPlan, check_trains
+from meshwright.monitor import MetricsLogger, Monitor, Predicted
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.overrides import Overrides
 from meshwright.profiles.inputs import MeshwrightError
@@ -47,6 +49,7 @@ class ParallelModel:
         self._traced = traced
         self._why_not = why_not_here(decision.plan, problem.cluster)
         self._runtime: Runtime | None = None
+        self._monitor: Monitor | None = None
         self._saving: Saving | None = None
 
     @one_at_a_time()
@@ -170,7 +173,47 @@ class ParallelModel:
         finite, all are dropped (`skipped_steps`).
         """
         self._traced.check_unchanged(training=True)
-        return self.runtime.train_step(_with_targets(batch, targets))
+        runtime, given = self.runtime, _with_targets(batch, targets)
+        return self.monitor.train_step(
+            lambda watch: runtime.train_step(given, observe=watch), lambda: batch_rows(given)
+        )
+
+    @property
+    def monitor(self) -> Monitor:
+        """What this rank measures of its steps; `monitor.told` is how far they are from what was
+        predicted, after 20 of them."""
+        if self._monitor is None:
+            rank = launch.rank()
+            predicted = Predicted.of(self.report, rank)
+            self._monitor = Monitor(predicted, self.runtime.place.device, rank, self._guard_numbers)
+        return self._monitor
+
+    def _guard_numbers(self) -> dict[str, float]:
+        scale = self.runtime.loss_scale
+        own = {} if scale is None else {"loss_scale": scale.value}
+        return {"skipped_steps": self.skipped_steps, **own}
+
+    def metrics(self, *, grad_norm: bool = False) -> dict[str, float]:
+        """Numbers of the last step, by name: `step`, `loss`, `train_step_s`, `step_time_s` once the
+        next has begun, `rows_per_s`, `tokens_per_s`, `mfu`, `peak_memory_bytes`, `skipped_steps`,
+        `loss_scale` in fp16, `grad_norm` after `clip_grad_norm_`; of some steps `forward_s`,
+        `backward_s`, `reduction_s` and `waiting_s` of this rank; each beside `predicted_...`.
+
+        Empty before the first step. Waits for the loss. With `grad_norm` the norm is taken now,
+        without clipping, and this is collective: call it between `train_step` and `zero_grad`.
+        """
+        if grad_norm:
+            self.clip_grad_norm_(math.inf)
+        return self.monitor.metrics()
+
+    def log_to(self, logger: MetricsLogger, *, every: int = 1) -> None:
+        """Hand the metrics of every so manyth step to a logger on rank 0, when the step is over: at
+        the next `train_step`, and at the end of the process.
+
+        `meshwright.monitor` has loggers of JSON lines, TensorBoard and Weights & Biases; any
+        function of a mapping of numbers is one. Raises ValueError for an `every` below 1.
+        """
+        self.monitor.log_to(logger, every)
 
     def timeline(self, path: str | Path, batch: Any = None, targets: Any = None) -> MeasuredStep:
         """One training step as `train_step` makes it, timed: written to `path` as a Chrome trace of
@@ -261,7 +304,10 @@ class ParallelModel:
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
         norm before, equal on all ranks. Collective.
         """
-        return clip_(self.runtime.stage_parameters, self.runtime.place, max_norm, norm_type)
+        runtime = self.runtime
+        norm = clip_(runtime.stage_parameters, runtime.place, max_norm, norm_type)
+        self.monitor.note(grad_norm=norm)
+        return norm
 
     @property
     def skipped_steps(self) -> int:

@@ -14,7 +14,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_model(
+    parser: argparse.ArgumentParser, *, optional: bool = False, several: bool = False
+) -> None:
+    """`optional` where a command does something without a model, `several` clusters."""
     parser.add_argument(
         "model",
         nargs="?" if optional else None,
@@ -22,8 +25,9 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
     )
     parser.add_argument(
         "--cluster",
-        default="local:1",
-        help="catalog name, name:nodes, local:N, detect, or a TOML file (default local:1)",
+        **({"action": "append", "required": True} if several else {"default": "local:1"}),
+        help="catalog name, name:nodes, local:N, detect, or a TOML file "
+        + ("(repeatable)" if several else "(default local:1)"),
     )
     parser.add_argument(
         "--batch",

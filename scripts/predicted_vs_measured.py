@@ -39,10 +39,10 @@ from meshwright import Cluster, ParallelModel, auto_parallelize, distributed
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import InfeasibleError, Plan, describe
-from meshwright.profile_command import Effort, profile_model
 from meshwright.profiles.profile import cores_busy
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.profiles.timings import CollectiveTiming
+from meshwright.shell.profile_command import Effort, profile_model
 from scripts.ranks.measure import KEEPS_FREED, run_ranks
 from scripts.ranks.rank_correlation import spearman
 from scripts.ranks.small_models import CASES, Case

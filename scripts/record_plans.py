@@ -51,7 +51,7 @@ def recorded(case: Case) -> dict[str, Any]:
         "peak_memory_bytes": [repr(x) for x in prediction.peak_memory_bytes],
         "bubble_fraction": repr(prediction.bubble_fraction),
         "mfu": repr(prediction.mfu),
-        "report": without_times(str(result.report)),
+        "report": without_times(result.report.text(full=True)),
         "data": numbers_kept(result.report.to_dict()),
     }
 

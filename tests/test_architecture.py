@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.order_of_imports import POSITION
 from tests.helpers.source_files import (
     PACKAGE,
     PRODUCT,
@@ -26,61 +27,6 @@ from tests.helpers.source_files import (
     is_within,
 )
 
-# A package imports packages before it alone, and none of its own line.
-ORDER = """
-profiles.inputs
-profiles
-profiles.measure
-costmodel
-costmodel.schedules
-costmodel.rules
-costmodel.sharding
-costmodel.memory
-costmodel.kernels
-costmodel.operators
-costmodel.user_rules
-costmodel.blocks
-planner
-planner.operators
-planner.tracing.values
-planner.tracing.user_module
-planner.tracing.similar
-planner.tracing.leaves
-planner.tracing.transformers
-planner.tracing
-planner.intra_op
-planner.blocks
-planner.plan
-planner.inter_op
-planner.pricing
-planner.stages
-planner.overrides planner.page
-planner.report
-planner.drafts
-planner.bounds
-planner.search
-planner.alternatives
-planner.published
-executor
-executor.backward
-executor.lowering
-executor.ranks
-executor.parameters
-executor.stages
-executor.runtime
-executor.files
-executor.checkpoint
-executor.stand_in executor.prices
-executor.rehearsal
-traced
-shell
-meshwright
-"""
-POSITION = {
-    package if package == PACKAGE else f"{PACKAGE}.{package}": position
-    for position, line in enumerate(ORDER.split("\n"))
-    for package in line.split()
-}
 DEEPER = ("planner/tracing",)  # whose sub-rooms have sub-rooms; elsewhere one level is enough
 # what the executor may know of the planner: the plan, not how it was found
 CONTRACT = ("planner.plan", "planner.operators", "planner.batch")

@@ -3,6 +3,9 @@
 from meshwright.executor.runtime.evaluation import why_not_evaluable
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.runtime.state import RankState
-from meshwright.executor.runtime.timeline import MeasuredStep, timed_step
+from meshwright.executor.runtime.timeline import MeasuredStep, Stopwatch, timed_step
 
-__all__ = ["MeasuredStep", "RankState", "RunOptions", "Runtime", "timed_step", "why_not_evaluable"]
+__all__ = [
+    "MeasuredStep", "RankState", "RunOptions", "Runtime", "Stopwatch", "timed_step",
+    "why_not_evaluable",
+]  # fmt: skip

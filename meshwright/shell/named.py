@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, shown
@@ -18,6 +19,26 @@ MADE = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
 
 class UserCodeError(MeshwrightError):
     """An error of the user's own code, which is the cause of this one."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `MeshwrightError` for a wrong command line."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise MeshwrightError(
+            message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
+        )
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
+    return value
 
 
 def cluster_named(text: str) -> Cluster:

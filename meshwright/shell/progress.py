@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 FIRST_S = 10.0  # until the first line where there is no terminal; the next come at doubled times
+WATCHED = "meshwright.progress"  # the logger by which tracing and searching say where they are
 CLEAR = "\x1b[K"  # the rest of the line
 
 
@@ -50,3 +53,32 @@ class Progress:
         if self.open:
             sys.stderr.write("\n")
             self.open = False
+
+
+@contextmanager
+def progress_shown(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Show where tracing and searching are."""
+    watched = logging.getLogger(WATCHED)
+    before = watched.level, watched.propagate
+    with Progress(clock) as said:
+        handler = _Handler(said)
+        watched.addHandler(handler)
+        watched.setLevel(logging.DEBUG)
+        watched.propagate = False
+        try:
+            yield
+        finally:
+            watched.removeHandler(handler)
+            watched.propagate = before[1]
+            watched.setLevel(before[0])
+
+
+class _Handler(logging.Handler):
+    """Hands records to a line of progress."""
+
+    def __init__(self, said: Progress) -> None:
+        super().__init__()
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said(record.getMessage())

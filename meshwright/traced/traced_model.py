@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
 
+progress = logging.getLogger("meshwright.progress")
+
 
 class TracedModel:
     """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered.
@@ -51,6 +54,7 @@ class TracedModel:
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
         _check_parameters(model)
+        progress.debug("tracing the model")
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self._modes = [(m, m.training) for m in model.modules()]

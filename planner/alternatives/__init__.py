@@ -2,6 +2,8 @@
 
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import explain_search
+from meshwright.planner.alternatives.instead import Explained, instead
 from meshwright.planner.alternatives.lighter import with_advice
+from meshwright.planner.alternatives.what_if import with_sequences
 
-__all__ = ["Answers", "explain_search", "with_advice"]
+__all__ = ["Answers", "Explained", "explain_search", "instead", "with_advice", "with_sequences"]

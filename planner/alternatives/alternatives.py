@@ -32,6 +32,9 @@ MAX_CUTS = 240  # combinations of a family that are cut, the most promising
 FITS_NOT = 0.5  # of a cut is the effort to find that there is none
 FIRST_CUTS = 6  # at most that wait for their simulation
 TIGHT = 1.25  # assumed of stages that fit only in unequal shares: what they take above the estimate
+FEW = 5  # families that a short report has plans of, where the search drafted fewer
+FEW_CUTS = 2  # combinations cut for one of those
+MAX_TRIED = 8  # of those that have none
 MAX_LEAST = 8  # meshes looked at for the least memory, those that divide weights most
 
 
@@ -64,6 +67,53 @@ def alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...
         for a, f in zip(found, wanted, strict=True)
         if a
     )
+
+
+def known_alternatives(search: Search, result: SearchResult) -> tuple[Alternative, ...]:
+    """Of each such family the best plan that the search drafted; where those are few, the most
+    promising combinations that it priced are cut for others."""
+    chosen = result.best.plan
+    wanted = [family for family in families(search, result) if not family.has(chosen)]
+    effort = Effort(search.programs.time)
+    explorer = Explorer(drafter=search, equal=search.equal, effort=effort)
+    known = {f.name: [d for d in result.drafts if d.fits and f.has(d.plan)] for f in wanted}
+    few = FEW - sum(map(bool, known.values()))
+    unknown = [family for family in wanted if not known[family.name]]
+    for family, priced in _promising(search, result, unknown)[:MAX_TRIED]:
+        if few <= 0 or effort.late():
+            break
+        for one in priced[:FEW_CUTS]:
+            found = explorer.cut(one, math.inf)
+            if found is not None:
+                explorer.simulate(one, found[1])
+        known[family.name] = [d for d in explorer.drafts if d.fits and family.has(d.plan)]
+        few -= bool(known[family.name])
+    search.forget()
+    return tuple(
+        Alternative(family=name, draft=min(drafts, key=_step))
+        for name, drafts in known.items()
+        if drafts
+    )
+
+
+def _promising(
+    search: Search, result: SearchResult, wanted: Sequence[Family]
+) -> list[tuple[Family, list[Combination]]]:
+    """Families with what the search priced of them, the most promising first."""
+    equal = search.equal
+    priced = list(filter(equal.known, result.meshes))
+    found = []
+    for family in wanted:
+        own = [
+            one
+            for choice in priced
+            if family.policies is None and family.choice(choice)
+            for one in equal.combinations(choice)
+            if _accepts(family, one)
+        ]
+        if own:
+            found.append((family, sorted(own, key=_promised_s)))
+    return sorted(found, key=lambda item: _promised_s(item[1][0]))
 
 
 @dataclass(slots=True, kw_only=True)

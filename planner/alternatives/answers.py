@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from meshwright.planner.alternatives.advice import advice
-from meshwright.planner.alternatives.alternatives import Alternative, alternatives
+from meshwright.planner.alternatives.alternatives import (
+    Alternative,
+    alternatives,
+    known_alternatives,
+)
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
 from meshwright.planner.drafts import Candidate, PlanDraft
@@ -65,6 +69,13 @@ class Answers:
     def alternatives(self) -> list[dict[str, Any]]:
         """The best plan of each family."""
         return [alternative_row(other, self.result.best.evaluation) for other in self.others]
+
+    def known_alternatives(self) -> list[dict[str, Any]]:
+        """The best plan of each family that is known without looking for more."""
+        known = self._others
+        if known is None:
+            known = known_alternatives(self.search, self.result)
+        return [alternative_row(other, self.result.best.evaluation) for other in known]
 
     def overrides(self) -> list[dict[str, Any]]:
         """All given overrides together, then each of several."""

@@ -21,7 +21,7 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         {
             "plan": describe(c.plan),
             "step_time_s": c.step_time_s,
-            "slower": c.step_time_s / result.best.step_time_s - 1,
+            **_slower(c.step_time_s, result.best.step_time_s),
             **_against(chosen, c.evaluation),
         }
         for c in result.candidates[1:]
@@ -47,6 +47,12 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
             runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
         ),
     )
+
+
+def _slower(step_s: float, chosen_s: float) -> dict[str, Any]:
+    """How much slower, and whether prices can't tell the two apart."""
+    slower = step_s / chosen_s - 1
+    return {"slower": slower, "tie": abs(slower) <= TIE}
 
 
 def _bound(result: SearchResult) -> dict[str, float]:
@@ -100,7 +106,7 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
         **row,
         "plan": describe(draft.plan),
         "step_time_s": draft.step_time_s,
-        "slower": draft.step_time_s / best.prediction.step_time_s - 1,
+        **_slower(draft.step_time_s, best.prediction.step_time_s),
         **compared,
     }
 

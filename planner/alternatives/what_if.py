@@ -4,7 +4,7 @@ that change the shapes; their seconds are the old ones.
     adapters          matrices frozen: no gradients and states but those of adapters of low rank
                       (LoRA, arXiv 2106.09685), which are counted apart
     chunked loss      the loss and its logits in `CHUNKS` parts, one at a time
-    half sequences    half of the tokens in each row
+    sequences         fewer or more tokens in each row
 """
 
 from __future__ import annotations
@@ -55,31 +55,37 @@ def with_chunked_loss(problem: Problem) -> Problem | None:
         if traits_of(op).loss is not None:
             scores, targets = (problem.factors.dims[v] for v in op.operands[:2])
             classes |= {a for d in scores for a in d} - {a for d in targets for a in d}
-    return _with_less(problem, classes, lambda size: -(-size // CHUNKS)) if classes else None
+    return _resized(problem, classes, lambda size: -(-size // CHUNKS)) if classes else None
 
 
 def with_half_sequences(problem: Problem) -> Problem | None:
     """With half of the tokens; None where there is no sequence, or no half."""
     tokens = problem.factors.context
-    if not tokens or any(problem.factors.sizes[atom] < 4 for atom in tokens):
+    if any(problem.factors.sizes[atom] < 4 for atom in tokens):
         return None
-    return _with_less(problem, tokens, lambda size: -(-size // 2))
+    return with_sequences(problem, lambda size: -(-size // 2))
 
 
-def _with_less(problem: Problem, atoms: Collection[int], less: Callable[[int], int]) -> Problem:
-    """With activations smaller in the dims that have an atom."""
+def with_sequences(problem: Problem, length: Callable[[int], int]) -> Problem | None:
+    """With sequences of another length, a function of their own; None where there is none."""
+    tokens = problem.factors.context
+    return _resized(problem, tokens, length) if tokens else None
+
+
+def _resized(problem: Problem, atoms: Collection[int], resized: Callable[[int], int]) -> Problem:
+    """With activations of other sizes in the dims that have an atom."""
     graph, table = problem.graph, problem.factors
     weights = {*graph.parameters, *graph.buffers}
 
-    def smaller(value: str, meta: TensorMeta) -> TensorMeta:
+    def other(value: str, meta: TensorMeta) -> TensorMeta:
         if value in weights:
             return meta
         sizes = zip(meta.shape, table.dims[value], strict=True)
         shape = tuple(
-            less(size) if not own.isdisjoint(atoms) else size
+            resized(size) if not own.isdisjoint(atoms) else size
             for size, own in ((size, set(dim)) for size, dim in sizes)
         )
         return replace(meta, shape=shape)
 
-    values = {value: smaller(value, meta) for value, meta in graph.values.items()}
+    values = {value: other(value, meta) for value, meta in graph.values.items()}
     return replace(problem, graph=replace(graph, values=values))

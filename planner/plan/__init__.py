@@ -40,6 +40,7 @@ from meshwright.planner.plan.words import (
     mesh_words,
     policy_counts,
     seconds,
+    sized,
 )
 from meshwright.planner.plan.written_buffers import inseparable, updates_of
 
@@ -51,5 +52,5 @@ __all__ = [
     "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
     "meeting_words", "mesh_words", "placement_of",
     "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
-    "spread_of", "stage_of", "stages_of_parameters", "updates_of",
+    "sized", "spread_of", "stage_of", "stages_of_parameters", "updates_of",
 ]  # fmt: skip

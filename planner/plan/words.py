@@ -13,6 +13,7 @@ from meshwright.planner.plan.plan import Plan, StagePlan
 GIB = 2**30
 MARGIN_STEPS = 1000  # a memory margin is said to so many parts
 MAX_MEETINGS = 3  # operators in which rows meet that are named
+LEAST_S = 1e-9  # no device does anything in less
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
 
 
@@ -29,9 +30,19 @@ def counted(value: float) -> str:
     return f"{value:.0f}"
 
 
+def sized(nbytes: float) -> str:
+    """75.6 GiB, 12.3 MiB, 808 KiB: bytes of a device."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
+        if nbytes >= ROUNDS_UP * scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes / 2**10:.3g} KiB"
+
+
 def seconds(value: float) -> str:
-    """1.23 s, 4.56 ms, 7.89 µs."""
+    """1.23 s, 4.56 ms, 7.89 µs; 0 µs for what rounding leaves of nothing."""
     value = float(value)
+    if value < LEAST_S:
+        return "0 µs"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= ROUNDS_UP * scale:
             return f"{value / scale:.3g} {unit}"

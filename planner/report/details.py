@@ -136,7 +136,7 @@ class Details:
             for name in ("flops", "repeated_flops")
         )
         peak = self.problem.cluster.device.flops(plan.precision)
-        rows_per_s, length = plan.global_batch_size / step_s, _sequence_length(self.problem)
+        rows_per_s, length = plan.global_batch_size / step_s, sequence_length(self.problem)
         return {
             "rows_per_s": rows_per_s,
             "sequence_length": length,
@@ -172,10 +172,13 @@ class Details:
         }
 
 
-def _sequence_length(problem: Problem) -> int | None:
-    """Tokens of a row: of the sequence, else of what integers (rows, tokens) the batch has."""
+def sequence_length(problem: Problem) -> int | None:
+    """Tokens of a row: of the sequence, where values have features of each token, else of what
+    integers (rows, tokens) the batch has."""
     graph, factors = problem.graph, problem.factors
-    if factors.sequence is not None:
+    token = (factors.sequence,)
+    dims = (factors.dims[value] for op in graph.ops for value in op.results)
+    if factors.sequence is not None and any(len(d) > 2 and d[1] == token for d in dims):
         return factors.sizes[factors.sequence]
     metas = [graph.values[v] for v in graph.inputs if factors.has_batch(v)]
     lengths = [

@@ -22,7 +22,7 @@ from meshwright.planner.plan import (
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
-from meshwright.planner.report.details import Details
+from meshwright.planner.report.details import Details, sequence_length
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report, Row
 from meshwright.planner.report.ulysses import ulysses_notes
@@ -63,13 +63,16 @@ def explain(
     graph, factors, cluster = problem.graph, problem.factors, problem.cluster
     shares = divided(plan, graph, factors, assignments)
     refused = excluded(graph, factors, _degrees(plan, cluster))
+    degrees = {stage.tp for stage in plan.stages}
+    rows_per_s, length = plan.global_batch_size / prediction.step_time_s, sequence_length(problem)
     summary = {
         "parameters": graph.num_parameters(),
         "cluster": cluster.describe(),
         "chosen": describe(plan),
         "step_time_s": prediction.step_time_s,
         "step_interval_s": prediction.step_interval_s,
-        "rows_per_s": plan.global_batch_size / prediction.step_time_s,
+        "rows_per_s": rows_per_s,
+        "tokens_per_s": length and rows_per_s * length,
         "mfu": prediction.mfu,
         "bubble_fraction": prediction.bubble_fraction,
         **memory_summary(prediction, cluster),
@@ -96,6 +99,7 @@ def explain(
             *map(str, refused[:MAX_EXCLUDED]),
         ),
         excluded=[each.as_dict() for each in refused],
+        aside=[str(each) for each in refused if degrees.isdisjoint(each.degrees)],
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
         details=Details(evaluation=evaluation, problem=problem, assignments=assignments),

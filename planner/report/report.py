@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.planner.page import framed_page, render_page
-from meshwright.planner.plan import GIB, Plan, counted, seconds
+from meshwright.planner.plan import GIB, Plan, sized
 from meshwright.planner.report.components import Components
 from meshwright.planner.report.details import Details, cost_of
+from meshwright.planner.report.text import full_text, short_text
 
 SCHEMA = 2  # of `Report.to_dict()`: another number where a key changes its meaning or goes
-MAX_REFUSALS = 2  # products that an alternative can't split, in the text
 
 Row = Mapping[str, Any]
 
@@ -24,6 +24,8 @@ class DeferredAnswers(Protocol):
     """Answers that take more planning, so that they wait until a report is asked for them."""
 
     def alternatives(self) -> Sequence[Row]: ...
+
+    def known_alternatives(self) -> Sequence[Row]: ...
 
     def overrides(self) -> Sequence[Row]: ...
 
@@ -44,13 +46,15 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything to know about a plan. `str()` is the text, `to_dict()` the same as data.
+    """Everything to know about a plan. `str()` is what one decides from, `text(full=True)` all of
+    it, `to_dict()` the same as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
     `alternatives`, `overrides`, `advice` and `sensitivity()` are `deferred`: found when they are
     first asked for, of several ranks by the one that priced the plan; so are `details`: memory by
     what holds it, communication by axis and link, throughput. `rehearsed` is there after a
-    rehearsal of this plan: the summary's verdict on memory rests on it then.
+    rehearsal of this plan: the summary's verdict on memory rests on it then. `aside` are those of
+    the `notes` that are about other plans.
     """
 
     plan: Plan
@@ -64,6 +68,7 @@ class Report:
     phases_s: Mapping[str, float]
     timeline: Mapping[str, Any]
     excluded: Sequence[Row] = ()
+    aside: Sequence[str] = ()
     rehearsed: Rehearsed | None = None
     details: Details | None = field(default=None, repr=False, compare=False)
     deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
@@ -74,6 +79,12 @@ class Report:
         much `slower`, seconds more by component (`components_s`); or what it lacks
         (`shortfall_bytes`), or takes at least (`bound_s`)."""
         return self.deferred.alternatives() if self.deferred else []
+
+    @property
+    def known_alternatives(self) -> Sequence[Row]:
+        """Rows like `alternatives`, of what the search priced anyway: nothing is explored, and a
+        family may have a better plan."""
+        return self.deferred.known_alternatives() if self.deferred else []
 
     @property
     def overrides(self) -> Sequence[Row]:
@@ -159,187 +170,24 @@ class Report:
         """Write the simulated step as a Chrome trace (chrome://tracing, Perfetto)."""
         Path(path).write_text(json.dumps(self.timeline))
 
+    def text(self, *, full: bool = False) -> str:
+        """What one decides from; `full` is all there is, whose answers take seconds to find."""
+        return full_text(self) if full else short_text(self)
+
     def __str__(self) -> str:
-        parts = [
-            self._head(),
-            self._stage_table(),
-            self._rehearsed(),
-            self._where(),
-            self._overrides(),
-            self._others(),
-            _bullets("Advice", [a["advice"] for a in self.advice]),
-            _bullets("Notes", self.notes),
-            _bullets("Assumed", self.assumptions),
-            self._shardings(),
-            self._solver(),
-            self._phases(),
-        ]
-        return "\n\n".join("\n".join(part) for part in parts if part)
-
-    def _head(self) -> list[str]:
-        s = self.summary
-        return [
-            f"{counted(s['parameters'])} parameters on {s['cluster']}",
-            f"Chosen: {s['chosen']}",
-            f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, "
-            f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
-            f"peak memory {max(s['peak_memory_bytes']) / GIB:.1f} of "
-            f"{s['memory_bytes'] / GIB:.1f} GiB",
-            self._intervals(),
-            *self._proof(),
-        ]
-
-    def _intervals(self) -> str:
-        """What other models' measurements make of the step and the memory."""
-        s = self.summary
-        step = " to ".join(map(seconds, s["step_interval_s"]))
-        return f"  with 80 %: {step}; {self.memory}: {s['memory_verdict']}"
+        return self.text()
 
     @property
     def memory(self) -> str:
         """What the verdict on memory rests on."""
         s = self.summary
         if s["memory_verdict_by"] == "price":
-            low, high = (x / GIB for x in s["memory_interval_bytes"])
-            course = max(s.get("course_bytes") or (0,)) / GIB
-            beside = f", {course:.1f} in the course of a step" if course else ""
-            return f"{low:.1f} to {high:.1f} GiB{beside}"
+            course = max(s.get("course_bytes") or (0,))
+            beside = f", {sized(course)} in the course of a step" if course else ""
+            return f"{' to '.join(map(sized, s['memory_interval_bytes']))}{beside}"
         tensors, beside = (s[x] / GIB for x in ("rehearsed_tensor_bytes", "bytes_beside_tensors"))
         around = f" and {beside:.3g} GiB of context and communicators" if beside else ""
         memory = (
             f"of {s['memory_bytes'] / GIB:.1f} GiB, {s['memory_margin']:.0%} left for fragments"
         )
         return f"rehearsed {tensors:.3g} GiB of tensors{around} {memory}"
-
-    def _proof(self) -> list[str]:
-        s = self.summary
-        if "bound_s" not in s:
-            late = "the time limit ended the search before a bound on all other plans was found"
-            return [] if s.get("complete", True) else [f"  {late}"]
-        early = "" if s["complete"] else "; the time limit ended the search before that was closed"
-        bounds = f"{seconds(s['bound_s'])} at these prices: gap {s['gap']:.1%}"
-        proof = self.deferred.proof() if self.deferred else {}
-        if proof and proof["equal_gap"] < s["gap"]:
-            equal = seconds(proof["equal_bound_s"])
-            bounds += f"; none with equal stages faster than {equal}: gap {proof['equal_gap']:.1%}"
-        return [f"  no plan of the space is faster than {bounds}{early}"]
-
-    def _stage_table(self) -> list[str]:
-        head = "stage blocks ranks mesh zero recompute forward backward comm memory"
-        rows: list[tuple[str, ...]] = [tuple(head.split())]
-        for k, s in enumerate(self.stages):
-            decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
-            within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
-            modes = (f"{s['zero']}{within}", s["recompute"])
-            times = (s["forward_s"], s["backward_s"], s["communication_s"])
-            memory = f"{s['memory_bytes'] / GIB:.1f} GiB"
-            rows.append((*decided, *modes, *map(seconds, times), memory))
-        return [
-            *table(rows),
-            "  (per micro-batch; comm is the exposed part of forward and backward)",
-        ]
-
-    def _rehearsed(self) -> list[str]:
-        if self.rehearsed is None:
-            return []
-        line, *rest = self.rehearsed.lines
-        return [line[:1].upper() + line[1:], *(f"  {x}" for x in rest)]
-
-    def _where(self) -> list[str]:
-        total = sum(self.components.as_dict().values()) or 1.0
-        parts = [
-            f"{name} {seconds(value if value > total * 1e-9 else 0.0)} ({value / total:.0%})"
-            for name, value in self.components.as_dict().items()
-        ]
-        return ["Where the step goes (busiest devices)", "  " + ", ".join(parts)]
-
-    def _overrides(self) -> list[str]:
-        if not self.overrides:
-            return []
-        return ["Overrides", *(f"  {o['override']}: {o['effect']}" for o in self.overrides)]
-
-    def _others(self) -> list[str]:
-        """Alternatives and runners-up, fastest first, one line per plan; then what has none."""
-        found: dict[str, tuple[tuple[str, ...], Row]] = {}
-        for row in (*self.alternatives, *self.runners_up):
-            if row.get("plan"):
-                names, first = found.get(row["plan"], ((), {}))
-                found[row["plan"]] = (*names, *_family(row)), {**row, **first}
-        rows = sorted(found.values(), key=lambda item: item[1]["step_time_s"])
-        without = [row for row in self.alternatives if not row["plan"]]
-        if not rows and not without:
-            return []
-        return [
-            "Why not something else (the best found of each family)",
-            *(
-                f"  {', '.join(names) or 'next best'}: {seconds(r['step_time_s'])} "
-                f"({r['slower']:+.1%}), {r['why']}\n    {r['plan']}" + _refusals(r)
-                for names, r in rows
-            ),
-            *(f"  {row['family']}: {row['why']}" + _refusals(row) for row in without),
-        ]
-
-    def _shardings(self) -> list[str]:
-        lines = []
-        for k, stage in enumerate(self.plan.stages):
-            if stage.shardings and (k == 0 or stage.shardings != self.plan.stages[k - 1].shardings):
-                lines += [
-                    f"  stage {k}: {name}: {text}" for name, text in sorted(stage.shardings.items())
-                ]
-        return ["Shardings on the tensor axis (the rest follows)", *lines] if lines else []
-
-    def _solver(self) -> list[str]:
-        if not self.solver:
-            return []
-        lines = []
-        for s in self.solver:
-            how = "relaxation integral" if s["integral_relaxation"] else "by branch and bound"
-            lines.append(
-                f"  {s['block']}: objective {seconds(s['objective_s'])}, "
-                f"gap {max(s['gap'], 0.0):.1e}, {s['solver']} in {s['time_s']:.2f} s, {how}"
-            )
-        return ["Intra-op program, proved by the solver", *lines]
-
-    def _phases(self) -> list[str]:
-        spent = ", ".join(f"{name} {s:.1f} s" for name, s in self.phases_s.items())
-        return [f"Planned in {sum(self.phases_s.values()):.1f} s: {spent}"]
-
-
-def _family(row: Row) -> list[str]:
-    return [row["family"]] if "family" in row else []
-
-
-def _refusals(row: Row) -> str:
-    """What an alternative's degree can't split, a line each."""
-    return "".join(f"\n    {text}" for text in row.get("excluded", ())[:MAX_REFUSALS])
-
-
-def sensitivity_lines(rows: Sequence[Row]) -> list[str]:
-    """What `Report.sensitivity` found, as text."""
-    lines = []
-    for row in rows:
-        if row["factor"] is None:
-            said = "no flip between 1/4 and 4"
-        elif row["plan"] is None:
-            said = f"times {row['factor']:.3g}: no plan known from the search fits"
-        else:
-            said = f"times {row['factor']:.3g}: {row['plan']}"
-        lines.append(f"  {row['property']} {said}")
-    return ["What would flip the decision", *lines]
-
-
-def _bullets(title: str, lines: Sequence[str]) -> list[str]:
-    return [title, *(f"  - {text}" for text in lines)] if lines else []
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns aligned; the second one shortened to 36 characters."""
-    rows = [
-        [cell if i != 1 or len(cell) <= 36 else cell[:33] + "..." for i, cell in enumerate(row)]
-        for row in rows
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +21,11 @@ from meshwright.planner.drafts import (
     StageDraft,
 )
 from meshwright.planner.intra_op import TimeLimit
+from meshwright.planner.plan import seconds
 
 T = TypeVar("T")
+
+progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 12  # meshes, combinations and cuts looked at for a first plan when the time is over
@@ -110,6 +114,8 @@ class Explorer:
             if queue.promised_s >= limit or (late and (limit < math.inf or tries == 0)):
                 break
             tries -= late
+            if progress.isEnabledFor(logging.DEBUG):
+                progress.debug(self._standing(limit, queue))
             _, _, what, cut = queue.pop()
             if what.bound_s >= limit:
                 continue
@@ -121,6 +127,13 @@ class Explorer:
                     queue.add(max(found[0], what.bound_s), what, found[1])
             else:
                 self.simulate(what, cut)
+
+    def _standing(self, limit_s: float, queue: Queue) -> str:
+        """How far the exploration is: the best plan, and what those left promise."""
+        said = f"searching: {len(self.drafts)} plans priced, {len(queue)} left to look at"
+        if limit_s == math.inf or not queue.promised_s:
+            return said
+        return f"{said}, best {seconds(limit_s)}, gap {limit_s / queue.promised_s - 1:.1%}"
 
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""

@@ -130,12 +130,13 @@ def _least_nodes(drafter: Drafter) -> int:
 def _possible(relaxed: Callable[[], Drafter]) -> PlanDraft | None:
     """A plan that fits the relaxed problem, the fastest of the few that are looked at."""
     try:
-        return _fitting(relaxed())
+        return plan_that_fits(relaxed())
     except OverrideError:  # what is left contradicts itself, the cluster or the batch
         return None
 
 
-def _fitting(drafter: Drafter) -> PlanDraft | None:
+def plan_that_fits(drafter: Drafter) -> PlanDraft | None:
+    """A plan that fits, the fastest of the few that are looked at; None where none is found."""
     equal, best, effort = drafter.equal, None, MAX_CUTS
     fitting = [
         choice

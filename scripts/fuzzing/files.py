@@ -9,12 +9,12 @@ from random import Random
 
 from meshwright.given_plan import take_plan
 from meshwright.planner.plan import Plan
-from meshwright.profile_command import import_profile
 from meshwright.profiles.catalog_reader import read_file
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.store import Store
+from meshwright.shell.profile_command import import_profile
 from meshwright.shown_plan import plan_text
 from scripts.fuzzing import ground
 from scripts.fuzzing.mutations import json_case, mutated, spoilt, toml_text, value

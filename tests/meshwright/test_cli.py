@@ -74,7 +74,7 @@ def test_software_that_is_not_known_is_refused_with_the_known(capsys: Captured) 
 def test_overrides_are_flags(capsys: Captured) -> None:
     flags = [
         "--tp=2", "--dp=2", "--pp=2", "--num-microbatches=4", "--schedule=gpipe", "--zero=1",
-        "--recompute=full", "-o", "plan.json",
+        "--recompute=full", "--full", "-o", "plan.json",
     ]  # fmt: skip
     assert main([*FOUR, *flags]) == 0
     assert "pp=2" in capsys.readouterr().out

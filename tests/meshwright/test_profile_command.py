@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from meshwright import profile_command
 from meshwright.cli import main
-from meshwright.profile_command import Effort, calls, microbatch_rows, profile_model, progress
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure import operators as measure_ops
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES
 from meshwright.profiles.profile import MEASURED, cores_busy, load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json
 from meshwright.profiles.timings import CollectiveTiming
+from meshwright.shell import profile_command
+from meshwright.shell.profile_command import Effort, calls, microbatch_rows, profile_model, progress
 from tests.helpers import tiny
 
 TARGET = """

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from meshwright.cli import main
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.profile_command import import_profile
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure.imports import CollectiveRow, is_gpu, timings_for, world_of_log
 from meshwright.profiles.profile import INTERPOLATED, MEASURED, load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
 from meshwright.profiles.timings import CollectiveTiming
+from meshwright.shell.profile_command import import_profile
 from tests.helpers import tiny
 
 MIB = 2**20

@@ -41,13 +41,11 @@ def test_what_can_not_be_a_page_is_said(capsys: Captured) -> None:
     Path("plan.json").write_text("{}")
     for arguments, says in (
         (["old.json"], "schema 1; legal: 2"),
-        (["plan.json"], "not a Meshwright plan"),
+        (["plan.json"], "is no Meshwright plan"),
         (["missing.json"], "No such file"),
     ):
         assert main(["report", *arguments, "-o", "page.html"]) == 1
         assert says in capsys.readouterr().err
     assert not Path("page.html").exists()
-    with pytest.raises(SystemExit) as exited:
-        main(["report", "plan.json", "-o", "page.html", "--price", "0"])
-    assert exited.value.code == 1
+    assert main(["report", "plan.json", "-o", "page.html", "--price", "0"]) == 1
     assert "legal: a number above 0" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.plan.words import seconds
 from meshwright.planner.pricing.evaluate import Evaluation
-from meshwright.planner.report.report import sensitivity_lines
+from meshwright.planner.report.text import sensitivity_lines
 from tests.planner.report.test_report import overridden, searched
 
 # --- overrides ---
@@ -27,7 +27,7 @@ def test_overrides_are_priced_against_the_free_optimum() -> None:
     assert f"cost {seconds(extra)} a step" in together["effect"]
     assert together["cost_s"] == pytest.approx(extra)
     assert all(word in together["override"] for word in ("pp=2", "schedule='gpipe'"))
-    assert together["effect"] in str(overridden().report)
+    assert together["effect"] in overridden().report.text(full=True)
     assert len(each) == 3
 
 
@@ -60,7 +60,7 @@ def test_many_overrides_are_priced_together_only() -> None:
 
 def test_no_overrides_no_rows() -> None:
     assert searched().report.overrides == []
-    assert "Overrides" not in str(searched().report)
+    assert "Overrides" not in searched().report.text(full=True)
 
 
 # --- alternatives --------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_alternatives_are_against_the_chosen_plan() -> None:
 
 
 def test_every_alternative_is_in_the_text() -> None:
-    report, text = searched().report, str(searched().report)
+    report, text = searched().report, searched().report.text(full=True)
     for row in report.alternatives:
         assert row["family"] in text
         assert (row["plan"] or row["why"]) in text

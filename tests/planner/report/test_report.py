@@ -17,7 +17,7 @@ from meshwright import Overrides, ParallelModel, auto_parallelize
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report.components import Components, why_slower
-from meshwright.planner.report.report import table
+from meshwright.planner.report.text import table
 from tests.helpers.tiny import batch, host, loss, net, slow_host
 
 
@@ -92,13 +92,13 @@ def test_the_first_screen_has_what_matters() -> None:
     assert f"gap {report.summary['gap']:.1%}" in first and "time limit" not in first
     assert "Why not something else" in first
     for assumption in report.assumptions:
-        assert f"  - {assumption}" in str(report)
+        assert f"  - {assumption}" in report.text(full=True)
     assert "Assumed" in first
 
 
 @pytest.mark.parametrize("make", [searched, overridden, odd])
 def test_lines_fit_a_screen(make: object) -> None:
-    text = str(make().report)  # type: ignore[operator]
+    text = make().report.text(full=True)  # type: ignore[operator]
     head = text.split("\n\n")[:3]
     assert all(len(line) <= 180 for line in head[0].splitlines())
     for part in head[1:]:
@@ -114,7 +114,7 @@ def test_a_long_list_of_blocks_does_not_widen_the_table() -> None:
 
 def test_shardings_and_proofs_are_shown() -> None:
     result = searched()
-    text = str(result.report)
+    text = result.report.text(full=True)
     (stage,) = result.plan.stages
     assert stage.tp > 1 and stage.shardings
     for name, decision in stage.shardings.items():

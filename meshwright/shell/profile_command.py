@@ -46,7 +46,7 @@ from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
 from meshwright.profiles.timings import CollectiveTiming, Timing
-from meshwright.shell import Progress
+from meshwright.shell.progress import Progress
 
 T = TypeVar("T")
 

@@ -1,47 +1,75 @@
-"""The flags of `meshwright report`, and what it reads: a plan, or a report as data."""
+"""`meshwright report`: the page of a plan, or of a report as data."""
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
-from meshwright.planner.report import SCHEMA
+from meshwright.planner.report import SCHEMA, Report
+from meshwright.profiles.inputs import MeshwrightError, read_json
+from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
+from meshwright.shell.named import positive_number
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
 
 
-def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
-    return value
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What the command takes from the command line: it prices a plan file for the model that is
+    named, adds the flags of models and prices, and says what was done."""
+
+    report: Callable[[argparse.Namespace, str], Report]
+    add_model: Callable[..., None]
+    add_prices: Callable[[argparse.ArgumentParser], None]
+    said: Callable[[str], None]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is read and written; the model is needed for a plan alone."""
+def add_command(commands: Any, common: argparse.ArgumentParser, page: Page) -> None:
+    """`meshwright report`; the model is needed for a plan alone."""
+    parser = commands.add_parser(
+        "report", parents=[common], help="write the report of a plan as a page (HTML, one file)"
+    )
     parser.add_argument("plan", help="plan file, or what `meshwright plan --json` printed")
     parser.add_argument("-o", "--output", required=True, help="write the page to this file")
     parser.add_argument("--tokens", type=positive_number, help="tokens to train on: days and price")
     parser.add_argument(
         "--price", type=positive_number, metavar="PRICE", help="of a device for an hour"
     )
+    page.add_model(parser, optional=True)
+    page.add_prices(parser)
     # as `run` takes them; a plan file needs no search
-    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None, executable=None)
+    parser.set_defaults(
+        objective="robust",
+        memory_margin=None,
+        time_limit=None,
+        executable=None,
+        command=lambda args: _write(args, page),
+    )
+
+
+def _write(args: argparse.Namespace, page: Page) -> int:
+    data = report_data(args.plan)
+    if data is None:
+        fill_from_plan(args)
+        report = page.report(args, args.plan)
+        report.html(args.output, tokens=args.tokens, price_per_hour=args.price)
+    else:
+        write_page(data, args)
+    page.said(f"page written to {args.output}")
+    return 0
 
 
 def report_data(path: str) -> dict[str, Any] | None:
     """The data of a report; None for a plan file, which `Plan.load` reads. Raises ValueError for a
     report of another schema, or one without what a page shows."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(path, most=MAX_MEASURED_BYTES)
+    except MeshwrightError:
         return None  # Plan.load says what is wrong
     if not isinstance(data, dict) or "schema" not in data:
         return None

@@ -1,0 +1,67 @@
+"""`meshwright catalog`: the devices and nodes that are known, and where each number is from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from meshwright.planner.report import table
+from meshwright.profiles.catalog_reader import SOURCE_KINDS, Entry, catalog_names, read_entry
+
+Listing = tuple[Any, str]  # data, text
+
+
+def every() -> Listing:
+    """All entries, a row each."""
+    entries = [read_entry(name) for name in catalog_names()]
+    rows = [_row(entry) for entry in entries]
+    parts = []
+    for kind in ("device", "node"):
+        own = [row for row in rows if row["entry"] == kind]
+        heads = [key for key in own[0] if key not in ("entry", "numbers")]
+        lines = table([
+            [*heads, "numbers"],
+            *([*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in own),
+        ])  # fmt: skip
+        parts += [f"{kind.capitalize()}s", *lines, ""]
+    return rows, "\n".join([*parts, "`meshwright catalog NAME` lists the numbers and sources."])
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    kinds = Counter(quantity.kind for quantity in entry.quantities.values())
+    numbers = {kind: kinds[kind] for kind in SOURCE_KINDS if kinds[kind]}
+    row: dict[str, Any] = {"entry": entry.texts["entry"], "name": entry.name}
+    row["title"] = entry.texts["title"]
+    if entry.is_node:
+        row |= {
+            "device": entry.texts["device"],
+            "devices": int(entry.value("devices_per_node")),
+            "intra": entry.texts["intra_link.name"],
+            "inter": entry.texts["inter_link.name"],
+        }
+    else:
+        rates = {key: q.text for key, q in entry.quantities.items() if key.startswith("peak_")}
+        row |= {
+            "memory": entry.quantities["memory"].text,
+            "peak": rates.get("peak_flops.bf16", rates["peak_flops.fp32"]),
+            "usual_node": entry.texts["usual_node"],
+        }
+    return row | {"numbers": numbers}
+
+
+def _counted(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in numbers.items())
+
+
+def entry(name: str) -> Listing:
+    """One entry: each number, as written, with its source. Raises ValueError for unknown names."""
+    found = read_entry(name)
+    rows = [
+        {"key": key, "value": q.text, "kind": q.kind, "date": q.date, "source": q.source}
+        for key, q in found.quantities.items()
+    ]
+    lines = [f"{found.name}: {found.texts['title']}"]
+    for row in rows:
+        lines.append(f"  {row['key']} = {row['value']}")
+        lines.append(f"    {row['kind']}, {row['date']}: {row['source']}")
+    return {"name": name, "texts": dict(found.texts), "quantities": rows}, "\n".join(lines)

@@ -1,0 +1,99 @@
+"""`meshwright compare`: one model planned for several clusters, in a table, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.planner.plan import InfeasibleError, counted, seconds
+from meshwright.planner.report import Report, table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A row for each cluster, in the order given; `chosen` is the name of the one to take `by` time
+    or cost, None where the model fits none."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    by: str
+    chosen: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"rows": [dict(row) for row in self.rows], "by": self.by, "chosen": self.chosen}
+
+    def __str__(self) -> str:
+        heads = ["cluster", "devices", "step", "80 %", "rows/s", "tokens/s", "MFU", "memory"]
+        priced = [key for key in _COSTS if any(key in row for row in self.rows)]
+        lines = [[*heads, *(_COSTS[key] for key in priced), "chosen", "plan"]]
+        for row in self.rows:
+            mark = f"CHOSEN by {self.by}" if row["cluster"] == self.chosen else ""
+            if row["plan"] is None:
+                gaps = [""] * (len(heads) - 2 + len(priced))
+                lines.append([row["cluster"], "", *gaps, mark, row["why"]])
+                continue
+            low, high = map(seconds, row["step_interval_s"])
+            tokens = counted(row["tokens_per_s"]) if row["tokens_per_s"] else ""
+            costs = [f"{row[key]:,.4g}" if key in row else "" for key in priced]
+            lines.append([
+                *(row["cluster"], str(row["devices"]), seconds(row["step_time_s"])),
+                *(f"{low} to {high}", f"{row['rows_per_s']:.4g}", tokens, f"{row['mfu']:.1%}"),
+                *(row["memory_verdict"], *costs, mark, row["plan"]),
+            ])  # fmt: skip
+        return "\n".join(table(lines))
+
+
+_COSTS = {
+    "price_per_step": "price/step",
+    "price_per_million_tokens": "price/M tokens",
+    "days": "days",
+    "price": "price",
+}
+
+
+def compared(
+    planned: Mapping[str, Callable[[], Report]],
+    *,
+    prices: Sequence[float],
+    tokens: float | None,
+    by: str | None,
+) -> Compared:
+    """Plan for each cluster by name, and choose. One price is for all, else there is one for each.
+    Raises ValueError where prices are missing for what is asked."""
+    if len(prices) not in (0, 1, len(planned)):
+        raise ValueError(
+            f"--price was given {len(prices)} times for {len(planned)} clusters; legal: once for "
+            "all, or once for each, in their order"
+        )
+    if by == "cost" and not prices:
+        raise ValueError("--by cost: no price was given; legal with --price MONEY, per device-hour")
+    each: list[float | None] = [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
+    rows = [
+        _row(name, plan, price, tokens)
+        for (name, plan), price in zip(planned.items(), each, strict=True)
+    ]
+    by = by or ("cost" if prices else "time")
+    able = [row for row in rows if row["plan"] is not None]
+    key = (lambda row: row["step_time_s"]) if by == "time" else (lambda row: row["price_per_step"])
+    chosen = str(min(able, key=key)["cluster"]) if able else None
+    return Compared(rows=tuple(rows), by=by, chosen=chosen)
+
+
+def _row(
+    name: str, plan: Callable[[], Report], price: float | None, tokens: float | None
+) -> dict[str, Any]:
+    try:
+        report = plan()
+    except InfeasibleError as error:
+        most = max(error.shortfall_bytes, default=0.0)
+        why = f"does not fit: the fullest stage lacks {most / 2**30:.3g} GiB"
+        return {"cluster": name, "plan": None, "why": why, "error": str(error)}
+    s = report.summary
+    kept = ("step_time_s", "step_interval_s", "rows_per_s", "tokens_per_s", "mfu", "memory_verdict")
+    return {
+        "cluster": name,
+        "devices": report.plan.num_ranks,
+        **{key: s[key] for key in kept},
+        **(report.cost(tokens=tokens, price_per_hour=price) or {}),
+        "plan": s["chosen"],
+    }

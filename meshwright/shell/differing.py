@@ -1,0 +1,192 @@
+"""`meshwright diff A B`: what two plans decide otherwise, block by block, and what that costs where
+both are reports (`meshwright plan --json`), which have prices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.plan import Plan, compress_names, compress_ranks, mesh_words, seconds, sized
+from meshwright.profiles.inputs import MeshwrightError, read_json
+from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
+
+ABSENT = "not there"
+EQUAL = 1e-9  # part of a number up to which two are the same
+WHOLE = ("model", "precision", "global_batch_size", "num_microbatches", "schedule")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What differs (`what`, of the plan, of blocks or of a pattern), in A and in B."""
+
+    what: str
+    a: str
+    b: str
+
+    def __str__(self) -> str:
+        return f"  {self.what}: {self.a} -> {self.b}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """A number of both reports; `more` is B's less A's."""
+
+    what: str
+    unit: str
+    a: float
+    b: float
+
+    @property
+    def more(self) -> float:
+        return self.b - self.a
+
+    @property
+    def differs(self) -> bool:
+        return abs(self.more) > EQUAL * max(abs(self.a), abs(self.b))
+
+    def __str__(self) -> str:
+        said = {"s": seconds, "bytes": sized}[self.unit]
+        part = f" ({self.more / self.a:+.1%})" if self.a else ""
+        sign = "+" if self.more > 0 else "-"
+        return (
+            f"  {self.what}: {said(self.a)} -> {said(self.b)}, {sign}{said(abs(self.more))}{part}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Decisions and prices that differ; prices are None where A or B is a plan alone."""
+
+    changes: tuple[Change, ...]
+    prices: tuple[Price, ...] | None
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.prices)
+
+    def as_dict(self) -> dict[str, Any]:
+        prices = None
+        if self.prices is not None:
+            prices = [
+                {"what": p.what, "unit": p.unit, "a": p.a, "b": p.b, "more": p.more}
+                for p in self.prices
+            ]
+        changes = [{"what": c.what, "a": c.a, "b": c.b} for c in self.changes]
+        return {"same": not self, "changes": changes, "prices": prices}
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        lines = ["Decisions", *map(str, self.changes or ("  the same",))]
+        if self.prices is None:
+            lines.append(
+                "(a plan file has no prices: two of `meshwright plan --json` tell what this costs)"
+            )
+        elif self.prices:
+            lines += ["", "Costs of a step", *map(str, self.prices)]
+        return "\n".join(lines)
+
+
+def between(a: str | Path, b: str | Path) -> Difference:
+    """The difference of two files, plans or reports. Raises `PlanError` for what is neither."""
+    (plan_a, report_a), (plan_b, report_b) = _read(a), _read(b)
+    changes, prices = [*_changes(plan_a, plan_b)], None
+    if report_a is not None and report_b is not None:
+        changes += _setups(report_a, report_b)
+        prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
+    return Difference(changes=tuple(changes), prices=prices)
+
+
+def _read(path: str | Path) -> tuple[Plan, Row | None]:
+    """A file's plan, and the report that it is of, if it is one."""
+    try:
+        data = read_json(path, most=MAX_MEASURED_BYTES)
+    except MeshwrightError:
+        return Plan.load(path), None  # which says what is wrong
+    if not isinstance(data, dict) or "plan" not in data:
+        return Plan.load(path), None
+    plan = Plan.from_json(json.dumps(data["plan"]), name=f"{path}: plan")
+    return plan, data if "summary" in data else None
+
+
+def _changes(a: Plan, b: Plan) -> Iterator[Change]:
+    for name in WHOLE:
+        yield from _change(name, str(getattr(a, name)), str(getattr(b, name)))
+    yield from _change("stages", str(len(a.stages)), str(len(b.stages)))
+    ours, theirs = _by_block(a), _by_block(b)
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for name in dict.fromkeys([*ours, *theirs]):
+        own, other = ours.get(name, {}), theirs.get(name, {})
+        for what in dict.fromkeys([*own, *other]):
+            pair = own.get(what, ABSENT), other.get(what, ABSENT)
+            if pair[0] != pair[1]:
+                runs.setdefault((what, *pair), []).append(name)
+    for (what, left, right), names in runs.items():
+        yield Change(what=f"{what} of {', '.join(compress_names(names))}", a=left, b=right)
+    ours_split, theirs_split = _shardings(a), _shardings(b)
+    for pattern in sorted({*ours_split, *theirs_split}):
+        left, right = (split.get(pattern, ABSENT) for split in (ours_split, theirs_split))
+        yield from _change(f"sharding of {pattern}", left, right)
+
+
+def _change(what: str, a: str, b: str) -> Iterator[Change]:
+    if a != b:
+        yield Change(what=what, a=a, b=b)
+
+
+def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
+    """What is decided for each block, in words."""
+    return {
+        name: {
+            "ranks": compress_ranks(stage.ranks),
+            "mesh": mesh_words(stage),
+            "ZeRO": f"{stage.zero}" + (f" within {stage.dp_shard}" if stage.dp_shard else ""),
+            "recompute": policy,
+        }
+        for stage in plan.stages
+        for name, policy in zip(stage.blocks, stage.policies, strict=True)
+    }
+
+
+def _shardings(plan: Plan) -> dict[str, str]:
+    """Decisions by pattern; of stages that decide otherwise all."""
+    found: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        for pattern, text in stage.shardings.items():
+            found.setdefault(pattern, []).append(text)
+    return {pattern: ", ".join(dict.fromkeys(texts)) for pattern, texts in found.items()}
+
+
+def _setups(a: Row, b: Row) -> Iterator[Change]:
+    """What the prices are for: the cluster, and what is taken of the software."""
+    yield from _change("cluster", a["summary"]["cluster"], b["summary"]["cluster"])
+    ours, theirs = (_software(report["assumptions"]) for report in (a, b))
+    yield from _change("software", ours, theirs)
+
+
+def _software(assumptions: Sequence[str]) -> str:
+    return "; ".join(text for text in assumptions if text.startswith("target ")) or ABSENT
+
+
+def _prices(a: Row, b: Row) -> Iterator[Price]:
+    """Step, its components, the fullest device's memory and what holds it."""
+    sums = [report["summary"] for report in (a, b)]
+    yield Price(what="step", unit="s", a=sums[0]["step_time_s"], b=sums[1]["step_time_s"])
+    yield from _each("s", "", a["components_s"], b["components_s"])
+    peaks = [max(own["peak_memory_bytes"]) for own in sums]
+    yield Price(what="peak memory", unit="bytes", a=peaks[0], b=peaks[1])
+    fullest = [
+        max(report.get("memory", ()), key=lambda row: row["priced_bytes"], default=None)
+        for report in (a, b)
+    ]
+    if fullest[0] and fullest[1]:
+        yield from _each("bytes", "memory: ", fullest[0]["parts"], fullest[1]["parts"])
+
+
+def _each(unit: str, prefix: str, a: Row, b: Row) -> Iterator[Price]:
+    for name in dict.fromkeys([*a, *b]):
+        yield Price(what=prefix + name, unit=unit, a=a.get(name, 0.0), b=b.get(name, 0.0))

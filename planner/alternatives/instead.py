@@ -1,0 +1,154 @@
+"""Why an operator is split as it is: what each other way takes, with the rest of its block at its
+best and the states at the block's boundary as they are, and the collectives of both.
+
+Each way is a program of the block (`planner/intra_op/program.py`) in which the operator has no
+other choice, priced for the plan's mesh.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from meshwright.costmodel.graph import Block, Op
+from meshwright.costmodel.operators import Pricer, Problem
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import Assignment, Move, Placement, R, Strategy, transition
+from meshwright.planner.intra_op import BlockProgram
+from meshwright.planner.plan import Plan, PlanError, glob
+from meshwright.planner.pricing import StageCoster, stage_setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A strategy of an operator: seconds of its block on a rank in a step, None where the block
+    can't run so, and the block's re-shards, forward and backward: collective -> (calls, bytes)."""
+
+    strategy: str
+    seconds: float | None
+    collectives: Mapping[str, tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """An operator of a stage, its place (`operator`, of a `block`, the first of `blocks` alike),
+    the way chosen and the others, fastest first."""
+
+    operator: str
+    block: str
+    blocks: int
+    stage: int
+    tp: int
+    chosen: Way
+    others: tuple[Way, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def instead(
+    plan: Plan, problem: Problem, assignments: Sequence[Mapping[str, Assignment]], pattern: str
+) -> list[Explained]:
+    """The operators that a pattern names (as `Plan.shardings` does: modules, operators by their
+    key, parameters by their readers), the same operator of blocks alike once. Raises `PlanError`
+    where nothing is named."""
+    coster = StageCoster(replace(problem, precision=plan.precision))
+    found: dict[Any, Explained] = {}
+    named = False
+    for k, stage in enumerate(plan.stages):
+        states: dict[str, Placement] = {}
+        for name in stage.blocks:
+            block, own = coster.blocks[name], assignments[k][name]
+            entering = {value: states.get(value, R) for value in block.inputs}
+            states |= {value: own.states[value] for value in block.outputs}
+            for place, op in _named(problem, block, pattern):
+                named = True
+                if stage.tp == 1:
+                    continue
+                alike = (k, block.class_id, own.choices, tuple(entering.values()), place)
+                if alike in found:
+                    found[alike] = replace(found[alike], blocks=found[alike].blocks + 1)
+                    continue
+                pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+                ways = _Ways(coster, pricer, block, own, entering)
+                found[alike] = Explained(
+                    operator=op.key,
+                    block=name,
+                    blocks=1,
+                    stage=k,
+                    tp=stage.tp,
+                    chosen=ways.of(op, own.strategies[op.name]),
+                    others=ways.others(op, own.strategies[op.name]),
+                )
+    if not named:
+        raise PlanError(
+            f"explain: {pattern!r} names no module with a matrix product, no operator and no "
+            "parameter; legal: a glob over them, e.g. 'layers.0.mlp.*', '**:softmax'"
+        )
+    return list(found.values())
+
+
+def _named(problem: Problem, block: Block, pattern: str) -> Iterator[tuple[int, Op]]:
+    """The operators of a block that a pattern names, with their places."""
+    regex, exact = glob(pattern), ":" in pattern
+    parameters = problem.graph.parameters
+    for place, op in enumerate(block.ops):
+        names = [op.key] if exact else [parameters[v] for v in op.operands if v in parameters]
+        if not exact and traits_of(op).main:
+            names.append(op.module)
+        if any(map(regex.match, names)):
+            yield place, op
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Prices of a block's ways, in a setting."""
+
+    coster: StageCoster
+    pricer: Pricer
+    block: Block
+    own: Assignment
+    entering: Mapping[str, Placement]
+
+    def others(self, op: Op, chosen: Strategy) -> tuple[Way, ...]:
+        options = self.coster.layouts(self.block, self.pricer.setting.tp).options(op)
+        ways = [self.of(op, option) for option in options if option.name != chosen.name]
+        return tuple(sorted(ways, key=lambda way: (way.seconds is None, way.seconds or 0.0)))
+
+    def of(self, op: Op, strategy: Strategy) -> Way:
+        """The best block with this strategy."""
+        setting = self.pricer.setting
+        program = BlockProgram(
+            self.pricer,
+            self.coster.layouts(self.block, setting.tp),
+            inputs={value: [state] for value, state in self.entering.items()},
+            outputs={value: [self.own.states[value]] for value in self.block.outputs},
+            allowed=lambda name, state: (
+                not isinstance(state, Strategy) or name != op.name or state.name == strategy.name
+            ),
+        )
+        table = program.solve(self.pricer)
+        if table is None or () not in table.choices:
+            return Way(strategy=strategy.name, seconds=None, collectives={})
+        assignment = program.assignment(table, ())
+        return Way(
+            strategy=strategy.name,
+            seconds=float(table.costs[()]) * setting.num_microbatches,
+            collectives=self._collectives(assignment),
+        )
+
+    def _collectives(self, assignment: Assignment) -> dict[str, tuple[int, float]]:
+        """Re-shards of a step on a rank."""
+        calls, sizes = Counter[str](), Counter[str]()
+        steps = self.coster.steps(self.block, assignment, self.entering, self.pricer.setting.tp)
+        for step in steps:
+            if not isinstance(step, Move) or step.known:
+                continue
+            times = 1 if step.once else self.pricer.setting.num_microbatches
+            for kind in transition(step.source, step.target) or ():
+                if kind:
+                    calls[kind] += times
+                    sizes[kind] += round(times * self.pricer.nbytes(step.value))
+        return {kind: (calls[kind], sizes[kind]) for kind in sorted(calls)}

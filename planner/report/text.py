@@ -1,0 +1,315 @@
+"""The text of a report: short, what one decides from and what is known already; full, all of it,
+with the answers that take more planning."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.planner.plan import counted, seconds, sized
+
+if TYPE_CHECKING:
+    from meshwright.planner.report.report import Report
+
+MAX_REFUSALS = 2  # products that an alternative can't split
+MAX_STAGES = 8  # rows of the short stage table
+MAX_OTHERS = 5  # plans that the short text compares with
+MAX_PARTS = 3  # parts of a stage's memory by name
+LEAST_PART = 5e-4  # of a step: what takes less is left out of the short text
+_OF_HARDWARE = re.compile(r"^(\S+): \S+ = .* is (assumed|fitted) \(", re.DOTALL)
+
+Row = Mapping[str, Any]
+
+
+def short_text(report: Report) -> str:
+    """Headline, stages, where the time goes, alternatives, notes on this plan."""
+    notes = [note for note in report.notes if note not in report.aside]
+    return _joined(
+        _head(report, proof={}),
+        _stage_table(report, _shown_stages(report.stages)),
+        _memory_parts(report),
+        _rehearsed(report),
+        _where(report, LEAST_PART),
+        _nearest(report),
+        _bullets("Notes", notes),
+        _grouped_assumptions(report.assumptions),
+        _left_out(report),
+    )
+
+
+def full_text(report: Report) -> str:
+    """Everything, as text."""
+    deferred = report.deferred
+    return _joined(
+        _head(report, proof=deferred.proof() if deferred else {}),
+        _stage_table(report, range(len(report.stages))),
+        _memory_parts(report),
+        _rehearsed(report),
+        _where(report, 0.0),
+        _overrides(report),
+        _families(report),
+        _bullets("Advice", [a["advice"] for a in report.advice]),
+        _bullets("Notes", report.notes),
+        _bullets("Assumed", report.assumptions),
+        _shardings(report),
+        _solver(report),
+        [_planned_in(report)],
+    )
+
+
+def _joined(*parts: Sequence[str]) -> str:
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def _head(report: Report, proof: Row) -> list[str]:
+    s = report.summary
+    tokens = f"{counted(s['tokens_per_s'])} tokens/s, " if s.get("tokens_per_s") else ""
+    return [
+        f"{counted(s['parameters'])} parameters on {s['cluster']}",
+        f"Chosen: {s['chosen']}",
+        f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, {tokens}"
+        f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
+        f"peak memory {sized(max(s['peak_memory_bytes']))} of {sized(s['memory_bytes'])}",
+        _intervals(report),
+        *_bounds(report, proof),
+    ]
+
+
+def _intervals(report: Report) -> str:
+    """What other models' measurements make of the step and the memory."""
+    s = report.summary
+    step = " to ".join(map(seconds, s["step_interval_s"]))
+    return f"  with 80 %: {step}; {report.memory}: {s['memory_verdict']}"
+
+
+def _bounds(report: Report, proof: Row) -> list[str]:
+    s = report.summary
+    if "bound_s" not in s:
+        late = "the time limit ended the search before a bound on all other plans was found"
+        return [] if s.get("complete", True) else [f"  {late}"]
+    early = "" if s["complete"] else "; the time limit ended the search before that was closed"
+    bounds = f"{seconds(s['bound_s'])} at these prices: gap {s['gap']:.1%}"
+    if proof and proof["equal_gap"] < s["gap"]:
+        equal = seconds(proof["equal_bound_s"])
+        bounds += f"; none with equal stages faster than {equal}: gap {proof['equal_gap']:.1%}"
+    return [f"  no plan of the space is faster than {bounds}{early}"]
+
+
+def _shown_stages(stages: Sequence[Row]) -> list[int]:
+    """Of many stages the slowest, the fullest, the last, and the first ones."""
+    if len(stages) <= MAX_STAGES:
+        return list(range(len(stages)))
+    every = range(len(stages))
+    wanted = [
+        max(every, key=lambda k: stages[k]["forward_s"] + stages[k]["backward_s"]),
+        max(every, key=lambda k: stages[k]["memory_bytes"]),
+        every[-1],
+    ]
+    return sorted(list(dict.fromkeys([*wanted, *every]))[:MAX_STAGES])
+
+
+def _stage_table(report: Report, shown: Sequence[int]) -> list[str]:
+    head = "stage blocks ranks mesh zero recompute forward backward comm memory"
+    rows: list[tuple[str, ...]] = [tuple(head.split())]
+    for k in shown:
+        s = report.stages[k]
+        decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
+        within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
+        modes = (f"{s['zero']}{within}", s["recompute"])
+        times = (s["forward_s"], s["backward_s"], s["communication_s"])
+        rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"])))
+    lines = [*table(rows), "  (per micro-batch; comm is the exposed part of forward and backward)"]
+    if len(shown) < len(report.stages):
+        lines.append(
+            f"  ({len(shown)} of {len(report.stages)} stages: the first, the slowest, the fullest "
+            "and the last)"
+        )
+    return lines
+
+
+def _memory_parts(report: Report) -> list[str]:
+    """What holds the memory of the fullest device group, and of the others that differ."""
+    if report.details is None:
+        return []
+    rows = sorted(report.details.memory, key=lambda row: -row["priced_bytes"])
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        told.setdefault(_parts_of(row), []).append(row["ranks"])
+    lines = [f"  ranks {', '.join(ranks)}: {text}" for text, ranks in told.items()]
+    more = len(lines) - MAX_PARTS
+    shown = lines if more <= 1 else [*lines[:MAX_PARTS], f"  and {more} less full device groups"]
+    return ["What holds the memory", *shown]
+
+
+def _parts_of(row: Row) -> str:
+    parts = sorted(row["parts"].items(), key=lambda part: -part[1])
+    rest = sum(nbytes for _, nbytes in parts[MAX_PARTS:])
+    named = [f"{name} {sized(nbytes)}" for name, nbytes in parts[:MAX_PARTS] if nbytes]
+    return ", ".join(named) + (f", other {sized(rest)}" if rest else "")
+
+
+def _rehearsed(report: Report) -> list[str]:
+    if report.rehearsed is None:
+        return []
+    line, *rest = report.rehearsed.lines
+    return [line[:1].upper() + line[1:], *(f"  {x}" for x in rest)]
+
+
+def _where(report: Report, least: float) -> list[str]:
+    parts = report.components.as_dict()
+    total = sum(parts.values()) or 1.0
+    said = [
+        f"{name} {seconds(value)} ({value / total:.0%})"
+        for name, value in parts.items()
+        if value >= least * total
+    ]
+    return ["Where the step goes (busiest devices)", "  " + ", ".join(said)]
+
+
+# --- other plans ---------------------------------------------------------------------------------
+
+
+def _nearest(report: Report) -> list[str]:
+    """The fastest other plans that the search knows."""
+    rows = _by_plan((*report.known_alternatives, *report.runners_up))
+    if not rows:
+        return []
+    lines = [line for names, row in rows[:MAX_OTHERS] for line in _compared(names, row)]
+    return ["Why not something else (the nearest that the search priced)", *lines]
+
+
+def _families(report: Report) -> list[str]:
+    """Alternatives and runners-up, fastest first, one line per plan; then what has none."""
+    rows = _by_plan((*report.alternatives, *report.runners_up))
+    without = [row for row in report.alternatives if not row["plan"]]
+    if not rows and not without:
+        return []
+    return [
+        "Why not something else (the best found of each family)",
+        *(line for names, row in rows for line in (*_compared(names, row), *_refusals(row))),
+        *(
+            line
+            for row in without
+            for line in (f"  {row['family']}: {row['why']}", *_refusals(row))
+        ),
+    ]
+
+
+def _by_plan(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], Row]]:
+    """Families and row of each plan, fastest first."""
+    found: dict[str, tuple[tuple[str, ...], Row]] = {}
+    for row in rows:
+        if row.get("plan"):
+            names, first = found.get(row["plan"], ((), {}))
+            found[row["plan"]] = ((*names, *_family(row)), {**row, **first})
+    return sorted(found.values(), key=lambda item: item[1]["step_time_s"])
+
+
+def _compared(names: Sequence[str], row: Row) -> Iterator[str]:
+    tie = ", a tie" if row.get("tie") else ""
+    said = f"{seconds(row['step_time_s'])} ({row['slower']:+.1%}{tie}), {row['why']}"
+    yield f"  {', '.join(names) or 'next best'}: {said}"
+    yield f"    {row['plan']}"
+
+
+def _family(row: Row) -> tuple[str, ...]:
+    return (row["family"],) if "family" in row else ()
+
+
+def _refusals(row: Row) -> list[str]:
+    """What an alternative's degree can't split, a line each."""
+    return [f"    {text}" for text in row.get("excluded", ())[:MAX_REFUSALS]]
+
+
+def _overrides(report: Report) -> list[str]:
+    if not report.overrides:
+        return []
+    return ["Overrides", *(f"  {o['override']}: {o['effect']}" for o in report.overrides)]
+
+
+def sensitivity_lines(rows: Sequence[Row]) -> list[str]:
+    """What `Report.sensitivity` found, as text."""
+    lines = []
+    for row in rows:
+        if row["factor"] is None:
+            said = "no flip between 1/4 and 4"
+        elif row["plan"] is None:
+            said = f"times {row['factor']:.3g}: no plan known from the search fits"
+        else:
+            said = f"times {row['factor']:.3g}: {row['plan']}"
+        lines.append(f"  {row['property']} {said}")
+    return ["What would flip the decision", *lines]
+
+
+# --- what it rests on ----------------------------------------------------------------------------
+
+
+def _grouped_assumptions(lines: Sequence[str]) -> list[str]:
+    """Numbers of the catalog that nobody measured are counted; the rest is listed."""
+    found = [_OF_HARDWARE.match(line) for line in lines]
+    kinds = Counter(match[2] for match in found if match)
+    names = dict.fromkeys(match[1] for match in found if match)
+    rest = [line for line, match in zip(lines, found, strict=True) if not match]
+    counts = " and ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    grouped = [f"numbers of {' and '.join(names)}: {counts}"] if kinds else []
+    return _bullets("Assumed", [*grouped, *rest])
+
+
+def _left_out(report: Report) -> list[str]:
+    aside = len(report.aside)
+    more = f", {aside} notes on other plans" if aside else ""
+    return [
+        _planned_in(report),
+        "`--full`, or report.text(full=True): the best of each family, what overrides cost, "
+        f"advice, every assumption, shardings, proofs{more}",
+    ]
+
+
+def _shardings(report: Report) -> list[str]:
+    lines, stages = [], report.plan.stages
+    for k, stage in enumerate(stages):
+        if stage.shardings and (k == 0 or stage.shardings != stages[k - 1].shardings):
+            lines += [
+                f"  stage {k}: {name}: {text}" for name, text in sorted(stage.shardings.items())
+            ]
+    return ["Shardings on the tensor axis (the rest follows)", *lines] if lines else []
+
+
+def _solver(report: Report) -> list[str]:
+    if not report.solver:
+        return []
+    lines = []
+    for s in report.solver:
+        how = "relaxation integral" if s["integral_relaxation"] else "by branch and bound"
+        lines.append(
+            f"  {s['block']}: objective {seconds(s['objective_s'])}, "
+            f"gap {max(s['gap'], 0.0):.1e}, {s['solver']} in {s['time_s']:.2f} s, {how}"
+        )
+    return ["Intra-op program, proved by the solver", *lines]
+
+
+def _planned_in(report: Report) -> str:
+    spent = ", ".join(f"{name} {s:.1f} s" for name, s in report.phases_s.items())
+    return f"Planned in {sum(report.phases_s.values()):.1f} s: {spent}"
+
+
+def _bullets(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  - {text}" for text in lines)] if lines else []
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns aligned; the second one shortened to 36 characters."""
+    rows = [
+        [cell if i != 1 or len(cell) <= 36 else cell[:33] + "..." for i, cell in enumerate(row)]
+        for row in rows
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

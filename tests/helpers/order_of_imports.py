@@ -1,0 +1,62 @@
+"""The packages in the order of imports, which `tests/test_architecture.py` holds them to."""
+
+from __future__ import annotations
+
+from tests.helpers.source_files import PACKAGE
+
+# A package imports packages before it alone, and none of its own line.
+ORDER = """
+profiles.inputs
+profiles
+profiles.measure
+costmodel
+costmodel.schedules
+costmodel.rules
+costmodel.sharding
+costmodel.memory
+costmodel.kernels
+costmodel.operators
+costmodel.user_rules
+costmodel.blocks
+planner
+planner.operators
+planner.tracing.values
+planner.tracing.user_module
+planner.tracing.similar
+planner.tracing.leaves
+planner.tracing.transformers
+planner.tracing
+planner.intra_op
+planner.blocks
+planner.plan
+planner.inter_op
+planner.pricing
+planner.stages
+planner.overrides planner.page
+planner.report
+planner.drafts
+planner.bounds
+planner.search
+planner.alternatives
+planner.published
+executor
+executor.backward
+executor.lowering
+executor.ranks
+executor.parameters
+executor.stages
+executor.runtime
+executor.files
+executor.checkpoint
+executor.stand_in executor.prices
+executor.rehearsal
+traced
+monitor
+shell
+meshwright
+"""
+POSITION = {
+    package if package == PACKAGE else f"{PACKAGE}.{package}": position
+    for position, line in enumerate(ORDER.split("\n"))
+    for package in line.split()
+}

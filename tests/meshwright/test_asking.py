@@ -1,0 +1,269 @@
+"""The commands that ask: diff, explain, compare, fit, catalog; what a report's flags print."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.planner.plan.words import seconds
+from meshwright.profiles.catalog_reader import catalog_names, read_entry
+from meshwright.shell.comparing import compared
+from meshwright.shell.fitting import _largest
+from tests.meshwright.commands import FOUR, PLAN, Captured, failed, in_a_folder
+
+MODEL = [*PLAN[1:]]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_folder(tmp_path, monkeypatch)
+
+
+# --- a report's flags ----------------------------------------------------------------------------
+
+
+def test_a_price_gives_costs_and_full_gives_the_rest(capsys: Captured) -> None:
+    assert main([*FOUR, "--price", "2.5"]) == 0
+    short = capsys.readouterr().out
+    assert "device-hours a step" in short and "at the price given" in short
+    assert main([*FOUR, "--full", "--json", "--price", "2.5"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    hours = data["summary"]["step_time_s"] * 8 / 3600
+    assert data["cost"]["price_per_step"] == pytest.approx(2.5 * hours)
+    assert main([*FOUR, "--full"]) == 0
+    full = capsys.readouterr().out
+    assert len(full) > len(short) and "the best found of each family" in full
+    assert "no sequence" in failed_after_a_plan(capsys, [*FOUR, "--tokens", "1e9"])
+
+
+def failed_after_a_plan(capsys: Captured, arguments: list[str]) -> str:
+    assert main(arguments) == 1
+    return capsys.readouterr().err
+
+
+# --- diff ----------------------------------------------------------------------------------------
+
+
+def test_diff_tells_decisions_and_what_they_cost(capsys: Captured) -> None:
+    reports = []
+    for name, flags in (("a", ["--tp", "1", "--pp", "1"]), ("b", ["--tp", "2", "--pp", "2"])):
+        assert main([*FOUR, *flags, "--json", "-o", f"{name}.json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+        Path(f"report_{name}.json").write_text(json.dumps(reports[-1]))
+    assert main(["diff", "a.json", "a.json"]) == 0
+    assert main(["diff", "report_a.json", "report_a.json"]) == 0
+    assert main(["diff", "a.json", "report_a.json"]) == 0
+    assert capsys.readouterr().out == "no difference\n" * 3
+
+    assert main(["diff", "a.json", "b.json"]) == 4
+    plans = capsys.readouterr().out
+    assert "mesh of block.0-1: dp8×tp1 -> dp2×tp2" in plans
+    assert "stages: 1 -> 2" in plans and "a plan file has no prices" in plans
+
+    assert main(["diff", "report_a.json", "report_b.json", "--json"]) == 4
+    data = json.loads(capsys.readouterr().out)
+    prices = {row["what"]: row for row in data["prices"]}
+    steps = [report["summary"]["step_time_s"] for report in reports]
+    assert prices["step"]["more"] == pytest.approx(steps[1] - steps[0])
+    parts = [row["more"] for what, row in prices.items() if what in reports[0]["components_s"]]
+    assert sum(parts) == pytest.approx(steps[1] - steps[0])
+    assert {"what": "stages", "a": "1", "b": "2"} in data["changes"]
+
+
+def test_one_decision_is_one_line(capsys: Captured) -> None:
+    main([*FOUR, "-o", "a.json"])
+    data = json.loads(Path("a.json").read_text())
+    data["num_microbatches"] *= 2
+    Path("b.json").write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main(["diff", "a.json", "b.json", "--json"]) == 4
+    (change,) = json.loads(capsys.readouterr().out)["changes"]
+    assert change["what"] == "num_microbatches"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"plan": 3}'])
+def test_diff_names_a_file_that_is_no_plan(capsys: Captured, text: str) -> None:
+    Path("x.json").write_text(text)
+    assert "x.json" in failed(capsys, ["diff", "x.json", "x.json"])
+
+
+# --- explain -------------------------------------------------------------------------------------
+
+
+def test_explain_prices_the_other_ways(capsys: Captured) -> None:
+    split = ["--tp", "2", "--pp", "1", "--sharding", "0=colwise"]
+    assert main([*FOUR, *split, "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    asked = ["explain", *MODEL, "0", "--cluster", "dgx-a100", "--plan", "plan.json"]
+    assert main([*asked, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["tp"] == 2 and row["operator"].startswith("0")
+    assert row["chosen"]["strategy"] == "colwise"
+    others = {way["strategy"]: way for way in row["others"]}
+    assert {"rowwise", "replicate"} <= set(others)
+    more = others["replicate"]["seconds"] - row["chosen"]["seconds"]
+    assert more > 0  # between states that it was chosen for
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert "chosen colwise: block" in out and f"replicate: +{seconds(more)}" in out
+    assert "names no module" in failed(capsys, ["9" if word == "0" else word for word in asked])
+
+
+def test_explain_says_where_nothing_is_split(capsys: Captured) -> None:
+    asked = ["explain", *MODEL, "0", "--cluster", "local:1"]
+    assert main(asked) == 0
+    assert "no tensor axis" in capsys.readouterr().out
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+def test_compare_chooses_by_time_or_by_cost(capsys: Captured) -> None:
+    asked = ["compare", *MODEL, "--cluster", "dgx-a100", "--cluster", "l4", "--json"]
+    assert main(asked) == 0
+    by_time = json.loads(capsys.readouterr().out)
+    steps = {row["cluster"]: row["step_time_s"] for row in by_time["rows"]}
+    assert by_time["by"] == "time" and by_time["chosen"] == min(steps, key=lambda k: steps[k])
+    other = next(name for name in steps if name != by_time["chosen"])
+    dear = ["1000" if name == by_time["chosen"] else "0.01" for name in steps]
+    prices = [word for price in dear for word in ("--price", price)]
+    assert main([*asked, *prices]) == 0
+    by_cost = json.loads(capsys.readouterr().out)
+    assert by_cost["by"] == "cost" and by_cost["chosen"] == other
+    assert main([*asked[:-1], *prices, "--by", "time"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [x for x in out.splitlines() if "CHOSEN by time" in x]
+    assert line.split()[0] == by_time["chosen"] and "price/step" in out
+
+
+def test_a_cluster_that_is_too_small_is_a_row(capsys: Captured) -> None:
+    asked = ["compare", *MODEL, "--cluster", "tiny.toml", "--json"]
+    assert main(asked) == 2
+    data = json.loads(capsys.readouterr().out)
+    assert data["chosen"] is None and "does not fit" in data["rows"][0]["why"]
+    assert main(asked[:-1]) == 2
+    assert "tiny.toml" in capsys.readouterr().out
+
+
+def test_prices_are_for_all_or_for_each() -> None:
+    planned = dict.fromkeys(["a", "b", "c"], lambda: pytest.fail("planned"))
+    with pytest.raises(ValueError, match="--price was given 2 times for 3 clusters"):
+        compared(planned, prices=[1.0, 2.0], tokens=None, by=None)
+    with pytest.raises(ValueError, match="--by cost: no price was given"):
+        compared(planned, prices=[], tokens=None, by="cost")
+
+
+# --- fit -----------------------------------------------------------------------------------------
+
+
+def test_fit_finds_the_largest_batch(capsys: Captured) -> None:
+    asked = ["fit", *MODEL, "--cluster", "dgx-a100"]
+    assert main([*asked, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["verdict"] == "fits" and data["sequence"] is None
+    low, high = data["interval_bytes"]
+    assert low < data["peak_bytes"] <= data["memory_bytes"] and high > low
+    assert data["batch_at_once"] > 16 and data["batch_at_once"] % 16 == 0
+    assert main(asked) == 0
+    assert f"as one micro-batch: {data['batch_at_once']} rows" in capsys.readouterr().out
+
+
+def test_fit_says_what_would_help(capsys: Captured) -> None:
+    assert main(["fit", *MODEL, "--cluster", "tiny.toml"]) == 2
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("does not fit: ")
+        and "shortfall in GiB" in out
+        and "one micro-batch: none" in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("most", "found"),
+    [(0.0, 0.0), (0.3, 0.25), (1.0, 1.0), (1.4, 1.25), (100, 96), (113, 112), (9e9, 4096 * 1.75)],
+)
+def test_the_largest_factor_is_found_within_a_quarter(most: float, found: float) -> None:
+    assert _largest(lambda factor: factor <= most) == found
+
+
+# --- catalog -------------------------------------------------------------------------------------
+
+
+def test_catalog_lists_every_entry(capsys: Captured) -> None:
+    assert main(["catalog"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in catalog_names())
+    assert main(["catalog", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    for name, row in rows.items():
+        assert sum(row["numbers"].values()) == len(read_entry(name).quantities)
+
+
+def test_catalog_tells_where_each_number_is_from(capsys: Captured) -> None:
+    assert main(["catalog", "h100-sxm"]) == 0
+    out = capsys.readouterr().out
+    for key, quantity in read_entry("h100-sxm").quantities.items():
+        assert f"{key} = {quantity.text}" in out and quantity.source in out
+    assert "did you mean" in failed(capsys, ["catalog", "h100-smx"])
+
+
+# --- stdout --------------------------------------------------------------------------------------
+
+
+def test_what_libraries_print_is_not_in_the_result(tmp_path: Path) -> None:
+    """A solver's banner, written to the process' stdout, goes to stderr."""
+    code = (
+        "import os, sys\n"
+        "from meshwright.shell.terminal import show, stdout_is_the_result\n"
+        "with stdout_is_the_result():\n"
+        "    os.write(1, b'banner\\n')\n"
+        "    show('result')\n"
+        "show('after')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "result\nafter\n" and done.stderr == "banner\n"
+
+
+def test_colour_is_for_terminals(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    from meshwright.shell.terminal import show
+
+    show("Chosen: tight")
+    assert capsys.readouterr().out == "Chosen: tight\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show("Chosen: tight")
+    coloured = capsys.readouterr().out
+    assert "\x1b[" in coloured and "Chosen" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    show("Chosen: tight")
+    assert capsys.readouterr().out == "Chosen: tight\n"
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def test_tracing_and_searching_are_shown_on_terminals_alone(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(FOUR) == 0
+    assert "searching" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(FOUR) == 0
+    out, err = capsys.readouterr()
+    assert "tracing the model" in err and "plans priced" in err and "gap " in err
+    assert "searching" not in out and err.endswith("\n")
+    monkeypatch.setenv("RANK", "1")
+    assert main(FOUR) == 0
+    assert "searching" not in capsys.readouterr().err
+    watched = logging.getLogger("meshwright.progress")
+    assert not watched.handlers and watched.propagate and not watched.isEnabledFor(logging.DEBUG)

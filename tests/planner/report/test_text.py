@@ -1,0 +1,119 @@
+"""The short text: what it has, what it leaves to the full one, and that it explores nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.alternatives.alternatives import Alternative
+from meshwright.planner.alternatives.answers import Answers
+from meshwright.planner.alternatives.explain import alternative_row
+from meshwright.planner.plan.words import seconds, sized
+from meshwright.planner.report.text import MAX_OTHERS, MAX_STAGES
+from tests.planner.report.test_report import overridden, searched
+
+
+def test_the_short_text_searches_nothing() -> None:
+    result = searched().replan()
+    short = str(result.report)
+    answers = result.report.deferred
+    assert isinstance(answers, Answers)
+    assert answers._others is answers._advice is answers._overrides is answers._proof is None
+    assert len(short) < len(result.report.text(full=True))
+    assert answers._others is not None
+
+
+def test_what_is_left_out_is_said() -> None:
+    short, full = str(overridden().report), overridden().report.text(full=True)
+    for title in ("Overrides", "Shardings", "proved by the solver"):
+        assert title not in short
+    assert "Overrides" in full and "`--full`" in short and "`--full`" not in full
+
+
+def test_the_nearest_plans_are_few_and_no_faster_than_the_chosen_but_for_ties() -> None:
+    report = searched().report
+    rows = [*report.known_alternatives, *report.runners_up]
+    plans = {row["plan"] for row in rows}
+    short = str(report)
+    assert 0 < sum(plan in short for plan in plans) <= MAX_OTHERS
+    assert all(row["tie"] == (abs(row["slower"]) <= 0.03) for row in rows)
+    every = {row["family"]: row["step_time_s"] for row in report.alternatives if row["plan"]}
+    for row in report.known_alternatives:
+        assert every[row["family"]] <= row["step_time_s"] * (1 + 1e-9)
+
+
+def test_a_near_tie_is_called_one() -> None:
+    answers = searched().report.deferred
+    assert isinstance(answers, Answers)
+    near = min((d for d in answers.result.drafts if d.fits), key=lambda d: d.step_time_s)
+    row = {
+        **alternative_row(Alternative(family="x", draft=near), answers.result.best.evaluation),
+        "slower": 0.01,
+        "tie": True,
+        "plan": "another",
+    }
+    report = replace(searched().report, runners_up=[row], deferred=None)
+    assert "(+1.0%, a tie)" in str(report)
+
+
+def test_numbers_of_the_catalog_are_counted_and_the_rest_is_listed() -> None:
+    report = searched().report
+    of_hardware = [a for a in report.assumptions if " is assumed (" in a or " is fitted (" in a]
+    (line,) = [x for x in str(report).splitlines() if x.startswith("  - numbers of ")]
+    counts = [int(word) for word in line.split(": ")[1].split() if word.isdigit()]
+    assert sum(counts) == len(of_hardware) > 1
+    for other in set(report.assumptions) - set(of_hardware):
+        assert f"  - {other}" in str(report)
+    assert not any(a in str(report) for a in of_hardware)
+
+
+def test_notes_on_other_plans_are_left_out() -> None:
+    report = replace(searched().report, notes=("own", "of others"), aside=("of others",))
+    assert "  - own" in str(report) and "  - of others" not in str(report)
+    assert "1 notes on other plans" in str(report)
+    assert "  - of others" in report.text(full=True)
+
+
+def test_many_stages_are_shortened_to_those_that_matter() -> None:
+    report = searched().report
+    row = dict(report.stages[0])
+    stages = [row | {"ranks": f"r{k}"} for k in range(40)]
+    stages[20]["forward_s"] *= 2
+    stages[30]["memory_bytes"] *= 2
+    many = replace(report, stages=stages)
+    shown = [x for x in str(many).splitlines() if f" {row['mesh']} " in x and " r" in x]
+    assert len(shown) == MAX_STAGES
+    assert [x.split()[0] for x in shown[-3:]] == ["20", "30", "39"]
+    assert "(8 of 40 stages" in str(many) and " r25 " in many.text(full=True)
+
+
+def test_the_largest_parts_of_the_memory_are_named() -> None:
+    report = searched().report
+    assert report.details is not None
+    (row,) = report.details.memory
+    name, nbytes = max(row["parts"].items(), key=lambda part: part[1])
+    assert f"ranks 0-3: {name} {sized(nbytes)}, " in str(report)
+    assert "What holds the memory" not in str(replace(report, details=None))
+
+
+def test_tokens_are_told_where_there_is_a_sequence() -> None:
+    summary = searched().report.summary
+    assert summary["tokens_per_s"] == pytest.approx(summary["rows_per_s"] * 6)
+    assert " tokens/s" in str(searched().report)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 µs"), (6.94e-17, "0 µs"), (2e-9, "0.002 µs"), (7.89e-6, "7.89 µs"), (1.5, "1.5 s")],
+)
+def test_seconds(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 KiB"), (3 * 2**20, "3 MiB"), (75.6 * 2**30, "75.6 GiB"), (2**30 - 1, "1 GiB")],
+)
+def test_bytes(nbytes: float, text: str) -> None:
+    assert sized(nbytes) == text
