@@ -269,7 +269,8 @@ def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> N
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
     if args.html:
-        report.html(args.html, sensitivity=args.sensitivity)
+        asked = {"tokens": args.tokens, "price_per_hour": args.price}
+        report.html(args.html, sensitivity=args.sensitivity, **asked)
         _say(f"page written to {args.html}")
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
 

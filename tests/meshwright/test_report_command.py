@@ -32,6 +32,8 @@ def test_pages_of_a_search_a_report_and_a_plan(capsys: Captured) -> None:
     assert main(["report", "plan.json", *MODEL, "-o", "given.html", "--price", "2.5"]) == 0
     given = read("given.html")
     assert "The plan was given, not searched" in given and 'data-fact="price of a step"' in given
+    assert main([*FOUR, "--html", "priced.html", "--price", "2.5"]) == 0
+    assert 'data-fact="price of a step"' in read("priced.html")
     step_s = json.loads(printed)["summary"]["step_time_s"]
     assert f'<data value="{step_s}">' in read("searched.html")
 

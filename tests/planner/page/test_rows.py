@@ -54,7 +54,10 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
             {**other, "family": "1f1b"},
             {"plan": None, "family": "zb_v", "why": "too large"},
         ],
-        "runners_up": [other, {**other, "plan": "c", "step_time_s": 0.9, "slower": -0.1}],
+        "runners_up": [
+            other,
+            {**other, "plan": "c", "step_time_s": 0.99, "slower": -0.01, "tie": True},
+        ],
     }
     rows = compared(data)
     assert [(row["id"], row["name"], row["plan"]) for row in rows] == [
@@ -63,6 +66,7 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
         ("plan-2", "tp=2, 1f1b", "b"),
     ]
     assert rows[1]["peak_memory_bytes"] == 5
+    assert [row["tie"] for row in rows] == [True, False, False]
     assert [row["family"] for row in without_plan(data)] == ["zb_v"]
 
 
