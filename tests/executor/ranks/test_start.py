@@ -149,15 +149,19 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_that_python_raises_ends_nothing() -> None:
     ended: list[None] = []
-    interrupts = Interrupts(lambda: ended.append(None))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist's workers ignore it
     try:
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+        interrupts = Interrupts(lambda: ended.append(None))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+        finally:
+            interrupts.close()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        interrupts.close()
+        signal.signal(signal.SIGINT, before)
     assert not ended
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.set_wakeup_fd(-1) == -1
 
 
