@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def proposed(proposal: Proposal) -> set[Place]:
     return {(places(f.operands), places(f.results), f.kind) for f in proposal.found}
 
 
+@cache
 def compared(of: Case) -> tuple[set[Place], set[Place]] | None:
     """The written and the discovered splits of a case's operator; None where it draws."""
     torch.manual_seed(0)

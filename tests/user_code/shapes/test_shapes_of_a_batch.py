@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from tests.helpers.launching import Results, results_of
-from tests.user_code.shapes.shape_runs import ALONE, LAYOUTS, MEGATRON, RANKS, run
+from tests.user_code.shapes.shape_runs import ALONE, MEGATRON, ON_RANKS, RANKS, run
 
 TOLERANCE = 2e-5
 WIDTH = 8
@@ -31,7 +31,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results_of(worker, tmp_path_factory.mktemp("shapes"), ranks=RANKS, timeout_s=400)
 
 
-@pytest.mark.parametrize("key", [f"{kind}, {layout}" for kind in MEGATRON for layout in LAYOUTS])
+@pytest.mark.parametrize("key", [", ".join(cell) for cell in ON_RANKS])
 def test_on_ranks(launched: Results, key: str) -> None:
     found = launched[key]
     assert "failed" not in found, found["failed"]
