@@ -185,11 +185,12 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
 def _parallelize(
     args: argparse.Namespace, cluster: Cluster | None = None, **more: Any
 ) -> tuple[ParallelModel, Any]:
+    cluster = cluster or cluster_named(args.cluster)  # before the model, which may take long
     model, example, *rest = model_named(args.model)
     with progress_shown():
         result = auto_parallelize(
             model,
-            cluster or cluster_named(args.cluster),
+            cluster,
             example_inputs=example,
             global_batch_size=args.batch,
             loss_fn=rest[0] if rest else None,

@@ -91,7 +91,7 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
         gib = ", ".join(f"stage {k}: {x / 2**30:.2f}" for k, x in enumerate(short) if x)
         raise InfeasibleError(
             f"plan: does not fit the {room / 2**30:.2f} GiB of {cluster.device.name}; shortfall in "
-            f'GiB by stage: {gib}. Way out: recompute "full", zero 1, more micro-batches or '
+            f'GiB by stage: {gib}. Way out: recompute "full", a higher zero, more micro-batches or '
             "stages in the plan, or plan again",
             short,
         )

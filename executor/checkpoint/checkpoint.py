@@ -102,6 +102,21 @@ def _group(runtime: Runtime) -> dist.ProcessGroup | None:
 # --- save -----------------------------------------------------------------------------------------
 
 
+def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
+    for name, x in extra.items():
+        if not hasattr(x, verb):
+            raise ValueError(
+                f"extra[{name!r}] is of type {type(x).__name__}, which has no {verb}(); legal: "
+                "objects with state_dict() and load_state_dict(), such as schedulers; wrap other "
+                "values in one"
+            )
+
+
+def _states(extra: Mapping[str, Any]) -> dict[str, Any]:
+    _check_extra(extra, "state_dict")
+    return {name: x.state_dict() for name, x in extra.items()}
+
+
 def save(
     runtime: Runtime,
     path: str | Path,
@@ -127,7 +142,7 @@ def save(
         collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
         tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
         # on every rank, since a state may be gathered from all
-        given = run_on_all(group, lambda: {n: x.state_dict() for n, x in (extra or {}).items()})
+        given = run_on_all(group, lambda: _states(extra or {}))
         run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
         if not asynchronous:
             _write(tensors, saving, folder, group)
@@ -236,6 +251,7 @@ def _opened(
 ) -> tuple[Path, dict[str, Any]]:
     """The folder to read, and its notes. Raises FileNotFoundError or ValueError where this run
     can't load them."""
+    _check_extra(extra, "load_state_dict")
     folder = atomic_folder.published(atomic_folder.followed(path))
     if not folder.exists():
         raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")

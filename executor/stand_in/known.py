@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Key = tuple[Any, ...]
 NOT_KNOWN = object()
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 })  # fmt: skip
@@ -43,6 +44,8 @@ class KnownFakes(FakeTensorMode):
             into.append(name)
             if not self._add((given,), into, seen):
                 return None
+        if not seen and torch._C._get_dispatch_mode(_FAKE) is not self:
+            return None  # what makes a tensor while the mode is off makes one with values
         return tuple(into)
 
     def _add(self, given: Iterable[Any], into: list[Any], seen: dict[int, int]) -> bool:

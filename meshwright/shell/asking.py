@@ -63,6 +63,11 @@ def _add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
     )
 
 
+def _counted(x: float) -> str:
+    """A number of at least three digits that count, without an exponent where it has more."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def cost_text(cost: Mapping[str, Any]) -> str:
     """What a run costs, as `Report.cost` has it."""
     lines = [f"  {cost['device_hours_per_step']:.4g} device-hours a step"]
@@ -70,12 +75,12 @@ def cost_text(cost: Mapping[str, Any]) -> str:
         lines[0] += f", {cost['price_per_step']:.4g} at the price given"
     if "tokens" in cost:
         lines.append(
-            f"  {cost['tokens']:.4g} tokens: {cost['steps']:,.0f} steps, {cost['days']:.3g} days, "
-            f"{cost['device_hours']:,.0f} device-hours"
+            f"  {cost['tokens']:.4g} tokens: {cost['steps']:,.0f} steps, "
+            f"{_counted(cost['days'])} days, {_counted(cost['device_hours'])} device-hours"
         )
     if "price" in cost:
         per_million = cost["price_per_million_tokens"]
-        lines[-1] += f", {cost['price']:,.0f} ({per_million:.3g} per million tokens)"
+        lines[-1] += f", {_counted(cost['price'])} ({per_million:.3g} per million tokens)"
     return "\n".join(["Cost (of steps that take what is predicted)", *lines])
 
 

@@ -27,6 +27,10 @@ def every() -> Listing:
     return rows, "\n".join([*parts, "`meshwright catalog NAME` lists the numbers and sources."])
 
 
+# the rates that training takes, the one shown first where a device has it
+_PEAKS = tuple(f"peak_flops.{precision}" for precision in ("bf16", "fp16", "fp32"))
+
+
 def _row(entry: Entry) -> dict[str, Any]:
     kinds = Counter(quantity.kind for quantity in entry.quantities.values())
     numbers = {kind: kinds[kind] for kind in SOURCE_KINDS if kinds[kind]}
@@ -43,7 +47,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         rates = {key: q.text for key, q in entry.quantities.items() if key.startswith("peak_")}
         row |= {
             "memory": entry.quantities["memory"].text,
-            "peak": rates.get("peak_flops.bf16", rates["peak_flops.fp32"]),
+            "peak": next(f"{rates[key]} {key[-4:]}" for key in _PEAKS if key in rates),
             "usual_node": entry.texts["usual_node"],
         }
     return row | {"numbers": numbers}

@@ -30,6 +30,16 @@ class Parser(argparse.ArgumentParser):
             message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Unknown flags are an error of the command that they were given to."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=3)
+            hint = f" (nearest: {', '.join(near)})" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
 
 def positive_number(text: str) -> float:
     try:

@@ -262,7 +262,7 @@ def _grouped_assumptions(lines: Sequence[str]) -> list[str]:
 
 def _left_out(report: Report) -> list[str]:
     aside = len(report.aside)
-    more = f", {aside} notes on other plans" if aside else ""
+    more = f", {aside} note{'s' * (aside > 1)} on other plans" if aside else ""
     return [
         _planned_in(report),
         "`--full`, or report.text(full=True): the best of each family, what overrides cost, "

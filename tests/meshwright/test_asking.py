@@ -13,6 +13,7 @@ import pytest
 from meshwright.cli import main
 from meshwright.planner.plan.words import seconds
 from meshwright.profiles.catalog_reader import catalog_names, read_entry
+from meshwright.shell.asking import cost_text
 from meshwright.shell.comparing import compared
 from meshwright.shell.fitting import _largest
 from tests.meshwright.commands import FOUR, PLAN, Captured, failed, in_a_folder
@@ -40,6 +41,16 @@ def test_a_price_gives_costs_and_full_gives_the_rest(capsys: Captured) -> None:
     full = capsys.readouterr().out
     assert len(full) > len(short) and "the best found of each family" in full
     assert "no sequence" in failed_after_a_plan(capsys, [*FOUR, "--tokens", "1e9"])
+
+
+def test_small_costs_keep_their_digits() -> None:
+    cost = {
+        "device_hours_per_step": 2e-5, "price_per_step": 5e-5, "tokens": 1e9, "steps": 122_070,
+        "days": 0.0066, "device_hours": 2.526, "price": 6.315, "price_per_million_tokens": 0.0063,
+    }  # fmt: skip
+    assert "0.0066 days, 2.53 device-hours, 6.32 (0.0063 per" in cost_text(cost)
+    large = cost_text(cost | {"days": 1_234.5, "device_hours": 12_345.6, "price": 30_864.0})
+    assert "1,234 days, 12,346 device-hours, 30,864 (" in large
 
 
 def failed_after_a_plan(capsys: Captured, arguments: list[str]) -> str:

@@ -184,6 +184,12 @@ def test_a_wrong_command_line_exits_with_1(capsys: Captured, arguments: list[str
     assert "legal: meshwright" in err and "--help" in err
 
 
+def test_an_unknown_flag_is_told_by_its_command(capsys: Captured) -> None:
+    err = failed(capsys, [*PLAN, "--bacth", "4"])
+    assert "meshwright plan: unrecognized arguments: --bacth 4 (nearest: --batch" in err
+    assert "see `meshwright plan --help`" in err
+
+
 def test_help_exits_with_0(capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["plan", "--help"])

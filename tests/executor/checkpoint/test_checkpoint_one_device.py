@@ -191,6 +191,13 @@ def test_only_what_loads_without_running_code_is_saved(tmp_path: Path) -> None:
     run = start("mlp", "alone")
     with pytest.raises(ValueError, match=r"state of 'odd' holds more than tensors, numbers"):
         checkpoint.save(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
+    with pytest.raises(
+        ValueError, match=r"extra\['epoch'\] is of type int, which has no state_dict"
+    ):
+        checkpoint.save(run.runtime, tmp_path / "at0", extra={"epoch": 1})
+    run.save(tmp_path / "at0")
+    with pytest.raises(ValueError, match=r"extra\['odd'\] is of type Odd, .* no load_state_dict"):
+        checkpoint.load(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
 
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.executor.host_values import with_values
 from meshwright.executor.stand_in import NOT_KNOWN, Key, KnownFakes
 
 _CASES: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -69,6 +70,14 @@ def test_values_are_never_known() -> None:
         x = torch.tensor(3)  # a constant, whose value torch knows
         assert fakes.key(torch.ops.aten.add.Tensor, (x, 1), {}) is None
         assert fakes.key(torch.ops.aten.add.Tensor, (object(), 1), {}) is None
+
+
+def test_what_is_made_while_the_mode_is_off_has_values() -> None:
+    arange = torch.ops.aten.arange.default
+    with KnownFakes({}) as fakes:
+        assert fakes.key(arange, (4,), {}) is not None
+        with with_values():
+            assert fakes.key(arange, (4,), {}) is None
 
 
 def test_keys_tell_the_same_tensor_twice_from_two_alike() -> None:

@@ -71,7 +71,7 @@ def test_numbers_of_the_catalog_are_counted_and_the_rest_is_listed() -> None:
 def test_notes_on_other_plans_are_left_out() -> None:
     report = replace(searched().report, notes=("own", "of others"), aside=("of others",))
     assert "  - own" in str(report) and "  - of others" not in str(report)
-    assert "1 notes on other plans" in str(report)
+    assert "1 note on other plans" in str(report)
     assert "  - of others" in report.text(full=True)
 
 
