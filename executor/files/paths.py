@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.executor.errors import SavedError
+
 HUB = ("snapshots", "blobs")  # of the cache of Hugging Face's hub: a snapshot links to its blobs
 
 
@@ -12,17 +14,17 @@ def inside(folder: Path, name: object, said_by: str) -> Path:
     by a link; the links of a hub's cache to the blobs beside its snapshots are followed."""
     text = f"{said_by} names the file {name!r}, which"
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{text} is no name of a file; get it anew from its source")
+        raise SavedError(f"{text} is no name of a file; get it anew from its source")
     path, root = folder / name, folder.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(
+        raise SavedError(
             f"{text} is outside of its folder; it may only name files inside it, relative to it"
         )
     roots = [root]
     if root.parent.name == HUB[0]:
         roots.append(root.parent.parent / HUB[1])
     if not any(path.resolve().is_relative_to(allowed) for allowed in roots):
-        raise ValueError(
+        raise SavedError(
             f"{text} is a link out of its folder, to {str(path.resolve())!r}; put the file itself "
             f"there if you trust it"
         )
