@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from meshwright.executor.errors import SavedError
+from meshwright.profiles.inputs import shown
 
 HUB = ("snapshots", "blobs")  # of the cache of Hugging Face's hub: a snapshot links to its blobs
+MAX_NAME = 255  # bytes, of which file systems take as many
 
 
 def inside(folder: Path, name: object, said_by: str) -> Path:
     """The file `name` of a folder. Raises ValueError for a name that leads out of it, as a path or
     by a link; the links of a hub's cache to the blobs beside its snapshots are followed."""
-    text = f"{said_by} names the file {name!r}, which"
-    if not isinstance(name, str) or not name or "\0" in name:
+    text = f"{said_by} names the file {shown(name)}, which"
+    if not isinstance(name, str) or not name or "\0" in name or len(os.fsencode(name)) > MAX_NAME:
         raise SavedError(f"{text} is no name of a file; get it anew from its source")
     path, root = folder / name, folder.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts:
