@@ -32,6 +32,7 @@ FAMILIES = (
     Family(name="environment", make=saved.environment, share=6, refuse_s=3.0, limit_s=4.0),
     Family(name="model", make=calls.model, share=5, refuse_s=10.0, limit_s=60.0),
 )
+SAID_EVERY = 500  # cases
 SHOWN = 3  # cases of each kind of fault
 
 
@@ -64,7 +65,14 @@ def fuzz(
         for family in families
         for number in range(max(1, cases * family.share // whole))
     ]
-    return list(run_cases(wanted, seed=seed, processes=processes))
+    found = []
+    for outcome in run_cases(wanted, seed=seed, processes=processes):
+        found.append(outcome)
+        if len(found) % SAID_EVERY == 0:
+            print(
+                f"{len(found)} of {len(wanted)} cases, {len(faults(found))} faults", file=sys.stderr
+            )
+    return found
 
 
 def faults(found: list[Outcome]) -> list[Outcome]:

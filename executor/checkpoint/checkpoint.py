@@ -240,7 +240,7 @@ def _opened(
     folder = atomic_folder.published(atomic_folder.followed(path))
     if not folder.exists():
         raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")
-    if not (folder / NOTES).exists():
+    if not (folder / NOTES).is_file():
         raise SavedError(
             f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "
             f"otherwise go through load_state_dict"

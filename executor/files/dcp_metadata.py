@@ -122,6 +122,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     if files is not None:
         check_file(folder, METADATA, files)
     path = folder / METADATA
+    if not path.is_file():  # a pipe would be waited for
+        raise DamagedError(f"{str(path)!r} can't be read: it is no regular file")
     try:
         return _tensors(_Unpickler(io.BytesIO(path.read_bytes())).load(), folder)
     except _Misnamed as error:

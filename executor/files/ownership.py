@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> dict[str, OwnFile] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes() if path.is_file() else b"")
         files = {name: OwnFile(**fields) for name, fields in found["files"].items()}
         sound = found["format"] == FORMAT and all(map(_sound, files.values()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

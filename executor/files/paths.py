@@ -16,7 +16,7 @@ def inside(folder: Path, name: object, said_by: str) -> Path:
     """The file `name` of a folder. Raises ValueError for a name that leads out of it, as a path or
     by a link; the links of a hub's cache to the blobs beside its snapshots are followed."""
     text = f"{said_by} names the file {shown(name)}, which"
-    if not isinstance(name, str) or not name or "\0" in name or len(os.fsencode(name)) > MAX_NAME:
+    if not isinstance(name, str) or not _can_be(name):
         raise SavedError(f"{text} is no name of a file; get it anew from its source")
     path, root = folder / name, folder.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -32,3 +32,11 @@ def inside(folder: Path, name: object, said_by: str) -> Path:
             f"there if you trust it"
         )
     return path
+
+
+def _can_be(name: str) -> bool:
+    """Whether a file system can have a file of that name."""
+    try:
+        return "\0" not in name and 0 < len(os.fsencode(name)) <= MAX_NAME
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False

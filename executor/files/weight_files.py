@@ -79,6 +79,8 @@ def _only(folder: Path, paths: Sequence[Path]) -> Path:
     if len(paths) > 1:
         names = [path.name for path in paths]
         raise SavedError(f"weights: {str(folder)!r} holds several, {names}; name one of them")
+    if not paths[0].is_file():  # a pipe would be waited for
+        raise SavedError(f"weights: {str(paths[0])!r} is no regular file; give {FORMATS}")
     return paths[0]
 
 

@@ -65,6 +65,13 @@ def connected(rank: int, *, limit_s: float, timeout: timedelta) -> TCPStore:
     host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", most=65535)
     if not host:
         raise StartError("start: MASTER_ADDR is not set; launch with torchrun, which sets it")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise StartError(
+            f"start: MASTER_ADDR={shown(host)} can't be a host ({error}); legal: a name or address "
+            "that all ranks reach; launch with torchrun"
+        ) from error
     holds = rank == 0 and not agent_holds_store()
     if not holds:
         _await_listener(host, port, rank, limit_s)

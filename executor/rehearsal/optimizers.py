@@ -18,10 +18,9 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], optim.Optimizer]
 
 def line_of(error: BaseException) -> str:
     """The user's line that an error came from, or the optimizer's; empty where it is neither."""
-    frames = traceback.extract_tb(error.__traceback__)
     own = Path(__file__).resolve().parents[1], Path(torch.__file__).parent
     optimizers = Path(optim.__file__).parent
-    for frame in reversed(frames):
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
         if path.is_relative_to(optimizers) and path.name != "optimizer.py":
             return f" in {path.name}:{frame.lineno} ({frame.line})"

@@ -26,7 +26,19 @@ from scripts.fuzzing.mutations import json_case, mutated, value
 from tests.helpers.tiny import net, planned
 
 Case = tuple[str, Callable[[], object]]
-NAMES = ("../x", "/etc/passwd", "..", "", "no", "a\0b", "x" * 300, "__0_0.distcp/x", 3, None)
+NAMES = (
+    "../x",
+    "/etc/passwd",
+    "..",
+    "",
+    "no",
+    "a\0b",
+    "x" * 300,
+    "\ud800",
+    "__0_0.distcp/x",
+    3,
+    None,
+)
 DEVICE = DeviceId(name="cpu", driver="AVX2", torch="2")
 
 
