@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.operators import Problem
 from meshwright.decision import Decision, Request
 from meshwright.executor.checkpoint import Saving, checkpoint, hand_over, take_over, weights
+from meshwright.executor.errors import StateError
 from meshwright.executor.parameters import WholeTensors, clip_
 from meshwright.executor.ranks import launch, progress
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
@@ -154,7 +155,7 @@ class ParallelModel:
         """This rank's running part; RuntimeError, with what to launch, where none can run."""
         if self._runtime is None:
             if self._why_not:
-                raise RuntimeError(self._why_not)
+                raise StateError(self._why_not)
             self._runtime = self._lowered()
             groups, here = self.plan.devices, launch.rank()
             group = next(k for k, ranks in enumerate(groups) if here in ranks)

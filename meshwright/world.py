@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch
 from meshwright.planner.plan import Plan, PlanError, check_runs
 from meshwright.profiles.cluster import Cluster
@@ -23,7 +24,7 @@ def one_at_a_time() -> Iterator[None]:
     """
     if not _PLANNING.acquire(blocking=False):
         if launch.world_size() > 1:
-            raise RuntimeError(
+            raise StateError(
                 f"thread {threading.current_thread().name!r} plans while another one does, on "
                 "ranks that must plan together; legal: one thread of a rank that plans at a time. "
                 "Way out: plan in one thread, or join each before the next"

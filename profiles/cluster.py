@@ -33,7 +33,7 @@ from meshwright.profiles.catalog_reader import (
 from meshwright.profiles.curve import FULL, Curve
 from meshwright.profiles.device import DTYPES, Device, Link, Rates, check_whole
 from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
-from meshwright.profiles.inputs.limits import MAX_DEVICES
+from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_TEXT
 from meshwright.profiles.measure_cpu import measure_cpu, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
@@ -59,6 +59,12 @@ class Cluster:
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_TEXT:
+            raise MeshwrightError(
+                f"={shown(self.name)}",
+                place="cluster name",
+                legal=f"a text of 1 to {MAX_TEXT} characters",
+            )
         what = f"cluster {self.name!r}"
         check_whole(f"{what}: num_nodes", self.num_nodes, most=MAX_DEVICES)
         check_whole(f"{what}: devices_per_node", self.devices_per_node, most=MAX_DEVICES)

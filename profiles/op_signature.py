@@ -84,8 +84,10 @@ class OpSignature:
         try:
             data = parse_json(text, place="signature")
             target, operands = data.pop("op"), data.pop("operands")
+            if not isinstance(target, str) or not all(target.partition(".")[::2]):
+                raise ValueError(f"{shown(target)} is no operator, e.g. aten.linear.default")
             signature = OpSignature(
-                target=str(target),
+                target=target,
                 operands=tuple(
                     (_dtype_name(dtype), tuple(map(int, shape)), bool(grad))
                     for dtype, shape, grad in operands

@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from scripts.fuzzing import calls, files, ground
+from scripts.fuzzing import calls, files, ground, saved
 from scripts.fuzzing.pool import GOOD, Family, Outcome, rng_of, run_cases
 
 FAMILIES = (
@@ -26,8 +26,13 @@ FAMILIES = (
     Family(name="catalog", make=files.catalog, share=12),
     Family(name="import", make=files.imported, share=14),
     Family(name="command", make=calls.command, share=5, refuse_s=5.0, limit_s=30.0),
+    Family(name="checkpoint", make=saved.checkpoint, share=14),
+    Family(name="weights", make=saved.weights, share=8),
+    Family(name="cache", make=saved.cache_file, share=10),
+    Family(name="environment", make=saved.environment, share=6, refuse_s=3.0, limit_s=4.0),
     Family(name="model", make=calls.model, share=5, refuse_s=10.0, limit_s=60.0),
 )
+SAID_EVERY = 500  # cases
 SHOWN = 3  # cases of each kind of fault
 
 
@@ -53,14 +58,21 @@ def fuzz(
     families: tuple[Family, ...] | list[Family], cases: int, *, seed: int, processes: int
 ) -> list[Outcome]:
     """The outcomes of so many cases, shared out among the families."""
-    ground.plans(), ground.problem()  # made before the forks
+    ground.plans(), ground.problem(), saved.saved(), saved.cached()  # made before the forks
     whole = sum(f.share for f in families)
     wanted = [
         (family, number)
         for family in families
         for number in range(max(1, cases * family.share // whole))
     ]
-    return list(run_cases(wanted, seed=seed, processes=processes))
+    found = []
+    for outcome in run_cases(wanted, seed=seed, processes=processes):
+        found.append(outcome)
+        if len(found) % SAID_EVERY == 0:
+            print(
+                f"{len(found)} of {len(wanted)} cases, {len(faults(found))} faults", file=sys.stderr
+            )
+    return found
 
 
 def faults(found: list[Outcome]) -> list[Outcome]:

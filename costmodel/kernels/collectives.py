@@ -49,8 +49,10 @@ from functools import cache
 
 import numpy as np
 
+from meshwright.profiles.catalog_reader import unknown_name
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.curve import FULL, Curve, FloatOrArray
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -65,11 +67,19 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.size:
-            raise ValueError(
-                f"group of size {self.size}: per_node is {self.per_node}; legal: 1 to {self.size}"
+            raise MeshwrightError(
+                f"per_node is {self.per_node}",
+                place=f"group of size {self.size}",
+                legal=f"1 to {self.size}",
+                way_out="give one of these",
             )
         if self.concurrent < 1:
-            raise ValueError(f"group: concurrent is {self.concurrent}; legal: 1 or more")
+            raise MeshwrightError(
+                f"concurrent is {self.concurrent}",
+                place="group",
+                legal="1 or more",
+                way_out="give 1 for a group that is alone",
+            )
 
     @property
     def nodes(self) -> int:
@@ -84,9 +94,12 @@ def group_for(cluster: Cluster, *, size: int, stride: int) -> Group:
     fewest ranks on a node. Raises ValueError if not even one group fits the cluster.
     """
     if size < 1 or stride < 1 or size * stride > cluster.num_devices:
-        raise ValueError(
-            f"group of size {size}, stride {stride} needs {size * stride} ranks; legal on "
-            f"{cluster.name!r}: size and stride from 1, size * stride up to {cluster.num_devices}"
+        raise MeshwrightError(
+            f" needs {shown(size * stride)} ranks",
+            place=f"group of size {shown(size)}, stride {shown(stride)}",
+            legal=f"on {cluster.name!r}: size and stride from 1, size * stride up to "
+            f"{cluster.num_devices}",
+            way_out="give a smaller group, or a cluster of more devices",
         )
     return _worst_group(cluster.num_devices, cluster.devices_per_node, size, stride)
 
@@ -114,7 +127,7 @@ def _worst_group(num_devices: int, devices_per_node: int, size: int, stride: int
 def bytes_sent(kind: str, nbytes: FloatOrArray, size: int) -> FloatOrArray:
     """Bytes each of `size` ranks sends in a collective over a tensor of `nbytes` in full."""
     if kind not in COLLECTIVES:
-        raise ValueError(f"unknown collective {kind!r}; legal: {', '.join(COLLECTIVES)}")
+        raise unknown_name("collective", kind, COLLECTIVES)
     if size == 1:
         return nbytes * 0.0
     share = (size - 1) / size

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
+from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.schedule import Action, Instruction, Streams
 
 
@@ -185,7 +186,7 @@ class _Compiler:
             return False
         microbatch, node = link.inbox.popleft()
         if microbatch != instruction.microbatch:
-            raise ValueError(
+            raise ScheduleError(
                 f"stage {instruction.stage} expects {instruction}, but the next message stage "
                 f"{instruction.peer} sends it there is of micro-batch {microbatch}; both ends must "
                 f"list the same order"
@@ -211,7 +212,7 @@ class _Compiler:
         self, message: Instruction, source: int, destination: int, *, forward: bool
     ) -> _Link:
         if message.peer not in self.device_of:
-            raise ValueError(
+            raise ScheduleError(
                 f"{message} of stage {message.stage} names stage {message.peer}, which no stream "
                 f"computes; legal: 0..{len(self.device_of) - 1}"
             )
@@ -235,13 +236,13 @@ class _Compiler:
             if position < len(stream)
         ]
         if waiting:
-            raise ValueError(
+            raise ScheduleError(
                 f"the streams deadlock, waiting are {', '.join(waiting)}; every message must be "
                 f"sent, and sent before its sender waits for anything that depends on it"
             )
         for (source, destination, direction), link in self.links.items():
             if link.inbox:
-                raise ValueError(
+                raise ScheduleError(
                     f"stage {destination} never receives send{direction}{link.inbox[0][0]} of "
                     f"stage {source}; add the receive to its stream"
                 )
@@ -252,7 +253,7 @@ def _stages_of(streams: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, ...
     stages_of = tuple(tuple(sorted({each.stage for each in stream})) for stream in streams)
     owned = sorted(stage for stages in stages_of for stage in stages)
     if owned != list(range(len(owned))):
-        raise ValueError(
+        raise ScheduleError(
             f"the streams compute stages {owned}: need 0, 1, 2, .., each in one stream alone"
         )
     return stages_of

@@ -21,6 +21,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import overload
 
+from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
@@ -78,12 +79,12 @@ class Instruction:
 
     def __post_init__(self) -> None:
         if (self.peer is not None) != (self.action in _SENDS or self.action in _RECEIVES):
-            raise ValueError(
+            raise ScheduleError(
                 f"{self.action.value} on stage {self.stage} has peer={self.peer}: sends and "
                 f"receives name the other stage as peer, all other actions have peer=None"
             )
         if self.overlapped and self.action is not Action.FORWARD:
-            raise ValueError(
+            raise ScheduleError(
                 f"{self.action.value} on stage {self.stage} has overlapped=True: only a forward, "
                 f"which the backward after it overlaps, is marked"
             )
@@ -158,7 +159,7 @@ def _build(
     destinations: list[list[int]] = [[] for _ in range(num_stages)]
     for source, destination in sorted(edges):
         if not 0 <= source < destination < num_stages:
-            raise ValueError(
+            raise ScheduleError(
                 f"edge ({source}, {destination}) of the stage graph: need 0 <= source < "
                 f"destination < {num_stages} (num_stages); number the stages in the order of the "
                 f"data flow"
@@ -237,7 +238,7 @@ def in_flight(
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     check_count("num_microbatches", num_microbatches)
     if not 0 <= stage < num_stages:
-        raise ValueError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
+        raise ScheduleError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
     most = SCHEDULES[name].in_flight
     if most is not None and len(placed) == num_stages:
         return min(most(stage, num_stages, num_microbatches), num_microbatches)

@@ -56,6 +56,7 @@ from operator import attrgetter
 from typing import Any
 
 from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_of
+from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.schedule import Action, Instruction
 
 
@@ -81,7 +82,7 @@ class StageTimes:
             _check_seconds(getattr(self, each.name), what=each.name)
         for part, whole in (("weight_s", "backward_s"), ("overlap_s", "forward_s")):
             if getattr(self, part) > getattr(self, whole):
-                raise ValueError(
+                raise ScheduleError(
                     f"{part}={getattr(self, part)} is more than {whole}={getattr(self, whole)}, of "
                     f"which it is a part"
                 )
@@ -258,7 +259,7 @@ def _seconds(
 ) -> list[float]:
     """The seconds that the steps of the program index."""
     if len(times) != program.num_stages:
-        raise ValueError(
+        raise ScheduleError(
             f"times has {len(times)} entries for {program.num_stages} stages; give one each"
         )
     for (source, destination), value in transfer_s.items():
@@ -277,7 +278,7 @@ def _seconds(
         seconds += [of_stage[slot] for slot in TimeSlot]
     for edge, instruction in program.edges.items():
         if edge not in transfer_s:
-            raise ValueError(
+            raise ScheduleError(
                 f"transfer_s has no entry {edge}, which {instruction} of stage {instruction.stage} "
                 f"needs; it has {sorted(transfer_s)}"
             )
@@ -335,4 +336,4 @@ def _trace_label(kind: str, name: str, *, pid: int, tid: int) -> dict[str, Any]:
 
 def _check_seconds(value: float, *, what: str) -> None:
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{what}={value}: need a finite number of seconds, at least 0")
+        raise ScheduleError(f"{what}={value}: need a finite number of seconds, at least 0")

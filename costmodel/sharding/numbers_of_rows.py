@@ -7,6 +7,7 @@ from dataclasses import replace
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import is_pointwise
 from meshwright.costmodel.sharding.rows import is_number
+from meshwright.profiles.inputs import MeshwrightError
 
 
 def with_numbers_of(graph: Graph, whole: Graph) -> Graph:
@@ -15,10 +16,12 @@ def with_numbers_of(graph: Graph, whole: Graph) -> Graph:
     Raises ValueError where the two are of other operators."""
     old, new = ([op for op in (*g.derived, *g.ops) if _has_numbers(op)] for g in (graph, whole))
     if [op.target for op in old] != [op.target for op in new]:
-        raise ValueError(
+        raise MeshwrightError(
             f"the model runs other operators on {graph.batch_size} rows than on "
-            f"{whole.batch_size}, so that what its loss is divided by can't be told; "
-            "num_microbatches=1 keeps the batch together"
+            f"{whole.batch_size}, so that what its loss is divided by can't be told",
+            place="num_microbatches",
+            legal="1, where the rows of a micro-batch change what is run",
+            way_out="num_microbatches=1 keeps the batch together",
         )
     found = {a.name: _with_numbers(a, b) for a, b in zip(old, new, strict=True)}
     return replace(

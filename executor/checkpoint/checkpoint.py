@@ -41,6 +41,7 @@ from meshwright.executor.checkpoint.collected import Collected, collect, model_t
 from meshwright.executor.checkpoint.notes import read_notes, write_notes
 from meshwright.executor.checkpoint.weights import initialise_buffers
 from meshwright.executor.devices import synchronize
+from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.files import (
     MANIFEST,
     NOTES,
@@ -167,12 +168,12 @@ def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: 
     """What this rank writes. Raises ValueError where the model has no weights, or the folder is not
     shared."""
     if not runtime.loaded or runtime.uninitialised & runtime.persistent:
-        raise ValueError(
+        raise SavedError(
             "checkpoint: the model is on the meta device: it has no weights to save; call "
             "init_weights, load_weights, load_state_dict or load_checkpoint first"
         )
     if not saving.is_dir():
-        raise ValueError(
+        raise SavedError(
             f"checkpoint: rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 "
             f"made; save to a file system that all hosts share"
         )
@@ -187,7 +188,7 @@ def _write(
 ) -> None:
     """Write the tensors, and publish the folder when all ranks have."""
     failed = f"checkpoint {str(folder)!r}: not saved; what was there before still is"
-    with raising_runtime_error(failed):
+    with raising_runtime_error(failed, UnwrittenError):
         bytes_of = write_tensors(tensors, saving, group)
         run_on_first(group, lambda: _publish(bytes_of, saving, folder))
 
@@ -255,8 +256,8 @@ def _opened(
     folder = atomic_folder.published(atomic_folder.followed(path))
     if not folder.exists():
         raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")
-    if not (folder / NOTES).exists():
-        raise ValueError(
+    if not (folder / NOTES).is_file():
+        raise SavedError(
             f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "
             f"otherwise go through load_state_dict"
         )
@@ -273,7 +274,7 @@ def _opened(
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
     if missing := sorted(set(extra) - set(notes["extra"])):
-        raise ValueError(
+        raise SavedError(
             f"{place}: holds no state of {missing}; saved as extra: {sorted(notes['extra'])}"
         )
     return folder, notes
@@ -297,13 +298,13 @@ def _prepared(
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
-        raise ValueError(
+        raise SavedError(
             f"{place}: {len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "
             f"saved from a model that keeps fewer buffers"
         )
     for fqn, x in needed.items():
         if stored[f"model.{fqn}"].shape != x.shape:
-            raise ValueError(
+            raise SavedError(
                 f"{place}: {fqn!r} has shape {stored[f'model.{fqn}'].shape}, the model "
                 f"{tuple(x.shape)}"
             )
@@ -327,7 +328,7 @@ def _merged_options(
     """The options of each group, from the first rank that has a parameter in it."""
     if len({len(groups) for groups in options}) > 1:
         counts = [len(groups) for groups in options]
-        raise ValueError(
+        raise SavedError(
             f"{place}: the optimizer has {counts} groups on the ranks; "
             f"make the same groups on all of them, empty where a rank has none of the parameters"
         )

@@ -34,6 +34,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.executor.errors import StateError
+
 log = logging.getLogger(__name__)
 
 Take = Callable[[str, torch.Tensor], None]
@@ -340,10 +342,9 @@ def _check_written(
             written.setdefault(fqn, set()).update(regions)
     lacking = sorted(fqn for fqn in wanted if not _covered(tensors[fqn], written.get(fqn, ())))
     if lacking:
-        raise ValueError(
-            f"deferred initialisation: no initialiser writes {lacking}; define "
-            f"reset_parameters(self) in the modules that own them (buffers included), build them "
-            f"on a real device, or load weights that hold them"
+        raise StateError(
+            f"deferred initialisation: no initialiser writes {lacking}; define reset_parameters"
+            f"(self) in their modules (of buffers too), or load weights that hold them"
         )
 
 

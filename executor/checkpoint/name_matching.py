@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.executor.errors import SavedError
+
 SHOWN = 8  # names listed in a message
 
 
@@ -84,7 +86,7 @@ def _best_prefix(
     best = sorted(prefix for prefix, fqns in finds.items() if len(fqns) == most)
     if len(best) > 1:
         ways = [f"{'without' if p.dropped else 'with'} {p.text!r}" for p in best]
-        raise ValueError(
+        raise SavedError(
             f"weights: {path!r}: stored names are the model's {' or '.join(ways)}, {most} each; "
             f"save one model per file, or load_state_dict with the model's names"
         )
@@ -121,7 +123,7 @@ def _check(
     problems = [f"{len(missing)} missing: {', '.join(missing[:SHOWN])}"] if missing else []
     if misshapen:
         problems.append(f"{len(misshapen)} misshapen: {'; '.join(misshapen[:SHOWN])}")
-    raise ValueError(
+    raise SavedError(
         f"weights: {path!r} doesn't fit the model: {'; '.join(problems)}; it holds {len(shapes)} "
         f"tensors, e.g. {', '.join(sorted(shapes)[:3])}; rename or convert them with what wrote "
         f"the file, or pass a whole state dict to load_state_dict"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from meshwright.executor.checkpoint import optimizer_state
+from meshwright.executor.errors import SavedError
 from meshwright.executor.files import NOTES, PLAN, atomic_folder
 from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
@@ -45,7 +46,7 @@ def write_notes(
         try:
             torch.load(io.BytesIO(_serialized(value)), weights_only=True)
         except (pickle.PickleError, AttributeError, TypeError) as error:
-            raise ValueError(
+            raise SavedError(
                 f"checkpoint: the state of {name!r} holds more than tensors, numbers, text and "
                 f"containers of these, so it could not be loaded safely: {error}"
             ) from error
@@ -60,11 +61,11 @@ def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
         notes = torch.load(folder / NOTES, weights_only=True)
         version = _of(_of(notes, "it", dict).get("format"), "format", int)
     if version != FORMAT:
-        raise ValueError(f"{place}: has format {version}; this version reads {FORMAT}")
+        raise SavedError(f"{place}: has format {version}; this version reads {FORMAT}")
     with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
         _check(notes)
     if notes["model"] != runtime.plan.model:
-        raise ValueError(
+        raise SavedError(
             f"{place}: is of another model (fingerprint {notes['model']}, this one "
             f"{runtime.plan.model}); load it with the model that it was saved from, or read its "
             f"weights by torch.distributed.checkpoint and give load_state_dict those that fit"
@@ -82,7 +83,7 @@ def _check(notes: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that is missing, or not of its type."""
     for name in ("steps", "seed"):
         if _of(notes.get(name), name, int) < 0:
-            raise ValueError(f"{name} is {notes[name]}, and must not be negative")
+            raise SavedError(f"{name} is {notes[name]}, and must not be negative")
     _of(notes.get("model"), "model", str)
     scale = _of(notes.get("loss_scale"), "loss_scale", dict, type(None))
     if scale is not None:
@@ -113,5 +114,5 @@ def _names(found: Any, what: str) -> None:
 def _of(value: Any, what: str, *kinds: type) -> Any:
     if type(value) not in kinds:  # a bool is no number
         legal = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{what} is {value!r:.60}, and must be of type {legal}")
+        raise SavedError(f"{what} is {value!r:.60}, and must be of type {legal}")
     return value

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from meshwright.executor.errors import SavedError
 from meshwright.executor.files import StoredTensor
 
 Notes = dict[str, Any]
@@ -38,7 +39,7 @@ def collect(
     names = {id(p): fqn for fqn, p in parameters.items()}
     for parameter, state in optimizer.state.items():
         if state and id(parameter) not in names:
-            raise ValueError(
+            raise SavedError(
                 f"checkpoint: the optimizer has states of a parameter of shape "
                 f"{tuple(parameter.shape)} that is none of the model's; give it an optimizer of "
                 f"its own, and save that by extra={{'name': it}}"
@@ -76,12 +77,12 @@ def merge(notes: Sequence[Notes]) -> Notes:
 def check_class(optimizer: torch.optim.Optimizer, saved: Notes | None, place: str) -> None:
     """Raise ValueError where the checkpoint has no states of this optimizer's class."""
     if saved is None:
-        raise ValueError(
+        raise SavedError(
             f"{place}: it was saved without an optimizer; load it without one, and the optimizer "
             f"starts anew"
         )
     if saved["class"] != type(optimizer).__name__:
-        raise ValueError(
+        raise SavedError(
             f"{place}: its optimizer states are those of {saved['class']}, which "
             f"{type(optimizer).__name__} can't take; use {saved['class']}, or load without an "
             f"optimizer to begin with its states empty"
@@ -101,7 +102,7 @@ def allocate(
     trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
     known = {fqn for _, fqns in saved["groups"] for fqn in fqns}
     if unknown := sorted(names[id(p)] for p in trained if names[id(p)] not in known):
-        raise ValueError(
+        raise SavedError(
             f"{place}: its optimizer lacks {len(unknown)} parameters that this one trains, e.g. "
             f"{unknown[:3]}; give this one the same parameters, or load without one"
         )
@@ -114,7 +115,7 @@ def allocate(
             continue
         kinds = {name: stored.get(f"{fqn}.{name}") for name in names_of}
         if lost := [name for name, kind in kinds.items() if kind is None]:
-            raise ValueError(f"{place}: the states {lost} of {fqn!r} are missing; it is damaged")
+            raise SavedError(f"{place}: the states {lost} of {fqn!r} are missing; it is damaged")
         states[fqn] = {name: _empty(p, kind) for name, kind in kinds.items() if kind is not None}
     return states
 
@@ -134,7 +135,7 @@ def options_of(
         held = [names[id(p)] for p in group["params"] if id(p) in names]
         for fqn in held[1:]:
             if by_name[fqn] != by_name[held[0]]:
-                raise ValueError(
+                raise SavedError(
                     f"{place}: {held[0]!r} and {fqn!r} are both in group {k} of the optimizer, but "
                     f"were saved with different options ({by_name[held[0]]} and {by_name[fqn]}); "
                     f"group the parameters as they were"

@@ -16,6 +16,7 @@ import torch
 
 from meshwright.executor.checkpoint.initialise import initialise
 from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_names
+from meshwright.executor.errors import StateError
 from meshwright.executor.files import LocalChunks, open_source
 from meshwright.executor.parameters import refresh_frozen
 from meshwright.executor.runtime import RankState
@@ -33,7 +34,7 @@ def init_weights(state: RankState, seed: int = 0) -> None:
     """
     graph = state.graph
     if not state.user.on_meta:
-        raise ValueError(
+        raise StateError(
             "init_weights: nothing of the model is on the meta device, its values are those that "
             "it was planned with; build it under `with torch.device('meta'):` to have it "
             "initialised here"

@@ -25,6 +25,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.executor.errors import SavedError
 from meshwright.executor.files.ownership import SHOWN, foreign_files
 
 
@@ -34,11 +35,11 @@ def followed(path: str | Path) -> Path:
     try:
         folder = Path(path).resolve()
     except (OSError, RuntimeError) as error:
-        raise ValueError(
+        raise SavedError(
             f"checkpoint {str(path)!r}: its links lead nowhere ({error}); give another path"
         ) from error
     if not folder.name:
-        raise ValueError(f"checkpoint {str(path)!r}: is the root folder; give one inside it")
+        raise SavedError(f"checkpoint {str(path)!r}: is the root folder; give one inside it")
     return folder
 
 
@@ -109,7 +110,7 @@ def _rename(source: Path, target: Path) -> None:
 def _refuse_foreign(folder: Path, *, finished: bool) -> None:
     if names := foreign_files(folder, finished=finished):
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise ValueError(
+        raise SavedError(
             f"checkpoint {str(folder)!r}: holds what no save wrote, {names[:SHOWN]}{more}, so it "
             f"is not replaced; move that elsewhere, or save to another path"
         )

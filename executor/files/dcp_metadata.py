@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from meshwright.executor.errors import DamagedError
 from meshwright.executor.files.chunks import Box
 from meshwright.executor.files.ownership import METADATA, check_file, read_manifest
 from meshwright.executor.files.paths import inside
@@ -121,13 +122,15 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     if files is not None:
         check_file(folder, METADATA, files)
     path = folder / METADATA
+    if not path.is_file():  # a pipe would be waited for
+        raise DamagedError(f"{str(path)!r} can't be read: it is no regular file")
     try:
         return _tensors(_Unpickler(io.BytesIO(path.read_bytes())).load(), folder)
     except _Misnamed as error:
-        raise ValueError(str(error)) from error
+        raise DamagedError(str(error)) from error
     except Exception as error:  # a damaged pickle raises any of them
         why = f"{type(error).__name__}: {error}"
-        raise RuntimeError(
+        raise DamagedError(
             f"{str(path)!r} can't be read ({why}); it must be as torch.distributed.checkpoint "
             f"wrote it: load an earlier checkpoint, or get it anew from its source"
         ) from error
@@ -162,7 +165,7 @@ def _tensors(metadata: Any, folder: Path) -> dict[str, StoredTensor]:
             except ValueError as error:
                 raise _Misnamed(str(error)) from error
         if place.get("transform_descriptors"):
-            raise ValueError(f"{index['fqn']!r} is compressed, which is not supported")
+            raise DamagedError(f"{index['fqn']!r} is compressed, which is not supported")
         start, length, summed = place["offset"], place["length"], place.get("xxh3_64")
         places[at] = StoredChunk(
             box=(at[1], sizes[at]),
@@ -190,9 +193,9 @@ def _tensor(
             a + n <= size for a, n, size in zip(chunk.box[0], chunk.box[1], shape, strict=True)
         )
         if not fits or math.prod(chunk.box[1]) * dtype.itemsize > chunk.length:
-            raise ValueError(f"{name!r} has a part that is not inside it, or not stored whole")
+            raise DamagedError(f"{name!r} has a part that is not inside it, or not stored whole")
     if sum(math.prod(chunk.box[1]) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"the parts of {name!r} do not make up its shape {shape}")
+        raise DamagedError(f"the parts of {name!r} do not make up its shape {shape}")
     return StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
 
 
@@ -203,13 +206,13 @@ def _fields(x: Any, kind: type[_Record]) -> Any:
 
 def _of(x: Any, kind: type) -> Any:
     if not isinstance(x, kind):
-        raise ValueError(f"a {type(x).__name__} is where a {kind.__name__.strip('_')} must be")
+        raise DamagedError(f"a {type(x).__name__} is where a {kind.__name__.strip('_')} must be")
     return x
 
 
 def _natural(x: Any) -> int:
     if type(x) is not int or x < 0:
-        raise ValueError(f"{x!r} is where a size or an offset must be")
+        raise DamagedError(f"{x!r} is where a size or an offset must be")
     return x
 
 

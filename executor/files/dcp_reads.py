@@ -15,6 +15,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from meshwright.executor.errors import DamagedError
 from meshwright.executor.files.checksums import read_and_sum
 from meshwright.executor.files.chunks import Box, ChunkRead, narrowed
 from meshwright.executor.files.dcp_metadata import StoredChunk, StoredTensor
@@ -46,7 +47,7 @@ def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor])
                     try:
                         _read(file, chunk, copies, stored[name].dtype, buffer)
                     except Exception as error:
-                        raise RuntimeError(f"{name!r} in {str(path)!r} {error}") from error
+                        raise DamagedError(f"{name!r} in {str(path)!r} {error}") from error
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -64,7 +65,7 @@ def _stored_whole(path: Path, chunks: Chunks) -> int:
     size = path.stat().st_size if path.is_file() else 0
     for chunk, copies in chunks.values():
         if chunk.start + chunk.length > size:
-            raise RuntimeError(
+            raise DamagedError(
                 f"{copies[0][0].name!r} in {str(path)!r} is not there: the file has {size} bytes, "
                 f"and {chunk.start + chunk.length} were saved"
             )
@@ -101,11 +102,11 @@ def _described(file: Any, chunk: StoredChunk, dtype: torch.dtype) -> tuple[torch
     archive: Any = _create_file_view(file, chunk.start, chunk.length)
     x = torch.load(archive, map_location="meta", weights_only=True)
     if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (chunk.box[1], dtype):
-        raise ValueError(f"is no tensor of {dtype} and shape {chunk.box[1]}")
+        raise DamagedError(f"is no tensor of {dtype} and shape {chunk.box[1]}")
     start = x.untyped_storage()._checkpoint_offset
     assert start is not None, "torch.load says no more where values are"
     if start + x.untyped_storage().nbytes() > chunk.length:
-        raise ValueError("is not stored whole")
+        raise DamagedError("is not stored whole")
     return x, start
 
 
@@ -128,7 +129,7 @@ def _fill(file: IO[bytes], chunk: StoredChunk, parts: Iterable[torch.Tensor]) ->
     arrays: list[Any] = [part.numpy() for part in parts if part.numel()]
     found = read_and_sum(file.fileno(), chunk.start, [memoryview(array) for array in arrays])
     if found != chunk.xxh3_64 is not None:
-        raise ValueError("is damaged: its checksum is not that of what was saved")
+        raise DamagedError("is damaged: its checksum is not that of what was saved")
 
 
 def _copy(x: torch.Tensor, chunk: StoredChunk, copies: Iterable[Copy]) -> None:

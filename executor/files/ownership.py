@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.executor.errors import DamagedError
 from meshwright.executor.files.checksums import checksum_of_file
 
 NOTES, PLAN, METADATA, MANIFEST = "training.pt", "plan.json", ".metadata", "manifest.json"
@@ -50,13 +51,13 @@ def read_manifest(folder: Path) -> dict[str, OwnFile] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes() if path.is_file() else b"")
         files = {name: OwnFile(**fields) for name, fields in found["files"].items()}
         sound = found["format"] == FORMAT and all(map(_sound, files.values()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise RuntimeError(
+        raise DamagedError(
             f"{str(path)!r} is damaged: it must say format {FORMAT}, and of each of its files the "
             f"bytes; load an earlier checkpoint"
         )
@@ -90,7 +91,7 @@ def check_file(folder: Path, name: str, files: Mapping[str, OwnFile]) -> None:
         fault = "is damaged: its checksum is not that of what was saved"
     else:
         return
-    raise RuntimeError(f"{name!r} {fault}; load an earlier checkpoint")
+    raise DamagedError(f"{name!r} {fault}; load an earlier checkpoint")
 
 
 def foreign_files(folder: Path, *, finished: bool) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files.atomic_folder import followed, published
 from meshwright.executor.files.chunks import ChunkRead
 from meshwright.executor.files.dcp_metadata import read_metadata
@@ -60,7 +61,7 @@ def open_source(path: str | Path) -> WeightSource:
         return WeightFiles(_files_of(path))
     if path.is_file():
         return WeightFiles(_indexed(path) if path.name.endswith(".index.json") else [path])
-    raise ValueError(f"weights: {str(path)!r} does not exist; give {FORMATS}")
+    raise SavedError(f"weights: {str(path)!r} does not exist; give {FORMATS}")
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -71,13 +72,15 @@ def _files_of(folder: Path) -> list[Path]:
             return _indexed(_only(folder, indexes))
         if files := sorted(folder.glob(f"*{ending}")):
             return [_only(folder, files)]
-    raise ValueError(f"weights: {str(folder)!r} holds none; give {FORMATS}")
+    raise SavedError(f"weights: {str(folder)!r} holds none; give {FORMATS}")
 
 
 def _only(folder: Path, paths: Sequence[Path]) -> Path:
     if len(paths) > 1:
         names = [path.name for path in paths]
-        raise ValueError(f"weights: {str(folder)!r} holds several, {names}; name one of them")
+        raise SavedError(f"weights: {str(folder)!r} holds several, {names}; name one of them")
+    if not paths[0].is_file():  # a pipe would be waited for
+        raise SavedError(f"weights: {str(paths[0])!r} is no regular file; give {FORMATS}")
     return paths[0]
 
 
@@ -85,14 +88,14 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeError(
+        raise DamagedError(
             f"weights: {str(index)!r} is damaged ({type(error).__name__}: {error}); it must be an "
             f'object with "weight_map": {{name of a tensor: name of its file}}'
         ) from error
     files = [inside(index.parent, name, f"weights: {str(index)!r}") for name in names]
     files.sort()
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"weights: {str(index)!r} lists {missing}, which are not there")
+        raise SavedError(f"weights: {str(index)!r} lists {missing}, which are not there")
     return files
 
 
@@ -146,7 +149,7 @@ def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
     with _damage_named(path):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(state, Mapping):
-        raise ValueError(f"weights: {str(path)!r} holds a {type(state).__name__}, no state dict")
+        raise SavedError(f"weights: {str(path)!r} holds a {type(state).__name__}, no state dict")
     return dict(_flat(state))
 
 
@@ -157,7 +160,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         how = "would run code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
-        raise RuntimeError(
+        raise DamagedError(
             f"weights: {str(path)!r} {how}, or is no such file ({error!s:.400}); get it anew, "
             f"or give {FORMATS}"
         ) from error

@@ -25,6 +25,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
 
+from meshwright.executor.errors import StateError
 from meshwright.profiles.inputs import MeshwrightError
 
 DEFAULT = "inductor"
@@ -61,12 +62,12 @@ def _check_tools(device_type: str) -> None:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
-            raise RuntimeError(
+            raise StateError(
                 f"compile=True: torch.compile needs a C++ compiler for CPU ranks, and none was "
                 f"found; install g++ or clang++, or name yours in CXX; or {WAY_OUT}"
             ) from error
     elif not has_triton():
-        raise RuntimeError(
+        raise StateError(
             f"compile=True: torch.compile needs Triton on {device_type} ranks, and it is not "
             f"installed or does not support this device; install it (pip install triton), or "
             f"{WAY_OUT}"
@@ -98,7 +99,7 @@ class CompiledBlock(nn.Module):
         try:
             return self.compiled(*args)
         except TorchDynamoException as error:
-            raise RuntimeError(
+            raise StateError(
                 f"block {self.name!r}: torch.compile (backend {self.backend!r}) failed; {WAY_OUT}. "
                 f"The cause: {type(error).__name__}: {error}"
             ) from error

@@ -27,6 +27,7 @@ from torch.nn.utils import get_total_norm
 from meshwright.executor.host_values import read
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
+from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +48,25 @@ class LossScale:
         for name in ("value", "floor"):
             number = getattr(self, name)
             if not 0 < number <= CEILING or math.frexp(number)[0] != 0.5:
-                raise ValueError(
-                    f"loss scale: {name}={number} is no power of two up to 2**126; other scales "
-                    f"would round the gradients: take e.g. 65536.0"
+                raise MeshwrightError(
+                    f"{name}={number} is no power of two up to 2**126",
+                    place="loss scale",
+                    legal="powers of two up to 2**126; other scales would round the gradients",
+                    way_out="take e.g. 65536.0",
                 )
         if self.value < self.floor:
-            raise ValueError(
-                f"loss scale: value={self.value} is below floor={self.floor}; start at the floor "
-                f"or above"
+            raise MeshwrightError(
+                f"value={self.value} is below floor={self.floor}",
+                place="loss scale",
+                legal=f"{self.floor} or more",
+                way_out="start at the floor or above",
             )
         if self.growth_interval < 1:
-            raise ValueError(
-                f"loss scale: growth_interval={self.growth_interval} must be at least 1 step"
+            raise MeshwrightError(
+                f"growth_interval={self.growth_interval} must be at least 1 step",
+                place="loss scale",
+                legal="1 or more",
+                way_out="take e.g. 2000",
             )
 
     def update(self, finite: bool) -> None:
@@ -77,9 +85,11 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Raises ValueError for a missing or illegal entry."""
         if missing := sorted({"value", "finite_steps"} - set(state)):
-            raise ValueError(
-                f"loss scale: the state lacks {missing}; it has {sorted(state)}, expected what "
-                f"state_dict() returned"
+            raise MeshwrightError(
+                f"the state lacks {missing}; it has {sorted(state)}",
+                place="loss scale",
+                legal="what state_dict() returned",
+                way_out="give that",
             )
         read = LossScale(
             value=float(state["value"]),

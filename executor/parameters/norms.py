@@ -27,6 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
 from meshwright.executor.ranks import Place
+from meshwright.profiles.inputs import MeshwrightError
 
 ROW = 4096  # elements
 
@@ -51,9 +52,11 @@ def norm_share(
     `gradients` are local tensors of the shape of `stored`. Raises ValueError unless norm_type > 0.
     """
     if not norm_type > 0:
-        raise ValueError(
-            f"norm_type={norm_type}: a norm needs norm_type > 0; 2.0 is the usual one, "
-            f"float('inf') the largest element"
+        raise MeshwrightError(
+            f"={norm_type}: a norm needs norm_type > 0",
+            place="norm_type",
+            legal="numbers above 0",
+            way_out="2.0 is the usual one, float('inf') the largest element",
         )
     by_copies: dict[int, list[torch.Tensor]] = {}
     for p, gradient in gradients:
@@ -105,9 +108,11 @@ def clip_(
     negative or NaN.
     """
     if not max_norm >= 0:
-        raise ValueError(
-            f"max_norm={max_norm}: gradients are scaled down to a norm >= 0; float('inf') "
-            f"computes the norm and clips nothing"
+        raise MeshwrightError(
+            f"={max_norm}: gradients are scaled down to a norm >= 0",
+            place="max_norm",
+            legal="numbers from 0",
+            way_out="float('inf') computes the norm and clips nothing",
         )
     with torch.no_grad():  # under which a DTensor's local tensor costs a thirtieth
         gradients = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]

@@ -27,6 +27,8 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from meshwright.executor.errors import StateError
+
 NORMS = (
     torch._foreach_norm,
     torch.Tensor.norm,
@@ -117,7 +119,7 @@ class StageGradient(DTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in NORMS and not Reduced.entered:
-            raise RuntimeError(
+            raise StateError(
                 "a norm of gradients on one pipeline stage is not that of the model: clip by "
                 "result.clip_grad_norm_(max_norm), which also returns the norm (max_norm=inf clips "
                 "nothing); an optimizer that takes the norm of each parameter steps inside "

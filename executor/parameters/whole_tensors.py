@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.executor.errors import OptimizerError
 from meshwright.executor.parameters.parameters import StageParameter, load, whole_of
 from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
 
@@ -43,7 +44,7 @@ class WholeTensors(torch.optim.Optimizer):
         groups = _groups(params)
         given = [p for group in groups for p in group["params"]]
         if any(id(p) not in known for p in given):
-            raise ValueError(
+            raise OptimizerError(
                 "whole_tensor_optimizer: parameters that are not this model's; legal: those of "
                 "named_parameters(), or groups of them"
             )
@@ -72,7 +73,7 @@ class WholeTensors(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every parameter with a gradient. ValueError for a closure."""
         if closure is not None:
-            raise ValueError("whole_tensor_optimizer: step() takes no closure; call train_step")
+            raise OptimizerError("whole_tensor_optimizer: step() takes no closure; call train_step")
         own = set(self._own())
         stepped = [k for k, p in enumerate(self.chosen) if p.api.grad is not None]
         for k in stepped:

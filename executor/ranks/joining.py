@@ -12,6 +12,7 @@ and gives up after the timeout: in one line each, before any library times out i
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 import uuid
@@ -20,14 +21,21 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore  # dist declares neither of them
 
+from meshwright.executor.errors import StateError
 from meshwright.executor.ranks.watchdog import LINGER_S, SHOWN, say
+from meshwright.profiles.inputs import shown
+from meshwright.profiles.inputs.limits import MAX_DEVICES
 
 NOTICE_S = 10.0  # of waiting
 POLL_S = 0.05
 
 
-class StartError(RuntimeError):
+class StartError(StateError):
     """Why the ranks do not come together: one line, which needs no traceback."""
+
+    PLACE = "environment of the ranks"
+    LEGAL = "what torchrun sets, on hosts that reach each other"
+    WAY_OUT = "launch with torchrun; each rank's own output says why it is not there"
 
 
 def agent_holds_store() -> bool:
@@ -42,15 +50,28 @@ def holder_of_store() -> str:
 
 def place() -> tuple[int, int]:
     """This rank and the number of ranks, from torchrun's environment."""
-    return _number("RANK"), _number("WORLD_SIZE")
+    me, world = _number("RANK"), _number("WORLD_SIZE")
+    if me >= world:
+        raise StartError(
+            f"start: RANK={me} of WORLD_SIZE={world}; legal: 0 to WORLD_SIZE - 1, as torchrun sets "
+            "them; launch with torchrun"
+        )
+    return me, world
 
 
 def connected(rank: int, *, limit_s: float, timeout: timedelta) -> TCPStore:
     """The store of this start, which waits for a key for `timeout`. Raises StartError where nobody
     holds it within `limit_s`."""
-    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
+    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", most=65535)
     if not host:
         raise StartError("start: MASTER_ADDR is not set; launch with torchrun, which sets it")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise StartError(
+            f"start: MASTER_ADDR={shown(host)} can't be a host ({error}); legal: a name or address "
+            "that all ranks reach; launch with torchrun"
+        ) from error
     holds = rank == 0 and not agent_holds_store()
     if not holds:
         _await_listener(host, port, rank, limit_s)
@@ -174,11 +195,11 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
 
 
-def _number(name: str) -> int:
+def _number(name: str, most: int = MAX_DEVICES) -> int:
     text = os.environ.get(name, "")
-    if not text.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) > most:
         raise StartError(
-            f"start: {name}={text!r}; legal: a whole number from 0, as torchrun sets it; launch "
-            "with torchrun"
+            f"start: {name}={shown(text)}; legal: a whole number from 0 to {most}, as torchrun "
+            "sets it; launch with torchrun"
         )
     return int(text)

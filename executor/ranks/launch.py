@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # dist declares neither
 from torch.distributed import distributed_c10d as c10d
 
+from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import background, joining
 from meshwright.executor.ranks.interrupts import Interrupts
 from meshwright.executor.ranks.joining import StartError
 from meshwright.executor.ranks.watchdog import FIRST_STEP_FACTOR, Watchdog, progress, say
+from meshwright.profiles.inputs import MeshwrightError
 
 T = TypeVar("T")
 
@@ -80,7 +82,12 @@ def timeout_s() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{TIMEOUT_VARIABLE}={text!r}; legal: seconds, more than 0")
+        raise MeshwrightError(
+            f"={text!r:.80}",
+            place=TIMEOUT_VARIABLE,
+            legal="seconds, more than 0",
+            way_out="set it so, or leave it out",
+        )
     return seconds
 
 
@@ -98,7 +105,7 @@ def start(backend: str) -> None:
     if backend == "nccl":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= torch.cuda.device_count():
-            raise RuntimeError(
+            raise StateError(
                 f"the cluster's backend is nccl, but local rank {local_rank} finds "
                 f"{torch.cuda.device_count()} "
                 "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"

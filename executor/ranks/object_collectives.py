@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.executor.errors import DamagedError
 from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.background import Background
 from meshwright.executor.ranks.watchdog import progress
+from meshwright.profiles.inputs import MeshwrightError
 
 WAITING = "waiting for the other ranks' checkpoint"
 OBJECTS = "objects"  # the description of the group
@@ -124,14 +126,14 @@ def broadcast_object(group: dist.ProcessGroup | None, rank: int, x: T) -> T:
 
 
 @contextmanager
-def raising_runtime_error(what: str) -> Iterator[None]:
-    """Turn any error inside into RuntimeError, which says what failed, and why on which rank."""
+def raising_runtime_error(what: str, kind: type[MeshwrightError] = DamagedError) -> Iterator[None]:
+    """Turn any error inside into one of that kind: what failed, and why on which rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one device: known
             yield
     except CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        raise RuntimeError(f"{what} ({causes})") from error
+        raise kind(f"{what} ({causes})") from error
     except Exception as error:
-        raise RuntimeError(f"{what} ({error})") from error
+        raise kind(f"{what} ({error})") from error

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.host_values import has_values, read, share_memory
 from meshwright.executor.lowering import Axis, all_gather_flat
 from meshwright.executor.ranks import launch
@@ -58,7 +59,7 @@ def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
     }
     if names := [name for name, ranks in differing.items() if ranks]:
         shown = "; ".join(f"{name!r} on ranks {differing[name]}" for name in names[:SHOWN])
-        raise ValueError(
+        raise StateError(
             f"check_replicas: {len(names)} of {len(tensors)} tensors of the model differ from "
             f"rank 0's, e.g. {shown}; seed every rank alike before building the model, load the "
             f"same weights, or leave check_replicas out: rank 0's weights are broadcast then"
@@ -75,7 +76,7 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
     for rank, names in enumerate(found):
         if names:
             shown = "; ".join(f"{n!r} is {a}, on rank 0 {b}" for n, a, b in names)
-            raise ValueError(
+            raise StateError(
                 f"the model differs between ranks: on rank {rank} (shape, dtype, on meta) of "
                 f"{shown}; build the same model on every rank"
             )
@@ -114,13 +115,13 @@ class BatchCheck:
         work.wait()
         rows = read(every, lambda: [[0] * len(own)] * size)
         if illegal := [rank for rank, row in enumerate(rows) if row[0]]:
-            raise ValueError(f"batch: it is not as planned on ranks {illegal}, which say why")
+            raise BatchError(f"batch: it is not as planned on ranks {illegal}, which say why")
         differing = {
             name: [rank for rank, row in enumerate(rows) if row[k] != rows[0][k]]
             for k, name in enumerate(names, start=1)
         }
         if unlike := [name for name, ranks in differing.items() if ranks]:
-            raise ValueError(_other_batches(unlike, differing))
+            raise BatchError(_other_batches(unlike, differing))
 
 
 def _other_batches(names: Sequence[str], differing: Mapping[str, Sequence[int]]) -> str:

@@ -10,16 +10,17 @@ import torch
 from torch import nn, optim
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from meshwright.executor.errors import RehearsalError
+
 # makes the optimizer of a rank's parameters
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], optim.Optimizer]
 
 
 def line_of(error: BaseException) -> str:
     """The user's line that an error came from, or the optimizer's; empty where it is neither."""
-    frames = traceback.extract_tb(error.__traceback__)
     own = Path(__file__).resolve().parents[1], Path(torch.__file__).parent
     optimizers = Path(optim.__file__).parent
-    for frame in reversed(frames):
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
         if path.is_relative_to(optimizers) and path.name != "optimizer.py":
             return f" in {path.name}:{frame.lineno} ({frame.line})"
@@ -39,12 +40,12 @@ def made_of(make: MakeOptimizer, parameters: Sequence[nn.Parameter]) -> optim.Op
     except DataDependentOutputException:
         raise
     except Exception as error:  # whatever the user's function does
-        raise ValueError(
+        raise RehearsalError(
             f"rehearse: optimizer={make!r} raises {type(error).__name__}: {error}"
             f"{line_of(error)}; {legal}"
         ) from error
     if not isinstance(made, optim.Optimizer):
-        raise ValueError(f"rehearse: optimizer={make!r} returns {made!r}; {legal}")
+        raise RehearsalError(f"rehearse: optimizer={make!r} returns {made!r}; {legal}")
     return made
 
 
@@ -56,7 +57,7 @@ def step(optimizer: optim.Optimizer) -> None:
         raise
     except Exception as error:  # whatever an optimizer does with parts of parameters
         lines = str(error).strip().splitlines() or [""]
-        raise ValueError(
+        raise RehearsalError(
             f"rehearse: {type(optimizer).__name__}.step() raises {type(error).__name__}: "
             f"{lines[0][:300]}{line_of(error)}; it would on the plan's ranks. Legal: an optimizer "
             "that needs no closure and can step DTensors; others on whole tensors, by "

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.executor.devices import has_streams
+from meshwright.executor.errors import RehearsalError
 from meshwright.executor.ranks import stage_meshes, world_size
 from meshwright.executor.rehearsal.estimate import NO_PRICE, Priced, estimate
 from meshwright.executor.rehearsal.kinds import kinds_of_ranks, splits_of
@@ -54,9 +55,8 @@ def rehearse(
     operator that mixes tensors of devices.
     """
     if dist.is_initialized():
-        raise ValueError(
-            f"rehearse: {world_size()} ranks are running: rehearse in a process of its own, that "
-            "torchrun did not start"
+        raise RehearsalError(
+            f"rehearse: {world_size()} ranks are running: start it without torchrun"
         )
     started = time.monotonic()
     plan = checked.plan

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor.checkpoint import planned_save
 from meshwright.executor.devices import HOST, has_streams
+from meshwright.executor.errors import RehearsalError
 from meshwright.executor.host_values import noting_unrun
 from meshwright.executor.parameters import clip_
 from meshwright.executor.ranks import progress
@@ -74,7 +75,7 @@ def rank_log(
                     runtime = Runtime(checked, valueless(model, mode), options=options)
                 run_steps(runtime, batch, optimizer, made, evaluates=evaluates)
         except DataDependentOutputException as error:
-            raise ValueError(
+            raise RehearsalError(
                 f"rehearse: {progress.activity.raised or 'the optimizer'} reads the value of a "
                 f"tensor{line_of(error)} ({error}), and in a rehearsal tensors have none: "
                 "rehearse another optimizer (optimizer=), or declare the part of the model that "
@@ -85,7 +86,7 @@ def rank_log(
         except RuntimeError as error:
             if not mixes_devices(error):
                 raise
-            raise ValueError(
+            raise RehearsalError(
                 f"rehearse: rank {rank}, {progress.activity}, block {made.block or '(none)'}: "
                 f"a tensor was left on another device: {getattr(error, 'func', '')} {error}"
             ) from error

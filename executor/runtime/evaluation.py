@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import draws, traits_of, updates_statistics
+from meshwright.executor.errors import StateError
 
 
 def why_not_evaluable(graph: Graph) -> str:
@@ -25,7 +26,7 @@ def why_not_evaluable(graph: Graph) -> str:
 def check_evaluable(graph: Graph) -> None:
     """Raise ValueError with `why_not_evaluable`, where there is a reason."""
     if why := why_not_evaluable(graph):
-        raise ValueError(why)
+        raise StateError(why)
 
 
 def _training_only(op: Op) -> str:

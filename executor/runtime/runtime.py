@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import read
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
@@ -146,7 +147,7 @@ class Runtime(RankState):
         """
         self._check_ready()
         if not torch.is_grad_enabled():
-            raise ValueError(
+            raise StateError(
                 "train_step under no_grad or inference_mode makes no gradients; use eval_step for "
                 "the loss alone"
             )
@@ -247,7 +248,7 @@ class Runtime(RankState):
             return self.planned
         if shape not in self.other_steps:
             if self.at_shape is None:
-                raise ValueError("plan for this batch")
+                raise StateError("plan for this batch")
             progress.enter("lowering the plan for another shape of batches", waits=True)
             with self.user.as_passed():
                 checked = self.at_shape(shape, batch)
@@ -266,7 +267,7 @@ class Runtime(RankState):
             planned = self.stages[k].lowered
             same &= (stage.stored, stage.buffers) == (planned.stored, planned.buffers)
         if not same:
-            raise ValueError(
+            raise StateError(
                 "with this shape the model reads other inputs, or weights in other parts, than "
                 "planned: plan for this batch"
             )
@@ -275,17 +276,17 @@ class Runtime(RankState):
         """Raise ValueError where there are no weights, `requires_grad` was changed or a parameter
         replaced, or another plan has taken the model over."""
         if self.retired:
-            raise ValueError(
+            raise StateError(
                 "this plan was replaced by replan(), which took the model over: use its result"
             )
         if not self.loaded:
-            raise ValueError(
+            raise StateError(
                 "the model is on the meta device: it has no weights to train; call init_weights, "
                 "load_weights, load_state_dict or load_checkpoint first"
             )
         changed = [p.fqn for p in self.stage_parameters if p.api.requires_grad != p.trainable]
         if changed:
-            raise ValueError(
+            raise StateError(
                 f"requires_grad of {changed[:3]} (of {len(changed)}) was changed after planning: "
                 "freeze or thaw the model's parameters before auto_parallelize, which plans with it"
             )
@@ -338,7 +339,7 @@ class _BackwardIsDone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
+        raise StateError(
             "loss.backward(): train_step has run the backward already, and added the gradients to "
             ".grad; drop this line (and a GradScaler: train_step scales and unscales), and step "
             "the optimizer"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.costmodel.graph import Graph
+from meshwright.executor.errors import SavedError
 from meshwright.executor.parameters import StageParameter, load, refresh_frozen, whole_of
 from meshwright.executor.ranks import Place, background, broadcast_object, gloo_group
 from meshwright.executor.stages import BuiltStage, HeldBuffer, UserModel
@@ -149,7 +150,7 @@ class RankState:
         missing where it has a value.
         """
         if valueless := sorted(self.held_buffers.keys() & self.uninitialised - set(state)):
-            raise ValueError(
+            raise SavedError(
                 f"state dict: buffers {valueless} have no value: the model is on the meta device "
                 f"and they are not in the state (registered with persistent=False); call "
                 f"init_weights first, which gives them theirs, read a file by load_weights, or add "
@@ -192,11 +193,11 @@ def _entry(
     has none, or one of another shape."""
     name = next((n for n in names if n in state), None)
     if name is None:
-        raise ValueError(
+        raise SavedError(
             f"state dict: missing {names[0]!r}; it has {len(state)} names, e.g. {sorted(state)[:3]}"
         )
     if tuple(state[name].shape) != tuple(shape):
-        raise ValueError(
+        raise SavedError(
             f"state dict: {names[0]!r} has shape {tuple(state[name].shape)}, the model "
             f"{tuple(shape)}"
         )

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import DataLayout
+from meshwright.executor.errors import BatchError
 from meshwright.executor.ranks import Place
 from meshwright.planner.batch import input_leaves, is_number, same_entry
 from meshwright.planner.plan import Plan
@@ -54,15 +55,15 @@ class Batches:
         known = {*self.graph.inputs.values(), *self.graph.fixed}
         unknown = sorted(path for path in leaves.keys() - known if leaves[path] is not None)
         if unknown:
-            raise ValueError(
+            raise BatchError(
                 f"batch: {unknown} were not among example_inputs; the model was planned with "
                 f"inputs {sorted(known)}: drop them, or plan again with them"
             )
         missing = sorted(set(self.graph.inputs.values()) - set(leaves))
         if missing:
-            raise ValueError(
+            raise BatchError(
                 f"batch: missing {missing}; the model was planned with inputs "
-                f"{sorted(self.graph.inputs.values())}"
+                f"{sorted(self.graph.inputs.values())}: give all of them, or plan again without"
             )
         self._check_fixed(leaves)
         return {
@@ -87,7 +88,7 @@ class Batches:
         for path, planned in self.graph.fixed.items():
             given = leaves.get(path)
             if not same_entry(planned, given):
-                raise ValueError(
+                raise BatchError(
                     f"batch: {path!r} was {planned!r:.60} when the model was planned, and is "
                     f"{given!r:.60} now: the plan is for one value of it, because the forward's "
                     "course depends on it; give that, or plan again"
@@ -98,18 +99,18 @@ class Batches:
         planned = self.graph.values[name]
         if isinstance(given, torch.Tensor):
             if given.is_floating_point() != planned.dtype.is_floating_point:
-                raise ValueError(
+                raise BatchError(
                     f"batch: {path!r} is {given.dtype}, but the model was planned with "
                     f"{planned.dtype}; convert it, or plan with inputs like it"
                 )
             return given
         if not is_number(given) or planned.shape:
-            raise ValueError(
+            raise BatchError(
                 f"batch: {path!r} is a {type(given).__name__}; the model was planned with a "
                 f"{planned.dtype} of shape {planned.shape}"
             )
         if isinstance(given, float) and not planned.dtype.is_floating_point:
-            raise ValueError(
+            raise BatchError(
                 f"batch: {path!r} is {given!r}, but the model was planned with an int; give an "
                 "int, or plan with a float in example_inputs"
             )

@@ -10,6 +10,7 @@ import torch
 from meshwright.costmodel.graph import Block, Graph, Op, Ref
 from meshwright.costmodel.rules import traits_of, updates_statistics
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, buffer_state
+from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.lowering import Lowered, all_gather, local_part
 from meshwright.executor.ranks import Place
@@ -72,7 +73,7 @@ class HeldBuffer:
         now = user.tensor(self.fqn)
         if now is not self.whole:
             if now.shape != self.whole.shape:
-                raise ValueError(
+                raise StateError(
                     f"buffer {self.fqn!r} was replaced by one of shape {tuple(now.shape)}, planned "
                     f"{tuple(self.whole.shape)}: keep its shape, or call auto_parallelize again"
                 )

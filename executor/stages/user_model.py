@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.costmodel.graph import Graph
+from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
@@ -152,7 +153,7 @@ class UserModel:
         and has its own again."""
         for p in parameters:
             if self.tensor(p.fqn) is not p.api:
-                raise ValueError(
+                raise StateError(
                     f"parameter {p.fqn!r} was replaced after planning, which train_step can't "
                     f"see: write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
                     f"auto_parallelize again"
@@ -162,7 +163,7 @@ class UserModel:
                 if (now.dtype, now.device, now.shape) != (
                     p.stored.dtype, p.stored.device, p.stored.shape,
                 ):  # fmt: skip
-                    raise ValueError(
+                    raise StateError(
                         f"parameter {p.fqn!r} is {now.dtype} on {now.device} of shape "
                         f"{tuple(now.shape)}, was planned {p.stored.dtype} on {p.stored.device} "
                         f"of {tuple(p.stored.shape)}: do not move or cast the model after "
@@ -246,7 +247,7 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             if new is p:
                 continue
             if optimizer.state.get(p):
-                raise ValueError(
+                raise StateError(
                     f"{type(optimizer).__name__} has states of a parameter of shape "
                     f"{tuple(new.shape)} whose layout was changed by planning: give the optimizer "
                     f"to `replan(optimizer=...)`, or make it anew over model.parameters()"
@@ -260,7 +261,7 @@ def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     known = {id(p) for p in model.parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     if given and not any(id(current(p)) in known for p in given):
-        raise ValueError(
+        raise StateError(
             f"optimizer: none of the {len(given)} parameters of this {type(optimizer).__name__} is "
             f"the model's, e.g. one of shape {tuple(given[0].shape)}; legal: an optimizer over the "
             "result's parameters(), or the model's. Way out: make it over those; one of another "
@@ -291,7 +292,7 @@ def _empty(original: torch.Tensor) -> None:
 def _refusal_of_calls(user: UserModel) -> Callable[..., None]:
     def refuse(module: nn.Module, args: Any) -> None:
         if module is user.module and not user._calls_allowed:
-            raise RuntimeError(
+            raise StateError(
                 "the model is parallelized: this rank holds only its part of the weights. Call "
                 "result.forward(...) for its output and result.eval_step(batch) for its loss, on "
                 "all ranks; or load result.full_state_dict() into a model of its own"

@@ -301,10 +301,11 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
     """The device to measure on; ValueError where this machine has not what the cluster is of."""
     kind = cluster.device.kind
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"cluster {cluster.name!r} has {cluster.device.name!r} devices and this machine has no "
-            "GPU that torch can use; profile on such a machine with --export FILE, then give "
-            "--import FILE here"
+        raise MeshwrightError(
+            f"has {cluster.device.name!r} devices and this machine has no GPU that torch can use",
+            place=f"cluster {cluster.name!r}",
+            legal="clusters of the device that is here",
+            way_out="profile on such a machine with --export FILE, then give --import FILE here",
         )
     here = DeviceId.here(kind, cores_busy(cluster))
     if not is_device_of(cluster, here.name):

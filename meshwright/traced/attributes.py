@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph
+from meshwright.executor.errors import StateError
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MISSING = object()
@@ -53,7 +54,7 @@ class Attributes:
                 if now is before or _told(now) == before:
                     continue
                 if name != "training" or training:
-                    raise ValueError(_message(path, name, before, now))
+                    raise StateError(_message(path, name, before, now))
 
 
 def _finder(roots: Mapping[str, Any], path: str) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.executor.errors import StateError
 from meshwright.executor.stages import REFUSES_CALLS
 from meshwright.planner.tracing import CALL_HOOKS, TENSOR_HOOKS
 
@@ -46,20 +47,20 @@ class Calls:
         calls."""
         for what, table, name, child in self._children:
             if table.get(name) is not child():
-                raise ValueError(
+                raise StateError(
                     f"module {what!r} was replaced after planning, which train_step can't see: "
                     f"call auto_parallelize again"
                 )
         for path, own, forward in self._forwards:
             if own.get("forward") is not forward:
-                raise ValueError(f"{_named(path)} has another forward than planned, and {_PLANNED}")
+                raise StateError(f"{_named(path)} has another forward than planned, and {_PLANNED}")
         for path, hooks, known in self._hooks:
             if (hooks or known) and _numbers(hooks) != known:
-                raise ValueError(f"{_named(path)} has other hooks than planned, and {_PLANNED}")
+                raise StateError(f"{_named(path)} has other hooks than planned, and {_PLANNED}")
         for what, table, name in self._parameters:
             p = table.get(name)
             if p is not None and any(getattr(p, hooks, None) for hooks in TENSOR_HOOKS):
-                raise ValueError(
+                raise StateError(
                     f"parameter {what!r} has a hook, and {_PLANNED}; gradients can be changed "
                     f"between train_step and the optimizer's step"
                 )

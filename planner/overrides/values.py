@@ -42,6 +42,10 @@ FORBIDDABLE = (*FORBIDS, "unequal_meshes")
 class OverrideError(MeshwrightError):
     """An override that can't hold: names the value, the place, the legal values and the way out."""
 
+    PLACE = "overrides"
+    LEGAL = "values that the cluster, the batch and the model allow together"
+    WAY_OUT = "drop one of them, or give another value"
+
 
 def check_value(name: str, value: Any) -> None:
     """Raise `OverrideError` unless this is a legal value, None, or where blocks may differ a
@@ -75,7 +79,8 @@ def check_forbid(forbid: Any) -> None:
         raise OverrideError(f"={shown(forbid)}", place="override forbid", legal=legal)
     for name in forbid:
         if not isinstance(name, str) or name not in FORBIDDABLE:
-            near = difflib.get_close_matches(str(name)[:MAX_TEXT], FORBIDDABLE, n=1)
+            text = name[:MAX_TEXT] if isinstance(name, str) else ""
+            near = difflib.get_close_matches(text, FORBIDDABLE, n=1)
             raise OverrideError(
                 f"={shown(name)}",
                 place="override forbid",

@@ -25,6 +25,7 @@ from meshwright.planner.pricing import (
 from meshwright.planner.report.components import of_group
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 Row = Mapping[str, Any]
 
@@ -201,7 +202,7 @@ def cost_of(
     """
     for name, value in (("tokens", tokens), ("price_per_hour", price_per_hour)):
         if value is not None and not value > 0:
-            raise ValueError(f"{name}={value!r}: legal: a number above 0, or None")
+            raise MeshwrightError(f"={shown(value)}", place=name, legal="a number above 0, or None")
     found, step = details.throughput, details.evaluation.prediction.step_time_s
     row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}
     if price_per_hour is not None:
@@ -209,9 +210,11 @@ def cost_of(
     if tokens is None:
         return row
     if not found["tokens_per_s"]:
-        raise ValueError(
-            f"tokens={tokens:g}: the model has no sequence that a cost could be counted in; "
-            "legal: None, and price_per_step times your number of steps"
+        raise MeshwrightError(
+            f"={tokens:g}: the model has no sequence that a cost could be counted in",
+            place="tokens",
+            legal="None",
+            way_out="take price_per_step times your number of steps",
         )
     seconds = tokens / found["tokens_per_s"]
     row |= {"tokens": tokens, "steps": seconds / step, "days": seconds / 86400}

@@ -13,7 +13,7 @@ from meshwright.profiles.catalog_reader import read_file
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.op_signature import OpSignature
-from meshwright.profiles.store import Store
+from meshwright.profiles.store import Store, import_json
 from meshwright.shell.profile_command import import_profile
 from meshwright.shown_plan import plan_text
 from scripts.fuzzing import ground
@@ -86,11 +86,14 @@ def imported(rng: Random, folder: Path) -> Case:
         text = ground.LOG if kind == "log" else ground.TABLE
         path.write_bytes(spoilt(_other_cells(text, rng), rng) if rng.random() < 0.5 else
                          _other_cells(text, rng).encode(errors="replace"))  # fmt: skip
-    node = ground.local() if kind == "json" else Cluster.from_catalog("dgx-a100")
+    store = Store(folder / "cache.sqlite")
+    if kind == "json":
+        said = f"json {_start_of(path)}"
+        return said, lambda: store.add(import_json(path, accepts=lambda _: True, expected="any"))
     counts = {"ranks": rng.choice((None, 2, 8, 0, -1, 10**30)), "nodes": rng.choice((None, 1, 0))}
     given = counts if kind == "log" and rng.random() < 0.3 else {}
     return f"{kind} {given} {_start_of(path)}", lambda: import_profile(
-        node, path, Store(folder / "cache.sqlite"), **given
+        Cluster.from_catalog("dgx-a100"), path, store, **given
     )
 
 

@@ -23,6 +23,8 @@ def test_malformed_inputs_are_refused_in_full() -> None:
     assert len(found) >= 300
     assert not faults(found), faults_text(found, seed=0)
     for family in FAMILIES:
+        if family.name == "cache":  # read within limits, or moved aside: never an error
+            continue
         kinds = {outcome.kind for outcome in found if outcome.family == family.name}
         assert "refused" in kinds, f"no case of {family.name} is wrong\n{table(found)}"
     assert {o.family for o in found if o.kind == "accepted"} >= {"plan", "overrides", "model"}

@@ -349,7 +349,7 @@ def test_gpipe_holds_everything_and_nobody_more(name: str, p: int, m: int) -> No
 
 
 def test_in_flight_rejects_unknown_names_and_stages() -> None:
-    with pytest.raises(ValueError, match="known schedules are gpipe, 1f1b"):
+    with pytest.raises(ValueError, match="schedule='zigzag'; legal: gpipe, 1f1b"):
         in_flight("zigzag", stage=0, num_stages=2, num_microbatches=2)
     with pytest.raises(ValueError, match="stage=2"):
         in_flight("1f1b", stage=2, num_stages=2, num_microbatches=2)

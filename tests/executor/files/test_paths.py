@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.executor.files.paths import inside
+from meshwright.executor.files.weight_files import open_source
 
 
 @pytest.fixture
@@ -54,3 +56,16 @@ def test_the_cache_of_a_hub_links_to_its_blobs(folder: Path) -> None:
 def test_what_is_no_name(folder: Path, name: Any) -> None:
     with pytest.raises(ValueError, match=r"is no name of a file; get it anew"):
         inside(folder, name, "x")
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "\ud800", "", "a\0b", 3])
+def test_what_no_file_can_be_called_is_refused(tmp_path: Path, name: object) -> None:
+    with pytest.raises(ValueError, match=r"is no name of a file; get it anew"):
+        inside(tmp_path, name, "the index")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "a.bin", "a.bin.index.json"])
+def test_a_pipe_is_no_file_of_weights(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"is no regular file; give"):
+        open_source(tmp_path)

@@ -236,13 +236,13 @@ def test_without_gradients_the_norm_is_zero() -> None:
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
 def test_what_is_no_norm_is_refused(norm_type: float) -> None:
     ours, _, place = one_device([torch.ones(SHAPE)])
-    with pytest.raises(ValueError, match=r"norm_type=.* > 0; 2\.0 is the usual one"):
+    with pytest.raises(ValueError, match=r"norm_type=.* > 0; .* 2\.0 is the usual one"):
         clip_(ours, place, 1.0, norm_type)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_a_bound_below_zero_is_refused(max_norm: float) -> None:
     ours, _, place = one_device([torch.ones(SHAPE)])
-    with pytest.raises(ValueError, match=r"max_norm=.* norm >= 0; float\('inf'\) "):
+    with pytest.raises(ValueError, match=r"max_norm=.* norm >= 0; .* float\('inf'\) "):
         clip_(ours, place, max_norm)
     assert torch.equal(ours[0].api.grad, torch.ones(SHAPE))

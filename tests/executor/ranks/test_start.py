@@ -210,3 +210,24 @@ def _killed(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"RANK": "2"}, "RANK=2 of WORLD_SIZE=2; legal: 0 to WORLD_SIZE - 1"),
+        ({"RANK": "9" * 5000}, "legal: a whole number from 0 to"),
+        ({"MASTER_PORT": "70000"}, "legal: a whole number from 0 to 65535"),
+        ({"MASTER_ADDR": "a" * 300}, "can't be a host"),
+    ],
+)
+def test_nonsense_in_the_environment_is_told_at_once(
+    given: Mapping[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, text in (right | given).items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(StartError, match=says) as caught:
+        joining.place()
+        joining.connected(1, limit_s=60.0, timeout=timedelta(seconds=60))
+    assert all((caught.value.place, caught.value.legal, caught.value.way_out))

@@ -1,0 +1,59 @@
+"""Errors of running a plan: each class has the fields that all of its errors share."""
+
+from __future__ import annotations
+
+from meshwright.profiles.inputs import MeshwrightError
+
+
+class StateError(MeshwrightError, RuntimeError):
+    """A call that the model, its ranks or this machine are not ready for."""
+
+    PLACE = "the parallel model"
+    LEGAL = "calls on a model that has weights, is as it was planned, and runs on the plan's ranks"
+    WAY_OUT = "give it weights, undo what was changed since, or call auto_parallelize again"
+
+
+class BatchError(MeshwrightError):
+    """A batch that the plan is not for."""
+
+    PLACE = "batch"
+    LEGAL = "a batch like example_inputs, the same on every rank"
+    WAY_OUT = "give one, or plan again with example_inputs like it"
+
+
+class OptimizerError(MeshwrightError):
+    """An optimizer, or an option of its step, that can't be used with the model."""
+
+    PLACE = "optimizer"
+    LEGAL = "an optimizer over the result's parameters(), which needs no closure"
+    WAY_OUT = "make it over those"
+
+
+class RehearsalError(MeshwrightError):
+    """A rehearsal that can't be run, or that found what would fail on ranks."""
+
+    PLACE = "rehearse"
+    LEGAL = "one process, and a model and an optimizer that read no value of a tensor"
+    WAY_OUT = "rehearse without torchrun, or with another optimizer="
+
+
+class SavedError(MeshwrightError):
+    """A checkpoint or file of weights that is not for this model, or a path that can't be one."""
+
+    PLACE = "the checkpoint, or the file of weights"
+    LEGAL = "a folder that save_checkpoint wrote of this model, or files of weights that fit it"
+    WAY_OUT = "give another path, or load what fits by load_weights or load_state_dict"
+
+
+class DamagedError(SavedError, RuntimeError):
+    """A file that is not as it was saved, or that no save wrote."""
+
+    LEGAL = "files as they were saved"
+    WAY_OUT = "load an earlier checkpoint, or get the file anew from its source"
+
+
+class UnwrittenError(SavedError, RuntimeError):
+    """A save that failed; the earlier one, if there was any, is whole."""
+
+    LEGAL = "a folder on a file system with room, that every rank can write to"
+    WAY_OUT = "make room, or save to another path"
