@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshwright.executor.errors import SavedError
+from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files import StoredTensor
 
 Notes = dict[str, Any]
@@ -151,7 +151,8 @@ def install(
     states: States,
     options: Sequence[Options | None],
 ) -> None:
-    """Load states and group options into the optimizer; a group with options None keeps its own."""
+    """Load states and group options into the optimizer; a group with options None keeps its own.
+    Raises `DamagedError` where the optimizer can't take what was saved."""
     names = {id(p): fqn for fqn, p in parameters.items()}
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -165,7 +166,14 @@ def install(
             if fqn is not None and (values := {**saved["values"].get(fqn, {}), **states[fqn]}):
                 state[number] = values
         position += len(numbers)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except Exception as error:  # of any kind: the optimizer is the user's
+        kind = type(optimizer).__name__
+        raise DamagedError(
+            f" are none that {kind} can take ({type(error).__name__}: {error})",
+            place="the optimizer's states in the checkpoint",
+        ) from error
 
 
 def shaped(optimizer: torch.optim.Optimizer) -> set[str]:

@@ -197,9 +197,17 @@ def _software(target: Target, *, hides: bool) -> str:
 
 
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
-    """Notes on operators without a sharding rule, on all-gathers over the data axis, and on
-    operators in which rows of a batch meet."""
+    """Notes on a precision without units, on operators without a sharding rule, on all-gathers over
+    the data axis, and on operators in which rows of a batch meet."""
     graph, factors, notes = problem.graph, problem.factors, []
+    precision, device = evaluation.plan.precision, problem.cluster.device
+    faster = max(device.peak_flops, key=device.flops)
+    if precision not in device.peak_flops and device.flops(faster) > device.flops(precision):
+        times = device.flops(faster) / device.flops(precision)
+        notes.append(
+            f"{device.name} has no units for {precision}: products are priced at fp32's rate; "
+            f"precision={faster!r} has {times:.2g} times it"
+        )
     unknown = sorted({op.target for op in graph.ops if not factors.ops[op.name].known})
     if unknown:
         notes.append(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.executor.errors import DamagedError
 from tests.executor.checkpoint.checkpoint_worker import Run, differing, start
 
 
@@ -89,3 +90,20 @@ def test_another_format_is_told(saved: tuple[Path, Run]) -> None:
     with pytest.raises(ValueError, match=r"has format 7; this version reads 1"):
         run.load(path)
     (path / "training.pt").write_bytes(whole)
+
+
+def test_states_that_an_optimizer_cannot_take_are_told(saved: tuple[Path, Run]) -> None:
+    """Numbers of Adam's steps are notes; without them torch raises a KeyError."""
+    path, _ = saved
+    whole = (path / "training.pt").read_bytes()
+    notes = torch.load(path / "training.pt", weights_only=True)
+    assert any("step" in values for values in notes["optimizer"]["values"].values())
+    for values in notes["optimizer"]["values"].values():
+        values.pop("step", None)
+    try:
+        torch.save(notes, path / "training.pt")
+        with pytest.raises(DamagedError, match=r"are none that Adam.* can take.*KeyError") as found:
+            start("mlp", "alone", other=True).load(path)
+        assert found.value.place and found.value.legal and found.value.way_out
+    finally:
+        (path / "training.pt").write_bytes(whole)

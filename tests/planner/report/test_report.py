@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Overrides, ParallelModel, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report.components import Components, why_slower
 from meshwright.planner.report.text import table
-from tests.helpers.tiny import batch, host, loss, net, slow_host
+from tests.helpers.tiny import batch, host, loss, net, planned, slow_host
 
 
 class Odd(nn.Module):
@@ -172,6 +172,16 @@ def test_what_cannot_be_run_is_told_with_what_can(monkeypatch: pytest.MonkeyPatc
 
 
 # --- what is named -------------------------------------------------------------------------------
+
+
+def test_a_precision_without_units_is_noted() -> None:
+    def notes(precision: str | None) -> str:
+        volta = Cluster.from_catalog("dgx-1-v100", num_nodes=1)
+        return " ".join(planned(net(), cluster=volta, precision=precision).report.notes)
+
+    says = "has no units for bf16: products are priced at fp32's rate; precision='fp16' has 8 times"
+    assert says in notes(None)
+    assert "has no units" not in notes("fp16")
 
 
 def test_operators_without_a_rule_are_named() -> None:
