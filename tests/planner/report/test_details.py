@@ -60,7 +60,7 @@ def test_cost_of_a_run(report: Report) -> None:
     assert found["price"] == pytest.approx(2.0 * 8 * steps * step / 3600)
     assert found["days"] == pytest.approx(steps * step / 86400)
     assert "price" not in (report.cost(tokens=1e9) or {})
-    with pytest.raises(ValueError, match="price_per_hour=0: legal: a number above 0"):
+    with pytest.raises(ValueError, match="price_per_hour=0; legal: a number above 0"):
         report.cost(price_per_hour=0)
 
 
