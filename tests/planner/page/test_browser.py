@@ -23,7 +23,9 @@ from tests.helpers.reports import report_of_axes
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
-    pytest.mark.skipif(bool(os.environ.get("CI")), reason="no browser on CI"),
+    pytest.mark.skipif(
+        any(map(os.environ.get, ("CI", "NO_BROWSER"))), reason="no browser on CI (NO_BROWSER)"
+    ),
     pytest.mark.skipif(
         not (BROWSER and DRIVER), reason="no chromium: scripts/setup_browser installs it"
     ),
