@@ -178,7 +178,7 @@ def check_number(what: str, value: object, *, most: float = math.inf, zero: bool
     legal = f"{'0 or more' if zero else 'above 0'}{f', up to {most:g}' if most < math.inf else ''}"
     if not is_number(value):
         raise MeshwrightError(f" is {shown(value)}", place=what, legal=f"a finite number, {legal}")
-    if not (LEAST_NUMBER <= value <= MOST_NUMBER or value <= 0):
+    if value > MOST_NUMBER or (0 < value < LEAST_NUMBER and not zero):
         legal = f"{LEAST_NUMBER:g} to {MOST_NUMBER:g}"
         raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
     if value < 0 or (value == 0 and not zero) or value > most:
