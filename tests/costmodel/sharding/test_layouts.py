@@ -213,7 +213,7 @@ def test_entries(text: str, entry: Entry) -> None:
 @pytest.mark.parametrize("text", ["-> Q", "colwise -> S", "-> S(-1)", "-> S(1/)", "-> S(1) x"])
 def test_what_is_no_state_is_refused(text: str) -> None:
     state = text.partition("->")[2].strip()
-    with pytest.raises(ValueError, match=rf"{re.escape(state)}.*expected R, P, S\(dim\)"):
+    with pytest.raises(ValueError, match=rf"{re.escape(state)}.*legal: R, P, S\(dim\)"):
         Entry.parse(text)
 
 
