@@ -82,7 +82,7 @@ class OpSignature:
     def parse(text: str) -> OpSignature:
         """The inverse of `text`. Raises ValueError for a text that is not one."""
         try:
-            data = parse_json(text, place="signature")
+            data = parse_json(text, place="signature", infinite=True)
             target, operands = data.pop("op"), data.pop("operands")
             if not isinstance(target, str) or not all(target.partition(".")[::2]):
                 raise ValueError(f"{shown(target)} is no operator, e.g. aten.linear.default")

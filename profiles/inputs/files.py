@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from meshwright.profiles.inputs.errors import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_DEPTH
@@ -37,9 +37,15 @@ def read_json(
 
 
 def parse_json(
-    text: str, *, place: object, error: Error = MeshwrightError, most: int = MAX_BYTES
+    text: str,
+    *,
+    place: object,
+    error: Error = MeshwrightError,
+    most: int = MAX_BYTES,
+    infinite: bool = False,
 ) -> Any:
-    """What a JSON text says; as `read_json`, with `place` for errors."""
+    """What a JSON text says; as `read_json`, with `place` for errors. `infinite`: numbers may be
+    infinite or NaN, as arguments of operators may."""
     if not isinstance(text, str):
         raise error(f" is a {type(text).__name__}", place=place, legal="a JSON text")
     if len(text) > most:
@@ -56,14 +62,16 @@ def parse_json(
             )  # fmt: skip
         return found
 
-    def constant(name: str) -> NoReturn:
+    def constant(name: str) -> float:
+        if infinite:
+            return float(name)
         raise error(f"{name} is no number of JSON", place=place, legal="finite numbers",
                     way_out="write a number")  # fmt: skip
 
     def load() -> Any:
         return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
 
-    return _parsed(load, place, error, "JSON")
+    return _parsed(load, place, error, "JSON", infinite=infinite)
 
 
 def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -> dict[str, Any]:
@@ -105,7 +113,9 @@ def _too_long(error: Error, place: object, found: int, most: int) -> MeshwrightE
     )
 
 
-def _parsed(load: Callable[[], Any], place: object, error: Error, language: str) -> Any:
+def _parsed(
+    load: Callable[[], Any], place: object, error: Error, language: str, *, infinite: bool = False
+) -> Any:
     legal, way_out = f"a {language} text", "correct the file, or write it again"
     try:
         data = load()
@@ -119,11 +129,11 @@ def _parsed(load: Callable[[], Any], place: object, error: Error, language: str)
     except ValueError as found:  # TOMLDecodeError, and integers of thousands of digits
         what = f"not {language} ({str(found).partition(';')[0]})"
         raise error(what, place=place, legal=legal, way_out=way_out) from None
-    _check_tree(data, place, error)
+    _check_tree(data, place, error, infinite)
     return data
 
 
-def _check_tree(data: Any, place: object, error: Error) -> None:
+def _check_tree(data: Any, place: object, error: Error, infinite: bool) -> None:
     """Raise unless the tree is of legal depth and numbers; without recursion."""
     level = [data]
     for _ in range(MAX_DEPTH):
@@ -133,7 +143,7 @@ def _check_tree(data: Any, place: object, error: Error) -> None:
                 inner += value.values()
             elif isinstance(value, list):
                 inner += value
-            elif isinstance(value, float) and not math.isfinite(value):
+            elif isinstance(value, float) and not (infinite or math.isfinite(value)):
                 raise error(f"{value} is no finite number", place=place, legal="finite numbers",
                             way_out="write a number that a float can hold")  # fmt: skip
             elif isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
