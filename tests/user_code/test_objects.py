@@ -29,8 +29,8 @@ EXACT = (
 SAID = {
     "frozen": "requires_grad of .* was changed after planning",
     "rebound": "was replaced after planning.*in place",
-    "batch": r"ValueError: batch: it differs from rank 0's in '1' on ranks \[2\].*same whole batch",
-    "short": r"ValueError: batch: it is not as planned on ranks \[1\]",
+    "batch": r"BatchError: batch: it differs from rank 0's in '1' on ranks \[2\].*same whole batch",
+    "short": r"BatchError: batch: it is not as planned on ranks \[1\]",
     "module": "module 'head' was replaced after planning",
     "backward": "train_step has run the backward already",
 }
