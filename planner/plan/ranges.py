@@ -37,9 +37,11 @@ def compress_names(names: Sequence[str]) -> list[str]:
 
 def expand_names(names: Iterable[str], place: str = "blocks") -> tuple[str, ...]:
     """The inverse of `compress_names`; what is no ascending range is a name of its own. Raises
-    `PlanError`, before anything is expanded, for more than `MAX_NAMES`."""
+    `PlanError`, before anything is expanded, for more than `MAX_NAMES`, and for an empty name."""
     out: list[str] = []
     for name in names:
+        if not name:
+            raise PlanError("has an empty name", place=place, legal="names of blocks, or ranges")
         match = re.fullmatch(rf"(.*\.){_NUMBER}-{_NUMBER}", name[:MAX_TEXT], re.DOTALL)
         first, last = (int(match[2]), int(match[3])) if match else (0, 0)
         if len(name) > MAX_TEXT or len(out) + last - first >= MAX_NAMES:

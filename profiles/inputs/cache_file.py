@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 from filelock import FileLock
 
+from meshwright.profiles.inputs.errors import MeshwrightError
+
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
@@ -235,7 +237,12 @@ def _try_out(work: Callable[[sqlite3.Connection], object]) -> None:
         try:
             work(connection)
         except (sqlite3.Error, OverflowError, ValueError) as error:
-            raise ValueError(f"profile: its rows can't be stored: {error}") from error
+            raise MeshwrightError(
+                f"its rows can't be stored: {error}",
+                place="profile",
+                legal="numbers and texts that SQLite takes",
+                way_out="export the profile again on the machine that measured it",
+            ) from error
 
 
 def _is_of_content(error: sqlite3.Error) -> bool:
