@@ -14,7 +14,7 @@ from meshwright.planner.report import Report
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.shell import catalog_listing, comparing, differing, explaining, fitting
-from meshwright.shell.named import cluster_named, positive_number
+from meshwright.shell.named import add_price, cluster_named
 from meshwright.shell.progress import progress_shown
 
 COMMANDS = ("diff", "explain", "compare", "fit", "catalog")
@@ -47,20 +47,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print everything: every family, what overrides cost, advice, assumptions, proofs",
     )
-    _add_price(parser)
-
-
-def _add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
-    parser.add_argument(
-        "--price",
-        type=positive_number,
-        metavar="MONEY",
-        help=f"price per device and hour{', once for all clusters or once for each' * bool(more)}",
-        **more,
-    )
-    parser.add_argument(
-        "--tokens", type=positive_number, metavar="NUMBER", help="tokens to train on"
-    )
+    add_price(parser)
 
 
 def _counted(x: float) -> str:
@@ -106,7 +93,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, ask: Ask) -> No
         "compare", parents=[common], help="plan for several clusters, and choose one"
     )
     ask.add_model(compare, several=True)
-    _add_price(compare, action="append", dest="prices")
+    add_price(compare, action="append", dest="prices")
     compare.add_argument(
         "--by", choices=("time", "cost"), help="what chooses (default: cost where there are prices)"
     )

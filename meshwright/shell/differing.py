@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.plan import Plan, compress_names, compress_ranks, mesh_words, seconds, sized
-from meshwright.profiles.inputs import MeshwrightError, read_json
-from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
+from meshwright.shell.named import saved_json
 
 ABSENT = "not there"
 EQUAL = 1e-9  # part of a number up to which two are the same
@@ -103,10 +102,7 @@ def between(a: str | Path, b: str | Path) -> Difference:
 
 def _read(path: str | Path) -> tuple[Plan, Row | None]:
     """A file's plan, and the report that it is of, if it is one."""
-    try:
-        data = read_json(path, most=MAX_MEASURED_BYTES)
-    except MeshwrightError:
-        return Plan.load(path), None  # which says what is wrong
+    data = saved_json(path)
     if not isinstance(data, dict) or "plan" not in data:
         return Plan.load(path), None
     plan = Plan.from_json(json.dumps(data["plan"]), name=f"{path}: plan")

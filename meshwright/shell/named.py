@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 
 MADE = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
 
@@ -49,6 +50,29 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
     return value
+
+
+def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """`--price` and `--tokens`."""
+    parser.add_argument(
+        "--price",
+        type=positive_number,
+        metavar="MONEY",
+        help=f"price per device and hour{', once for all clusters or once for each' * bool(more)}",
+        **more,
+    )
+    parser.add_argument(
+        "--tokens", type=positive_number, metavar="NUMBER", help="tokens to train on"
+    )
+
+
+def saved_json(path: str | Path) -> Any:
+    """What the JSON file of a plan or a report says; None where it can't be read, of which
+    `Plan.load` says why."""
+    try:
+        return read_json(path, most=MAX_MEASURED_BYTES)
+    except MeshwrightError:
+        return None
 
 
 def cluster_named(text: str) -> Cluster:

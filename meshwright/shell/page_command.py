@@ -11,9 +11,7 @@ from typing import Any
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
 from meshwright.planner.report import SCHEMA, Report
-from meshwright.profiles.inputs import MeshwrightError, read_json
-from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
-from meshwright.shell.named import positive_number
+from meshwright.shell.named import add_price, saved_json
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
 
@@ -36,10 +34,7 @@ def add_command(commands: Any, common: argparse.ArgumentParser, page: Page) -> N
     )
     parser.add_argument("plan", help="plan file, or what `meshwright plan --json` printed")
     parser.add_argument("-o", "--output", required=True, help="write the page to this file")
-    parser.add_argument("--tokens", type=positive_number, help="tokens to train on: days and price")
-    parser.add_argument(
-        "--price", type=positive_number, metavar="PRICE", help="of a device for an hour"
-    )
+    add_price(parser)
     page.add_model(parser, optional=True)
     page.add_prices(parser)
     # as `run` takes them; a plan file needs no search
@@ -67,10 +62,7 @@ def _write(args: argparse.Namespace, page: Page) -> int:
 def report_data(path: str) -> dict[str, Any] | None:
     """The data of a report; None for a plan file, which `Plan.load` reads. Raises ValueError for a
     report of another schema, or one without what a page shows."""
-    try:
-        data = read_json(path, most=MAX_MEASURED_BYTES)
-    except MeshwrightError:
-        return None  # Plan.load says what is wrong
+    data = saved_json(path)
     if not isinstance(data, dict) or "schema" not in data:
         return None
     if data["schema"] != SCHEMA or "device_groups" not in data:

@@ -23,7 +23,7 @@ from meshwright.costmodel.operators import (
     context_exchange,
 )
 from meshwright.costmodel.rules import takes_batch_statistics
-from meshwright.costmodel.sharding import Assignment, Move, Placement, R, Run, Step, transition
+from meshwright.costmodel.sharding import Assignment, Move, Run, Step, transition
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
@@ -69,10 +69,8 @@ def passes_amounts(
     run again of it."""
     stage, found = plan.stages[k], dict[AxisAndKind, Amount]()
     pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
-    states: dict[str, Placement] = {}
-    for name, policy in zip(stage.blocks, stage.policies, strict=True):
-        block, assignment = coster.blocks[name], assignments[name]
-        inputs = {value: states.get(value, R) for value in block.inputs}
+    entered = coster.entered(stage, assignments)
+    for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
         steps = coster.steps(block, assignment, inputs, stage.tp)
         again = coster.block_sums(pricer, block, assignment, inputs).recompute(policy)
         forward, backward = _of_steps(pricer, steps)
@@ -82,7 +80,6 @@ def passes_amounts(
             add(found, key, amount.times(plan.num_microbatches * more))
         for key, amount in backward.items():
             add(found, key, amount.times(plan.num_microbatches))
-        states |= {value: assignment.states[value] for value in block.outputs}
     return found
 
 

@@ -19,7 +19,7 @@ from meshwright.costmodel.blocks import (
 )
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
-from meshwright.costmodel.sharding import Assignment, Placement, R
+from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan, crossings
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
@@ -79,9 +79,7 @@ def _stage(
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
     readers: dict[tuple[str, Placement], tuple[int, int]] = {}
-    for at, name in enumerate(stage.blocks):
-        block, assignment = coster.blocks[name], assignments[name]
-        inputs = {value: states.get(value, R) for value in block.inputs}
+    for at, (block, assignment, inputs) in enumerate(coster.entered(stage, assignments)):
         sums.append(coster.block_sums(pricer, block, assignment, inputs))
         passes.append(coster.passes(pricer, block, assignment, inputs))
         entering.append(sum(pricer.nbytes(*each) for each in inputs.items() - read))

@@ -25,7 +25,7 @@ from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
-from meshwright.costmodel.sharding import Assignment, Placement, R
+from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings
 from meshwright.planner.pricing.course import plan_peaks
@@ -243,18 +243,14 @@ def stage_sums(
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
     sums, repeated = Sums.zeros(), NO_RECOMPUTE
     stored: set[tuple[str, Placement]] = set()
-    states: dict[str, Placement] = {}
-    for name, policy in zip(stage.blocks, stage.policies, strict=True):
-        block = coster.blocks[name]
-        assignment = assignments[name]
-        inputs = {value: states.get(value, R) for value in block.inputs}
+    entered = coster.entered(stage, assignments)
+    for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
         own = coster.block_sums(pricer, block, assignment, inputs)
         sums, repeated = sums.then(own), repeated + own.recompute(policy)
         parameters = [(value, assignment.states[value]) for value in block.parameters]
         for value, state in stored.intersection(parameters):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(parameters)
-        states |= {name: assignment.states[name] for name in block.outputs}
     return setting, sums, repeated
 
 

@@ -6,7 +6,7 @@ programs (`programs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
@@ -38,9 +38,9 @@ from meshwright.costmodel.operators import (
     fuse,
     model_flops,
 )
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, Step, moves
+from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, Step, moves
 from meshwright.planner.blocks import activations_at_cuts
-from meshwright.planner.plan import Plan, expert_weights, fingerprint, spread_of
+from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint, spread_of
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -225,6 +225,17 @@ class StageCoster:
         if (block.name, tp) not in known:
             known[block.name, tp] = BlockLayouts(self.graph, self.problem.factors, block, tp)
         return known[block.name, tp]
+
+    def entered(
+        self, stage: StagePlan, assignments: Mapping[str, Assignment]
+    ) -> Iterator[tuple[Block, Assignment, dict[str, Placement]]]:
+        """The blocks of a stage in their order, each with its assignment and the states in which
+        its inputs enter: as a block before it left them, or whole from another stage."""
+        states: dict[str, Placement] = {}
+        for name in stage.blocks:
+            block, assignment = self.blocks[name], assignments[name]
+            yield block, assignment, {value: states.get(value, R) for value in block.inputs}
+            states |= {value: assignment.states[value] for value in block.outputs}
 
     def steps(
         self, block: Block, assignment: Assignment, inputs: Mapping[str, Placement], tp: int

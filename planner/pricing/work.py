@@ -35,9 +35,8 @@ LINKS = ("in a node", "between nodes")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What a rank does in a step: `flops` of products and attention, `repeated_flops` of which are
-    recompute, and bytes that it gives to
-    links by kind (`KINDS_OF_BYTES`): collectives within forwards and backwards, of gradients and
-    weights, and messages to other stages."""
+    recompute, and bytes that it gives to links by kind (`KINDS_OF_BYTES`): collectives within
+    forwards and backwards, of gradients and weights, and messages to other stages."""
 
     flops: float
     repeated_flops: float
@@ -131,9 +130,8 @@ def _flops(
 def _sent(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> dict[str, float]:
-    setting, sums, repeated = stage_sums(plan, k, coster, assignments)
     passes = passes_amounts(plan, k, coster, assignments)
-    step = data_amounts(setting, sums, repeated, None)
+    step = data_amounts(*stage_sums(plan, k, coster, assignments), None)
     return {
         kind: sum(amount.seconds for amount in amounts.values())
         for kind, amounts in zip(KINDS_OF_BYTES, (passes, step), strict=False)
@@ -145,8 +143,9 @@ def _messages(plan: Plan, coster: StageCoster) -> list[float]:
     back."""
     found = [0.0] * len(plan.stages)
     for edge, values in crossings(plan, coster.graph).items():
-        found[edge[0]] += plan.num_microbatches * transfer_seconds(plan, coster, edge, values)
-        found[edge[1]] += plan.num_microbatches * transfer_seconds(plan, coster, edge, values)
+        sent = plan.num_microbatches * transfer_seconds(plan, coster, edge, values)
+        for stage in edge:
+            found[stage] += sent
     return found
 
 

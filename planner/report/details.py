@@ -10,18 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.costmodel.intervals import LEVEL, Quantiles
+from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import (
-    Evaluation,
-    StageCoster,
-    Traffic,
-    memory_parts,
-    priced_work,
-    traffic,
-)
+from meshwright.planner.pricing import Evaluation, StageCoster, memory_parts, priced_work, traffic
 from meshwright.planner.report.components import of_group
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
@@ -76,11 +69,8 @@ class Details:
     def communication(self) -> list[Row]:
         """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
         themselves and exposed."""
-        return [asdict(row) for row in self._traffic]
-
-    @cached_property
-    def _traffic(self) -> list[Traffic]:
-        return traffic(self.evaluation, self.problem, self.assignments)
+        rows = traffic(self.evaluation, self.problem, self.assignments)
+        return [asdict(row) for row in rows]
 
     @cached_property
     def device_groups(self) -> list[Row]:
@@ -156,8 +146,8 @@ class Details:
         prediction = self.evaluation.prediction
         return {
             "level": LEVEL,
-            "step": _quantiles(prediction.step_error),
-            "memory": _quantiles(prediction.memory_error),
+            "step": asdict(prediction.step_error),
+            "memory": asdict(prediction.memory_error),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,10 +178,6 @@ def sequence_length(problem: Problem) -> int | None:
         if len(meta.shape) == 2 and not meta.dtype.is_floating_point and meta.shape[1] > 1
     ]
     return max(lengths, default=None)
-
-
-def _quantiles(found: Quantiles) -> Row:
-    return asdict(found)
 
 
 def cost_of(

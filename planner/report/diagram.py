@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Pricer
-from meshwright.costmodel.sharding import Assignment, Enter, Leave, Move, Placement, R, Run, Step
+from meshwright.costmodel.sharding import Assignment, Enter, Leave, Move, Placement, Run, Step
 from meshwright.planner.plan import Plan, compress_names
 from meshwright.planner.pricing import Amount, AxisAndKind, StageCoster, stage_setting, step_amounts
 
@@ -36,18 +36,14 @@ def block_diagrams(
     its `steps`, in seconds of one micro-batch on a rank."""
     found: dict[Any, _Found] = {}
     for k, (stage, chosen) in enumerate(zip(plan.stages, assignments, strict=True)):
-        states: dict[str, Placement] = {}
-        for name in stage.blocks:
-            block, own = coster.blocks[name], chosen[name]
-            inputs = {value: states.get(value, R) for value in block.inputs}
-            states |= {value: own.states[value] for value in block.outputs}
+        for block, own, inputs in coster.entered(stage, chosen):
             mesh = (stage.dp, stage.cp, stage.ep, stage.tp)
             key = (block.class_id, mesh, own.choices, tuple(inputs.values()))
             first = found.setdefault(
                 key,
                 _Found(stage=k, block=block, assignment=own, inputs=inputs, names=[], stages=[]),
             )
-            first.names.append(name)
+            first.names.append(block.name)
             first.stages += [k] * (k not in first.stages)
     return [_diagram(plan, coster, each) for each in found.values()]
 
