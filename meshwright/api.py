@@ -19,17 +19,15 @@ from meshwright.arguments import (
 )
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
-from meshwright.decision import Request
+from meshwright.decisions import Request, check_world, one_at_a_time, take_plan
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
-from meshwright.given_plan import take_plan
 from meshwright.model import ParallelModel
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.traced import TracedModel
-from meshwright.world import check_world, one_at_a_time
 
 
 @one_at_a_time()

@@ -27,21 +27,22 @@ from meshwright.arguments import (
     default_precision,
     unwrapped,
 )
+from meshwright.decisions import planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
-from meshwright.model import ParallelModel, repeated
+from meshwright.model import ParallelModel
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.running import repeated
 from meshwright.shell import asking, override_flags, page_command, profile_command, progress_shown
 from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
 from meshwright.traced import TracedModel
-from meshwright.world import planned_to_run
 
 
 def perform(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decision import Decision, Request
+from meshwright.decisions import Decision, Request, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
@@ -14,7 +14,6 @@ from meshwright.planner.plan import InfeasibleError
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.world import planned_to_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

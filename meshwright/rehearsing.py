@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decision import Decision
+from meshwright.decisions import Decision
 from meshwright.executor.prices import Prices
 from meshwright.executor.rehearsal import Estimate, MakeOptimizer, Priced, Rehearsal, rehearse
 from meshwright.executor.stages import CheckedPlan

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from meshwright.given_plan import take_plan
+from meshwright.decisions import take_plan
 from meshwright.planner.plan import Plan
 from meshwright.profiles.catalog_reader import read_file
 from meshwright.profiles.cluster import Cluster

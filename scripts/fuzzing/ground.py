@@ -12,8 +12,7 @@ from typing import Any
 from meshwright.arguments import MEMORY_MARGIN
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
-from meshwright.decision import Request
-from meshwright.given_plan import take_plan
+from meshwright.decisions import Request, take_plan
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.profiles.catalog_reader import CATALOG_DIR, Entry

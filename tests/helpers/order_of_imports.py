@@ -52,6 +52,8 @@ executor.stand_in executor.prices
 executor.rehearsal
 traced
 monitor
+decisions
+running
 shell
 meshwright
 """

@@ -21,11 +21,10 @@ from meshwright import (
     Plan,
     PlanError,
 )
-from meshwright.decision import Decision
+from meshwright.decisions import Decision, check_world
 from meshwright.executor.ranks import launch
 from meshwright.plan_search import SearchedPlan
 from meshwright.planner.plan.plan import RUNS
-from meshwright.world import check_world
 from tests.helpers.tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
 
 

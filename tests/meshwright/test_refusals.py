@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from meshwright import Cluster, ParallelModel, auto_parallelize
+from meshwright.decisions import one_at_a_time
 from meshwright.executor.ranks import launch
-from meshwright.world import one_at_a_time
 from tests.helpers.tiny import ROWS, batch, net, planned
 
 

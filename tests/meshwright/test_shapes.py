@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.decisions import plan_of_rows
 from meshwright.planner.plan.check import check_plan
-from meshwright.shapes import plan_of_rows
 from tests.helpers.tiny import cut, net, plan_for
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decision import Decision, Request
+from meshwright.decisions.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import check_plan_for
 from meshwright.planner.plan import (

@@ -13,15 +13,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.operators import Problem
+from meshwright.decisions.given_plan import check_memory
+from meshwright.decisions.world import one_at_a_time
 from meshwright.executor.ranks import launch
 from meshwright.executor.stages import BatchShape, CheckedPlan
-from meshwright.given_plan import check_memory
 from meshwright.planner.batch import batch_rows, input_leaves
 from meshwright.planner.plan import Plan, fingerprint
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced import TracedModel
-from meshwright.world import one_at_a_time
 
 
 class OtherShapes:

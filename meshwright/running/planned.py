@@ -1,0 +1,66 @@
+"""A model with its plan, and this rank's running part of it."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.costmodel.operators import Problem
+from meshwright.decisions import Decision, OtherShapes, Request, one_at_a_time, why_not_here
+from meshwright.executor.errors import StateError
+from meshwright.executor.ranks import launch, progress
+from meshwright.executor.runtime import RunOptions, Runtime
+from meshwright.executor.stages import CheckedPlan
+from meshwright.traced import TracedModel
+
+
+class PlannedModel:
+    """A model and the plan for it; its `runtime` where the plan's ranks are running."""
+
+    def __init__(
+        self, decision: Decision, problem: Problem, request: Request, traced: TracedModel
+    ) -> None:
+        self.plan = decision.plan
+        self.report = decision.report
+        self.prediction = decision.prediction
+        self._decision = decision
+        self._problem = problem
+        self._request = request
+        self._traced = traced
+        self._why_not = why_not_here(decision.plan, problem.cluster)
+        self._runtime: Runtime | None = None
+
+    @one_at_a_time()
+    def _checked(self) -> CheckedPlan:
+        """The plan, checked on the graph of its micro-batch."""
+        plan, traced = self.plan, self._traced
+        graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
+        return CheckedPlan.of(plan, graph, factors, traced.run_use)
+
+    def _lowered(self) -> Runtime:
+        """The plan's part of this rank."""
+        plan, traced, checked = self.plan, self._traced, self._checked()
+        if self._request.tf32:
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        return Runtime(
+            checked,
+            traced.model,
+            options=RunOptions(
+                compile=self._request.compile,
+                device=torch.device("cpu") if self._problem.cluster.backend == "gloo" else None,
+                check_replicas=self._request.check_replicas,
+            ),
+            at_shape=OtherShapes(plan, self._problem, traced),
+        )
+
+    @property
+    def runtime(self) -> Runtime:
+        """This rank's running part; RuntimeError, with what to launch, where none can run."""
+        if self._runtime is None:
+            if self._why_not:
+                raise StateError(self._why_not)
+            self._runtime = self._lowered()
+            groups, here = self.plan.devices, launch.rank()
+            group = next(k for k, ranks in enumerate(groups) if here in ranks)
+            progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
+        return self._runtime

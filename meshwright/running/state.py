@@ -1,0 +1,129 @@
+"""What a running plan holds: parameters, their states, and checkpoints of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.executor.checkpoint import Saving, checkpoint, weights
+from meshwright.executor.parameters import WholeTensors
+from meshwright.executor.stages import check_trains
+from meshwright.running.planned import PlannedModel
+
+
+class State(PlannedModel):
+    """A planned model whose weights are read, written and optimized."""
+
+    _saving: Saving | None = None
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raise ValueError for an optimizer of another model."""
+        if optimizer is not None and not self._why_not:
+            check_trains(optimizer, self.runtime.model)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the user's FQNs: the model's own objects where every rank holds
+        the whole model, else DTensors on the stage's (dp, tp) mesh."""
+        return self.runtime.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For any torch optimizer. Norms and means of a parameter are those of the whole; one that
+        needs whole matrices has `whole_tensor_optimizer`."""
+        return (p for _, p in self.named_parameters())
+
+    def whole_tensor_optimizer(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """`optimizer_class(params, **options)` on whole tensors, for optimizers that can't work on
+        parts of a matrix (Shampoo, K-FAC, Muon).
+
+        `params` are of `named_parameters()`, or torch's groups of them; None means all that train.
+        Each tensor is gathered to one owner among its ranks, stepped there, and sent back: every
+        rank keeps the states of its share, and each element crosses the links three times a step.
+        Its `state_dict` is collective; a checkpoint takes it as `extra=`.
+        """
+        runtime = self.runtime
+        chosen = [p for p in self.parameters() if p.requires_grad] if params is None else params
+        held, place = runtime.stage_parameters, runtime.place
+        return WholeTensors(optimizer_class, chosen, held=held, place=place, options=options)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This stage's parameters (DTensors) and buffers by FQN, tied names included."""
+        return self.runtime.state_dict()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state as CPU tensors, for `model.load_state_dict`. Collective."""
+        return self.runtime.full_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's parts from a whole state dict by FQN."""
+        self.runtime.load_state_dict(state)
+
+    def init_weights(self, seed: int = 0) -> None:
+        """Initialise a model that is on meta as `model.to_empty(device="cpu")`, `torch.manual_seed`
+        and `model.apply` of the modules' own initialisers do on one device (not as the constructor,
+        which draws in its own order), whatever the plan: one module whole at a time, each rank
+        keeping its part. ValueError where nothing is on meta; it names tensors without an
+        initialiser.
+        """
+        weights.init_weights(self.runtime, seed)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Read weights from a `torch.save` file, safetensors (a file, or a folder with an index) or
+        a DCP folder, each rank only its part. ValueError for missing or misshapen names and for
+        names of files outside the folder, RuntimeError for a file that is damaged or would run
+        code.
+        """
+        weights.load_weights(self.runtime, path)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+    ) -> Saving:
+        """Write parameters, buffers, optimizer states, the number of steps, seed and loss scale to
+        a folder that all ranks see. Collective.
+
+        A checkpoint already at `path`, which may be a link, is replaced when the new one is
+        complete; killed at any point, one of the two is there. Where the folder holds what no save
+        wrote, ValueError names it. `extra` are your own objects with `state_dict()`, the same
+        on all ranks, such as `{"scheduler": scheduler}`. Asynchronous, it returns when the state is
+        copied to the host: training may go on, `.wait()` on what is returned says that it is on the
+        disk, and the next save or load, and the end of the process, wait for it. An error in the
+        background is raised by `.wait()` or the next save.
+        """
+        self._check_optimizer(optimizer)
+        if self._saving is not None:
+            before, self._saving = self._saving, None
+            before.wait()
+        self._saving = checkpoint.save(
+            self.runtime, path, optimizer, extra=extra, asynchronous=asynchronous
+        )
+        return self._saving
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read what `save_checkpoint` wrote, under this plan or another. Collective.
+
+        The optimizer may be new; its class must be the one that was saved, its groups may be in any
+        order. What is read is verified by its checksums; older checkpoints, without, are warned
+        about. Raises FileNotFoundError, ValueError (another model or optimizer) or RuntimeError (a
+        damaged file, or one that would run code), the same on all ranks.
+        """
+        self._check_optimizer(optimizer)
+        checkpoint.load(self.runtime, path, optimizer, extra=extra)
