@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.decisions import plan_of_rows
+from meshwright.decisions.shapes import plan_of_rows
 from meshwright.planner.plan.check import check_plan
 from tests.helpers.tiny import cut, net, plan_for
 
