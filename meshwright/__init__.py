@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.api import auto_parallelize as auto_parallelize
     from meshwright.costmodel.rules import RuleError as RuleError
     from meshwright.costmodel.user_rules import rule as rule
+    from meshwright.data import data_loader as data_loader
     from meshwright.executor.parameters import Reduced as Reduced
     from meshwright.executor.ranks import distributed as distributed
     from meshwright.model import ParallelModel as ParallelModel
@@ -40,6 +41,7 @@ _HOMES = {
     "RuleError": "costmodel.rules.user",
     "TraceError": "planner.errors",
     "auto_parallelize": "api",
+    "data_loader": "data.loader",
     "distributed": "executor.ranks.launch",
     "leaf": "planner.tracing.user_module.leaf",
     "rule": "costmodel.user_rules.add",

@@ -36,7 +36,7 @@ MAX_FOLDER_LINES = 2200  # tests excepted
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
-PUBLIC = {"auto_parallelize", "rule"}  # keywords of users and what each means
+PUBLIC = {"auto_parallelize", "data_loader", "fit", "rule"}  # keywords of users and what each means
 
 SOLVERS = ("pulp", "highspy")
 SOLVING = "planner/intra_op/solvers.py"

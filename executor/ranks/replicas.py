@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,37 +100,84 @@ class BatchCheck:
         self.batches = 0
 
     def check(
-        self, names: Sequence[str], inputs: Mapping[str, torch.Tensor] | None, device: torch.device
+        self,
+        names: Sequence[str],
+        inputs: Mapping[str, torch.Tensor] | None,
+        device: torch.device,
+        *,
+        share: tuple[int, int] = (0, 1),
+        rows: Collection[str] = (),
     ) -> None:
         """Raise ValueError, on all ranks, for a batch that is another on some rank, or illegal
-        there (None). Collective; `names` are those of the inputs."""
+        there (None). Collective.
+
+        `names` are those of the inputs, of which a rank that reads none may give none. Ranks of one
+        `share` (rank and size on the data axis) must give the same; those of others the same but
+        for inputs with `rows`, of which they give the same dtype and sizes of a row.
+        """
         due = self.batches < FIRST or self.batches % EVERY == 0
         self.batches += 1
         if not due or not launch.running() or launch.world_size() == 1:
             return
-        found = [-1] * len(names) if inputs is None else [digest(inputs[name]) for name in names]
-        own = torch.tensor([int(inputs is None), *found], device=device)
+        found = [_described((inputs or {}).get(name)) for name in names]
+        own = torch.tensor(
+            [int(inputs is None), *share, *(x for three in found for x in three)], device=device
+        )
         size = launch.world_size()
         every, work = all_gather_flat(own, Axis("world", size, launch.rank()))
         work.wait()
-        rows = read(every, lambda: [[0] * len(own)] * size)
-        if illegal := [rank for rank, row in enumerate(rows) if row[0]]:
+        table = read(every, lambda: [[0] * len(own)] * size)
+        if illegal := [rank for rank, row in enumerate(table) if row[0]]:
             raise BatchError(f"batch: it is not as planned on ranks {illegal}, which say why")
-        differing = {
-            name: [rank for rank, row in enumerate(rows) if row[k] != rows[0][k]]
-            for k, name in enumerate(names, start=1)
-        }
-        if unlike := [name for name, ranks in differing.items() if ranks]:
-            raise BatchError(_other_batches(unlike, differing))
+        if unlike := _unlike(names, table, CONTENT, alone=rows):
+            raise BatchError(_other_batches(unlike, LOCAL if rows else GLOBAL))
+        if unlike := _unlike(names, table, KIND):
+            raise BatchError(_other_batches(unlike, SIZES))
 
 
-def _other_batches(names: Sequence[str], differing: Mapping[str, Sequence[int]]) -> str:
-    shown = "; ".join(f"{name!r} on ranks {list(differing[name])}" for name in names[:SHOWN])
-    return (
-        f"batch: it differs from rank 0's in {shown}: every rank gives the same whole batch and "
-        f"reads its rows of it. Seed shuffling alike on all ranks (or use no DistributedSampler), "
-        f"or read the batch on rank 0 and broadcast it"
-    )
+CONTENT, KIND = 0, 1  # which digest
+GLOBAL = (
+    "every rank gives the same whole batch and reads its rows of it. Seed shuffling alike on all "
+    "ranks (or use no DistributedSampler), or read the batch on rank 0 and broadcast it"
+)
+LOCAL = (
+    "with local=True, ranks of one result.data_parallel.rank give the same rows: tp and pp peers "
+    "read the same data. Shard the data by that rank and size (data_loader does), not by torch's"
+)
+SIZES = "rows have the same dtype and sizes on every rank: pad to the same length on all of them"
+
+
+def _unlike(
+    names: Sequence[str],
+    table: Sequence[Sequence[int]],
+    digest_of: int,
+    *,
+    alone: Collection[str] = (),
+) -> dict[str, list[int]]:
+    """The inputs that differ, with the ranks where they do from the first that gives one, of the
+    share alone where the input is `alone`."""
+    found: dict[str, list[int]] = {}
+    for k, name in enumerate(names):
+        first: dict[tuple[int, ...], int] = {}
+        for rank, (_, number, size, *described) in enumerate(table):
+            given, *digests = described[3 * k : 3 * k + 3]
+            group = (number, size) if name in alone else ()
+            if given and first.setdefault(group, digests[digest_of]) != digests[digest_of]:
+                found.setdefault(name, []).append(rank)
+    return found
+
+
+def _other_batches(unlike: Mapping[str, Sequence[int]], what_is_legal: str) -> str:
+    names = [*unlike][:SHOWN]
+    shown = "; ".join(f"{name!r} on ranks {[*unlike[name]]}" for name in names)
+    return f"batch: it differs from rank 0's in {shown}: {what_is_legal}"
+
+
+def _described(x: torch.Tensor | None) -> tuple[int, int, int]:
+    """Whether there is an input, digests of its values and of its dtype and the sizes of a row."""
+    if x is None:
+        return 0, 0, 0
+    return 1, digest(x), digest(x.new_empty((0, *x.shape[1:])))
 
 
 @contextmanager

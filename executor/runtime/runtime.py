@@ -6,17 +6,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Instruction
 from meshwright.executor.backward import WeightGradientQueue
-from meshwright.executor.errors import StateError
-from meshwright.executor.host_values import read
+from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
     LossScale,
@@ -24,26 +23,15 @@ from meshwright.executor.parameters import (
     StepGuard,
     WeightGather,
     accumulate_grads,
-    check_sharding,
     collect_gradients,
     reduce_in_optimizers,
     refresh_frozen,
     shard_gradients,
     sum_tied_gradients,
 )
-from meshwright.executor.ranks import (
-    BatchCheck,
-    Place,
-    check_equal,
-    device_here,
-    join_groups,
-    make_equal,
-    progress,
-    single_process,
-    stage_meshes,
-    world_size,
-)
+from meshwright.executor.ranks import BatchCheck, check_equal, device_here, make_equal, progress
 from meshwright.executor.runtime.evaluation import check_evaluable
+from meshwright.executor.runtime.joined import join_plan, shared_seed, stages_of_ranks
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import (
@@ -51,6 +39,7 @@ from meshwright.executor.stages import (
     Builder,
     BuiltStage,
     CheckedPlan,
+    Given,
     LoweredStage,
     Observer,
     Phase,
@@ -60,7 +49,6 @@ from meshwright.executor.stages import (
     add_totals,
     replicated,
 )
-from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +86,8 @@ class Runtime(RankState):
         plan, graph = checked.plan, checked.graph
         device = options.device or device_here()
         backend = backend_of(options.compile, device.type)
-        progress.stages = _stages_of_ranks(plan)
-        place = _join_plan(checked, device)
+        progress.stages = stages_of_ranks(plan)
+        place = join_plan(checked, device)
         user = UserModel(model)
         if place.mesh is not None and options.check_replicas:
             check_equal(user.originals)
@@ -127,7 +115,7 @@ class Runtime(RankState):
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.pipeline = options.pipeline
         self.steps = 0
-        self.seed = _shared_seed(place)
+        self.seed = shared_seed(place)
         self.batch_check = BatchCheck()
         self.retired = False  # by a plan that took the model over
         if place.mesh is not None:
@@ -139,8 +127,11 @@ class Runtime(RankState):
         return self.guard.scale
 
     @progress.during("preparing the step", waits=True, is_step=True)
-    def train_step(self, batch: Any, observe: Observer | None = None) -> torch.Tensor:
-        """Forward and backward of one global batch; returns the mean loss on every rank.
+    def train_step(
+        self, batch: Any, observe: Observer | None = None, *, local: bool = False
+    ) -> torch.Tensor:
+        """Forward and backward of one global batch, or of this rank's share of it (`local`);
+        returns the mean loss on every rank.
 
         Gradients are added to `.grad` if all of them are finite, on every rank, and dropped
         otherwise. `observe` runs each instruction and phase in the runtime's stead.
@@ -151,7 +142,7 @@ class Runtime(RankState):
                 "train_step under no_grad or inference_mode makes no gradients; use eval_step for "
                 "the loss alone"
             )
-        step, inputs = self._prepared(batch)
+        step, inputs = self._prepared(batch, local)
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.begin()
@@ -178,12 +169,14 @@ class Runtime(RankState):
         return backward_is_done(loss.requires_grad_())
 
     @progress.during("evaluating a batch", waits=True)
-    def eval_step(self, batch: Any, observe: Observer | None = None) -> torch.Tensor:
+    def eval_step(
+        self, batch: Any, observe: Observer | None = None, *, local: bool = False
+    ) -> torch.Tensor:
         """The mean loss of one global batch on every rank, without dropout; nothing is changed.
         `observe` runs each instruction in the runtime's stead."""
         self._check_ready()
         check_evaluable(self.graph)
-        step, inputs = self._prepared(batch)
+        step, inputs = self._prepared(batch, local)
         self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
@@ -220,27 +213,45 @@ class Runtime(RankState):
             for program in programs:
                 program.train(True)
 
-    def _prepared(self, batch: Any) -> tuple[Step, Mapping[str, torch.Tensor]]:
-        """The step for a batch, which the programs run from now on, and the inputs by value name,
-        the same on all ranks. Raises ValueError on all alike."""
-        batches, device = self.planned.batches, self.place.device
-        paths = list(self.graph.inputs.values())
+    def _prepared(self, batch: Any, local: bool) -> tuple[Step, Given]:
+        """The step for a batch, which the programs run from now on, and its inputs: the same on all
+        ranks, or those of this rank's share. Raises ValueError on all alike."""
+        batches, data = self.planned.batches, self.place.data
+        check = partial(
+            self.batch_check.check,
+            list(self.graph.inputs.values()),
+            device=self.place.device,
+            share=(data.rank, data.size) if local else (0, 1),
+            rows={self.graph.inputs[name] for name in self.graph.batched} if local else (),
+        )
         try:
-            inputs = batches.checked(batch)
-            shape = batches.shape(inputs)
+            given = Given(self._checked(batch, local), local)
+            shape = batches.shape(given)
         except ValueError:
             with suppress(ValueError):  # this rank's own says more
-                self.batch_check.check(paths, None, device)
+                check(None)
             raise
-        by_path = {path: inputs[name] for name, path in self.graph.inputs.items()}
-        self.batch_check.check(paths, by_path, device)
+        tensors = given.tensors or {}
+        check({path: tensors[name] for name, path in self.graph.inputs.items() if name in tensors})
         try:
             step = self._step_at(shape, batch)
         except ValueError as error:
-            raise batches.unlike(inputs, str(error)) from error
+            raise batches.unlike(given, str(error)) from error
         for k, stage in self.stages.items():
             stage.program.take(step.stages[k].graphs)
-        return step, step.batches.filled(inputs)
+        return step, step.batches.filled(given)
+
+    def _checked(self, batch: Any, local: bool) -> Mapping[str, torch.Tensor] | None:
+        """The inputs of a batch; None where it may be left out, and is."""
+        if batch is None and local and not self.planned.reads_data:
+            return None
+        if batch is None:
+            reads = "reads data" if local else "gives no batch"
+            raise BatchError(
+                f"batch: it is None, and this rank {reads}; with local=True, ranks may leave it "
+                "out whose result.data_parallel.reads is False"
+            )
+        return self.planned.batches.checked(batch)
 
     def _step_at(self, shape: BatchShape, batch: Any) -> Step:
         """The step for batches of a shape, lowered for the first of them. Collective then."""
@@ -292,7 +303,7 @@ class Runtime(RankState):
             )
         self.user.check_places(self.stage_parameters)
 
-    def _run_stage(self, step: Step, k: int, inputs: Mapping[str, torch.Tensor]) -> RunStage:
+    def _run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
         lowered, program = step.stages[k], self.stages[k].program
         rows = step.batches.rows(inputs, lowered.data, step.reads[k])
         add_totals(lowered.totals, program.tensors, rows)
@@ -348,40 +359,3 @@ class _BackwardIsDone(torch.autograd.Function):
 
 def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
     run()
-
-
-def _join_plan(checked: CheckedPlan, device: torch.device) -> Place:
-    """Make this process' groups for a plan, together with all other ranks. Raises PlanError, on all
-    alike and before any group is made, for a plan of another number of ranks."""
-    plan, graph = checked.plan, checked.graph
-    meshes = stage_meshes(plan, graph, checked.factors, checked.assignments)
-    check_sharding(plan, meshes)
-    if plan.num_ranks == 1 and world_size() == 1:
-        return single_process(device, meshes)
-    if world_size() != plan.num_ranks:
-        raise PlanError(
-            f"plan: made for {plan.num_ranks} ranks, but {world_size()} are running; launch "
-            f"{plan.num_ranks} with torchrun, take a plan file for {world_size()} ranks, or plan "
-            f"again for a cluster of {world_size()} devices"
-        )
-    edges = [e for e in crossings(plan, graph) if meshes[e[0]].ranks != meshes[e[1]].ranks]
-    tied = sorted({o for o in stages_of_parameters(plan, graph).values() if len(o) > 1})
-    return join_groups(meshes, device, edges, tied)
-
-
-def _stages_of_ranks(plan: Plan) -> dict[int, list[int]]:
-    """Rank -> the stages that it runs."""
-    stages: dict[int, list[int]] = {}
-    for k, stage in enumerate(plan.stages):
-        for rank in stage.ranks:
-            stages.setdefault(rank, []).append(k)
-    return stages
-
-
-def _shared_seed(place: Place) -> int:
-    """Rank 0's torch seed, on every rank: the root of all dropout masks."""
-    seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFF, device=place.device)
-    if place.mesh is not None:
-        dist.broadcast(seed, src=0)
-    shared: int = read(seed, lambda: 0)
-    return shared

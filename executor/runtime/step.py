@@ -47,6 +47,11 @@ class Step:
             reads={k: stage.reads for k, stage in stages.items()},
         )
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether a stage of this rank reads anything of a batch."""
+        return any(names & self.graph.inputs.keys() for names in self.reads.values())
+
     def loss_rows(
         self, k: int, tensors: Mapping[str, torch.Tensor], inputs: Rows
     ) -> dict[str, torch.Tensor]:

@@ -1,10 +1,15 @@
-"""A global batch as the rows that a rank reads: checked whole, cut, and only then moved to the
-device."""
+"""A batch as the rows that a rank reads: checked, cut, and only then moved to the device.
+
+A global batch is the same on all ranks, and each takes its rows of every micro-batch. A local one
+has only those of the rank's share: of micro-batch after micro-batch, in their order. Ranks of a
+share (they differ in their tensor axis, or their stage) give the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +39,15 @@ class BatchShape:
         return BatchShape(rows, tuple(s[1:] if name in batched else s for name, s in shapes))
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The inputs of a batch by value name; `local` where they are those of the rank's share. A rank
+    that reads none of them may give None."""
+
+    tensors: Mapping[str, torch.Tensor] | None
+    local: bool
+
+
 class Batches:
     """Cuts batches for the stages of one rank. A batch of fewer rows is filled up with rows that
     count nothing, where the inputs of `filling` can say so, each by a value of its own. `planned`
@@ -46,6 +60,7 @@ class Batches:
         self.filling = filling
         self.graph = graph
         self.place = place
+        self.data_ranks = math.lcm(*(stage.dp for stage in plan.stages))
         self.planned = BatchShape.of(graph, plan.global_batch_size, graph.values)
 
     def checked(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -70,18 +85,33 @@ class Batches:
             name: self._tensor(name, path, leaves[path]) for name, path in self.graph.inputs.items()
         }
 
-    def shape(self, tensors: Mapping[str, torch.Tensor]) -> BatchShape:
-        """The shape of a batch as it is run, filled up where that can be. Raises ValueError for
-        inputs of another number of dims, or of other rows than each other."""
-        batched = self.graph.batched
+    @property
+    def share(self) -> Sequence[int]:
+        """Numbers of the rows of a global batch that this rank's share has, in their order."""
+        rows, axis = self.plan.microbatch_rows, self.place.data
+        own = torch.arange(rows).tensor_split(axis.size)[axis.rank].tolist()
+        return [k * rows + n for k in range(self.plan.num_microbatches) for n in own]
+
+    def shape(self, given: Given) -> BatchShape:
+        """The shape of the global batch as it is run, filled up where that can be and batches of
+        other sizes, which are lowered anew, can't be shared out as they are. Raises
+        ValueError for inputs of another number of dims, or of other rows than each other."""
+        batched, tensors = self.graph.batched, given.tensors
+        if tensors is None:
+            return self.planned
         rows = {len(x) for name, x in tensors.items() if name in batched and x.dim()}
         for name in self.graph.inputs:
-            given, dims = tensors[name], len(self.graph.values[name].shape)
-            if given.dim() != dims or 0 in given.shape or (name in batched and len(rows) > 1):
-                raise self.unlike(tensors, "pad or drop rows, or plan for this batch")
-        fewer = min(rows, default=self.planned.rows)
-        filled = self.filling and fewer < self.planned.rows
-        return BatchShape.of(self.graph, self.planned.rows if filled else fewer, tensors)
+            x, dims = tensors[name], len(self.graph.values[name].shape)
+            if x.dim() != dims or 0 in x.shape or (name in batched and len(rows) > 1):
+                raise self.unlike(given, "pad or drop rows, or plan for this batch")
+        planned = len(self.share) if given.local else self.planned.rows
+        found = min(rows, default=planned)
+        rows_in_all = found * (self.place.data.size if given.local else 1)
+        shape = BatchShape.of(self.graph, rows_in_all, tensors)
+        apart = shape.sizes != self.planned.sizes and not rows_in_all % self.data_ranks
+        if found == planned or (self.filling and found < planned and not apart):
+            return replace(shape, rows=self.planned.rows)
+        return shape
 
     def _check_fixed(self, leaves: Mapping[str, Any]) -> None:
         """Raise ValueError for entries that are fixed in the plan and differ."""
@@ -116,53 +146,67 @@ class Batches:
             )
         return torch.tensor(given, dtype=planned.dtype)
 
-    def filled(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def filled(self, given: Given) -> Given:
         """The inputs with as many rows as planned: the first one repeated, counting nothing."""
-        batched = self.graph.batched
-        missing = self.planned.rows - min((len(tensors[n]) for n in batched), default=0)
-        if not missing or not batched:
-            return tensors
-        assert self.filling
-        filled = {}
-        for name in batched:
-            given, path = tensors[name], self.graph.inputs[name]
-            rows = given[:1].expand(missing, *given.shape[1:])
-            if path in self.filling:
-                rows = torch.full_like(rows, self.filling[path])
-            filled[name] = torch.cat([given, rows])
-        return {**tensors, **filled}
+        batched, tensors = self.graph.batched, given.tensors
+        if tensors is None or not batched:
+            return given
+        planned = len(self.share) if given.local else self.planned.rows
+        missing = planned - min(len(tensors[n]) for n in batched)
+        if not missing:
+            return given
+        filled = {name: self._nothing(name, tensors[name][:1], missing) for name in batched}
+        joined = {name: torch.cat([tensors[name], rows]) for name, rows in filled.items()}
+        return Given({**tensors, **joined}, given.local)
 
-    def unlike(self, tensors: Mapping[str, torch.Tensor], why: str) -> ValueError:
+    def _nothing(self, name: str, row: torch.Tensor, count: int) -> torch.Tensor:
+        """So many rows like one of an input, that count nothing."""
+        assert self.filling
+        path = self.graph.inputs[name]
+        rows = row.expand(count, *row.shape[1:])
+        return torch.full_like(rows, self.filling[path]) if path in self.filling else rows
+
+    def unlike(self, given: Given, why: str) -> ValueError:
         """The error for a batch that has not the planned shape, and can't be run for a reason."""
-        shapes = []
+        tensors, shapes = given.tensors or {}, []
+        planned = len(self.share) if given.local else self.planned.rows
         for name, path in self.graph.inputs.items():
             expected = self.graph.values[name].shape
             if name in self.graph.batched:
-                expected = (self.planned.rows, *expected[1:])
-            if tuple(tensors[name].shape) != expected:
+                expected = (planned, *expected[1:])
+            if name in tensors and tuple(tensors[name].shape) != expected:
                 shapes.append(
                     f"{path!r} has shape {tuple(tensors[name].shape)}; the plan expects {expected}"
                 )
-        return ValueError(f"batch: {shapes[0]} (global_batch_size={self.planned.rows}): {why}")
+        local = f", of which {planned} are this rank's" if given.local else ""
+        shown = shapes[0] if shapes else "it"
+        return ValueError(f"batch: {shown} (global_batch_size={self.planned.rows}{local}): {why}")
 
-    def rows(
-        self, inputs: Mapping[str, torch.Tensor], layout: DataLayout, read: Collection[str]
-    ) -> Rows:
-        """This rank's rows of the inputs that a stage reads."""
-        rows, axis = self.plan.microbatch_rows, self.place.data
+    def rows(self, given: Given, layout: DataLayout, read: Collection[str]) -> Rows:
+        """This rank's rows of the inputs that a stage reads. Raises ValueError for a local batch
+        where it must read rows of other shares."""
+        axis, batched = self.place.data, self.graph.batched
         parts: Rows = [{} for _ in range(self.plan.num_microbatches)]
-        for name, tensor in inputs.items():
+        for name, tensor in (given.tensors or {}).items():
             if name not in read:
                 continue
-            whole = None if name in self.graph.batched else self._moved(name, tensor)
-            split = layout.states[name].sharded
-            for k, part in enumerate(parts):
-                if whole is not None:
-                    part[name] = whole
-                    continue
-                chunk = tensor[k * rows : (k + 1) * rows]
-                own = chunk.tensor_split(axis.size)[axis.rank] if split else chunk
-                part[name] = self._moved(name, own)
+            if name not in batched:
+                whole = self._moved(name, tensor)
+                chunks: Sequence[torch.Tensor] = [whole] * len(parts)
+            elif not given.local or axis.size == 1:
+                chunks = tensor.split(self.plan.microbatch_rows)
+                if layout.states[name].sharded:
+                    chunks = [chunk.tensor_split(axis.size)[axis.rank] for chunk in chunks]
+            elif layout.states[name].sharded:
+                chunks = tensor.split(len(self.share) // len(parts))
+            else:
+                raise BatchError(
+                    f"batch: with local=True, but the plan has every rank read all rows of "
+                    f"{self.graph.inputs[name]!r}, which don't divide among {axis.size}: give the "
+                    "global batch, or plan with a global_batch_size that divides"
+                )
+            for part, chunk in zip(parts, chunks, strict=True):
+                part[name] = self._moved(name, chunk)
         return parts
 
     def _moved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

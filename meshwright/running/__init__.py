@@ -1,7 +1,8 @@
 """A plan that runs: its steps, and what it holds."""
 
+from meshwright.running.data_parallel import DataParallel
 from meshwright.running.planned import PlannedModel
 from meshwright.running.state import State
 from meshwright.running.steps import Steps, repeated
 
-__all__ = ["PlannedModel", "State", "Steps", "repeated"]
+__all__ = ["DataParallel", "PlannedModel", "State", "Steps", "repeated"]

@@ -16,6 +16,7 @@ from meshwright.executor.runtime import MeasuredStep, timed_step
 from meshwright.monitor import MetricsLogger, Monitor, Predicted
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.running.data_parallel import DataParallel
 from meshwright.running.planned import PlannedModel
 
 
@@ -24,11 +25,17 @@ class Steps(PlannedModel):
 
     _monitor: Monitor | None = None
 
-    def train_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
+    @property
+    def data_parallel(self) -> DataParallel:
+        """Which rows of a global batch this rank feeds."""
+        return DataParallel.of(self.runtime)
+
+    def train_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
         """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
 
         `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may
-        be given apart. Every rank gives the same whole batch, and reads its rows of it. Other sizes
+        be given apart. Every rank gives the same whole batch, and reads its rows of it; or, all
+        ranks alike, with `local` only its own rows, those of `data_parallel.rows`. Other sizes
         than planned, and fewer rows, are traced and lowered once a shape. Numbers in the batch
         may differ from step to step, unless the forward's course depends on them (ValueError, as
         for attributes of the model that were changed since it was planned). Gradients are added to
@@ -37,9 +44,19 @@ class Steps(PlannedModel):
         """
         self._traced.check_unchanged(training=True)
         runtime, given = self.runtime, _with_targets(batch, targets)
+
+        def rows() -> int:
+            return self._global_rows(given) if local else batch_rows(given)
+
         return self.monitor.train_step(
-            lambda watch: runtime.train_step(given, observe=watch), lambda: batch_rows(given)
+            lambda watch: runtime.train_step(given, observe=watch, local=local), rows
         )
+
+    def _global_rows(self, own: Any) -> int:
+        """The rows of a global batch of which a rank's own are given, as far as it knows."""
+        share = self.data_parallel
+        found = len(share.rows) if own is None else batch_rows(own)
+        return self.plan.global_batch_size if found == len(share.rows) else found * share.size
 
     @property
     def monitor(self) -> Monitor:
@@ -98,12 +115,13 @@ class Steps(PlannedModel):
         whole weights are gathered on each of them for it."""
         return self.runtime.forward(*args, **kwargs)
 
-    def eval_step(self, batch: Any, targets: Any = None) -> torch.Tensor:
+    def eval_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
         """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
-        dropout. Weights, buffers and gradients stay as they are. ValueError for models with batch
-        norm, which is planned with the batch's own statistics. Collective."""
+        dropout; `local` as in `train_step`. Weights, buffers and gradients stay as they are.
+        ValueError for models with batch norm, which is planned with the batch's own statistics.
+        Collective."""
         self._traced.check_unchanged(training=False)
-        return self.runtime.eval_step(_with_targets(batch, targets))
+        return self.runtime.eval_step(_with_targets(batch, targets), local=local)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the

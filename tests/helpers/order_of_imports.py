@@ -54,6 +54,7 @@ traced
 monitor
 decisions
 running
+data
 shell
 meshwright
 """

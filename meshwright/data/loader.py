@@ -1,0 +1,308 @@
+"""A loader of which each rank gives its own rows, and whose state is a position among the samples.
+
+    loader = data_loader(dataset, result, seed=0)
+    for batch in loader:
+        result.train_step(batch, local=True)
+    result.save_checkpoint(path, optimizer, extra={"data": loader})
+
+A batch that was handed out counts as trained. The position is of global samples: saved under one
+plan, it goes on under another, no sample lost or repeated, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, default_collate
+
+from meshwright.data.order import Buckets, GlobalBatch, Order
+from meshwright.executor.ranks import all_gather_object, gloo_group, launch
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.running import DataParallel, PlannedModel
+
+log = logging.getLogger(__name__)
+
+PADDING: Mapping[str, float] = {"labels": -100}  # by name of the entry; others with 0
+WAY_OUT = "drop_last=True leaves the last, smaller batches out"
+
+
+class DataLoader:
+    """This rank's rows of the global batches of a dataset, from its position to the end of the
+    epoch; iterated again, the next epoch. Made by `data_loader`."""
+
+    local = True  # for train_step
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: DataParallel,
+        order: Order,
+        *,
+        collate_fn: Callable[[list[Any]], Any],
+        padding: Mapping[str, float],
+        loading: Mapping[str, Any],
+    ) -> None:
+        self.dataset, self.share, self.order = dataset, share, order
+        self.collate_fn, self.padding, self.loading = collate_fn, padding, loading
+        self.epoch = 0
+        self.position = 0  # batches of the epoch that were handed out
+        self._check_last()
+
+    def __len__(self) -> int:
+        """Batches of the epoch."""
+        return len(self.order.batches(self.epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+        due = self.order.batches(self.epoch)[self.position :]
+        if not self.share.reads and self.order.buckets is None:
+            for _ in due:
+                self.position += 1
+                yield None
+            return
+        loaded: Iterable[Any] = TorchLoader(
+            _Padded(self.dataset, self.padding),
+            batch_sampler=_Numbers(self, due),
+            collate_fn=self.collate_fn,
+            **self.loading,
+        )
+        for batch, found in zip(due, loaded, strict=True):
+            self.position += 1
+            yield self._filled(batch, found)
+
+    def own(self, batch: GlobalBatch) -> list[int]:
+        """The numbers of this rank's samples. A smaller batch is shared out evenly."""
+        samples, share = batch.samples, self.share
+        if len(samples) == batch.rows == self.order.rows:
+            return samples[list(share.rows)].tolist()
+        part: list[int] = samples.tensor_split(share.size)[share.rank].tolist()
+        return part
+
+    def _filled(self, batch: GlobalBatch, found: Any) -> Any:
+        """A rank's part of a smaller batch, with rows that count nothing where there may be any."""
+        if len(batch.samples) == batch.rows or self.share.filling is None:
+            return found
+        return self.share.filled(found, len(self.own(batch)), batch.rows // self.share.size)
+
+    def _check_last(self) -> None:
+        """Raise ValueError for a dataset without a batch, and for batches that can't be shared
+        out."""
+        found, rows = self.order.batches(0), self.order.rows
+        if not found:
+            raise MeshwrightError(
+                f" has {self.order.size} samples, less than a batch of {rows}",
+                place="data_loader: dataset",
+                legal=f"{rows} samples (the plan's global_batch_size) or more with drop_last",
+                way_out="drop_last=False, or plan for a smaller global_batch_size",
+            )
+        size = self.share.size
+        uneven = {len(b.samples) for b in found if len(b.samples) % size or b.rows % size}
+        if uneven and (self.share.filling is None or any(b.rows % size for b in found)):
+            raise MeshwrightError(
+                f" makes a batch of {min(uneven)} rows, which {size} data-parallel ranks can't "
+                "share out",
+                place="data_loader: dataset",
+                legal=f"batches of a multiple of {size} rows; smaller ones where the loss can "
+                "leave rows out, as by labels that it ignores",
+                way_out=WAY_OUT,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on all ranks."""
+        due = self.order.batches(self.epoch)[: self.position]
+        order = self.order
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "samples": sum(len(batch.samples) for batch in due),
+            "rows": order.rows,
+            "size": order.size,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "bucketed": order.buckets is not None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position that was saved, of the same dataset, in the order it was in. Raises
+        ValueError for another dataset, and for batches that were made otherwise."""
+        order = self.order
+        self._check_same("samples in the dataset", state["size"], order.size)
+        self._check_same("buckets", state["bucketed"], order.buckets is not None)
+        self.order = order = replace(
+            order, seed=state["seed"], shuffle=state["shuffle"], _epoch=None, _batches=()
+        )
+        self.epoch, self.position = state["epoch"], state["position"]
+        if state["rows"] == order.rows:
+            return
+        if order.buckets is not None or state["samples"] % order.rows:
+            raise MeshwrightError(
+                f" was saved after {state['samples']} samples in batches of {state['rows']}, and "
+                f"goes on in batches of {order.rows}",
+                place="data_loader: state",
+                legal="the same global_batch_size, or one that divides the samples, without "
+                "buckets",
+                way_out=f"plan with global_batch_size={state['rows']}, or begin an epoch anew",
+            )
+        self.position = state["samples"] // order.rows
+
+    def _check_same(self, what: str, saved: Any, here: Any) -> None:
+        if saved != here:
+            raise MeshwrightError(
+                f" was saved with {what}: {saved}; here it is {here}",
+                place="data_loader: state",
+                legal="the dataset and the batches that it was saved with",
+                way_out="give the same, or leave the loader out of extra= and begin anew",
+            )
+
+
+def data_loader(
+    dataset: Any,
+    result: PlannedModel,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    lengths: Sequence[int] | Callable[[Any], int] | None = None,
+    buckets: Sequence[int] | None = None,
+    tokens_per_batch: int | None = None,
+    padding: Mapping[str, float] | None = None,
+    **loading: Any,
+) -> DataLoader:
+    """Batches of a dataset for `result.train_step(batch, local=True)`: every rank loads its own
+    rows of each global batch, and gives None where it needs none. Collective.
+
+    `dataset` has `len()` and samples by number. The order is a permutation by `seed` and epoch, the
+    same for any number of ranks. Without `drop_last` the last batch is smaller: rows that count
+    nothing fill it up where the loss can leave them out, so that the mean is that of its rows.
+    `collate_fn` makes a batch of samples, by default torch's; `loading` goes to torch's DataLoader
+    (num_workers, pin_memory, prefetch_factor, ...).
+
+    With `buckets`, increasing lengths, a batch has samples of one bucket, padded to its length in
+    their first dim: the entries that are tensors (or lists) as long as the sample, with 0 or what
+    `padding` says by name (labels: -100). `lengths` gives the length of every sample, or of one
+    (called once a sample). Every bucket is another shape, for which the plan is lowered once.
+    `tokens_per_batch` has batches of shorter buckets take more rows, a power of two, up to the
+    plan's global_batch_size.
+
+    The state (`state_dict`) counts global samples, for `save_checkpoint(extra={"data": loader})`.
+    Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
+    can't be shared out.
+    """
+    size = _size(dataset)
+    made = None
+    if buckets is not None:
+        if lengths is None:
+            lengths = _length_of
+        if callable(lengths):
+            lengths = [lengths(dataset[k]) for k in range(size)]
+        made = Buckets(lengths=lengths, to=tuple(buckets), tokens=tokens_per_batch)
+    elif tokens_per_batch is not None or lengths is not None:
+        raise MeshwrightError(
+            " is given without buckets",
+            place="data_loader: lengths or tokens_per_batch",
+            legal="with buckets=(length, ...)",
+            way_out="name the lengths that batches are padded to",
+        )
+    order = Order(
+        size=size,
+        rows=result.plan.global_batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        buckets=made,
+    )
+    return DataLoader(
+        dataset,
+        DataParallel.of(result.runtime),
+        order,
+        collate_fn=collate_fn or default_collate,
+        padding={**PADDING, **(padding or {})},
+        loading=loading,
+    )
+
+
+def _size(dataset: Any) -> int:
+    """The number of samples, the same on all ranks. Raises ValueError on all alike."""
+    try:
+        own = len(dataset)
+    except TypeError:
+        own = -1
+    sizes = all_gather_object(gloo_group(), own) if launch.world_size() > 1 else [own]
+    if min(sizes) < 0 or not hasattr(dataset, "__getitem__"):
+        raise MeshwrightError(
+            f" is of type {type(dataset).__name__}, without len() or samples by number",
+            place="data_loader: dataset",
+            legal="a dataset with __len__ and __getitem__",
+            way_out="iterate over one without yourself, and feed train_step the global batch, the "
+            "same on all ranks, or this rank's rows (local=True, result.data_parallel)",
+        )
+    if len({*sizes}) > 1:
+        raise MeshwrightError(
+            f" has {sizes} samples on the ranks",
+            place="data_loader: dataset",
+            legal="the same dataset on every rank, whole: each loads its own rows of it",
+            way_out="don't shard it before",
+        )
+    return own
+
+
+def _length_of(sample: Any) -> int:
+    """The first dim of a sample's first tensor or list."""
+    entries = sample.values() if isinstance(sample, Mapping) else sample
+    return len(next(iter(entries)))
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+class _Numbers:
+    """Batch after batch, this rank's samples as (number, length to pad to); where it has none, one
+    that stands for rows that count nothing."""
+
+    def __init__(self, loader: DataLoader, due: Sequence[GlobalBatch]) -> None:
+        self.loader, self.due = loader, due
+
+    def __len__(self) -> int:
+        return len(self.due)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int | None]]]:
+        for batch in self.due:
+            own = self.loader.own(batch) or batch.samples[:1].tolist()
+            yield [(number, batch.length) for number in own]
+
+
+class _Padded(Dataset[Any]):
+    """Samples by (number, length to pad to)."""
+
+    def __init__(self, dataset: Any, padding: Mapping[str, float]) -> None:
+        self.dataset, self.padding = dataset, padding
+
+    def __getitem__(self, item: tuple[int, int | None]) -> Any:
+        number, length = item
+        sample = self.dataset[number]
+        return sample if length is None else padded(sample, length, self.padding)
+
+
+def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
+    """A sample whose entries as long as the first are padded to a length, by their names."""
+    own = _length_of(sample)
+
+    def pad(path: tuple[Any, ...], entry: Any) -> Any:
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        if not isinstance(entry, torch.Tensor):
+            entry = torch.as_tensor(entry)
+        if not entry.dim() or len(entry) != own:
+            return entry
+        missing = entry.new_full((length - own, *entry.shape[1:]), padding.get(name, 0))
+        return torch.cat([entry, missing])
+
+    plain = dict(sample) if isinstance(sample, Mapping) else sample
+    return pytree.tree_map_with_path(pad, plain, is_leaf=lambda x: isinstance(x, list))

@@ -1,0 +1,60 @@
+"""Which rows of a global batch a rank feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from meshwright.executor.runtime import Runtime
+from meshwright.planner.batch import batch_rows, input_leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """This rank's share of global batches: number `rank` of `size`. Ranks that differ in their
+    tensor axis alone have the same; those of another pipeline stage their own stage's, which is the
+    same where stages have as many data ranks.
+
+    `rows` are the numbers in the global batch of the rows that `train_step(..., local=True)` takes,
+    in their order: those of the first micro-batch, of the second, and so on. A rank that does not
+    read data (`reads`: the stages between the first and the last mostly don't) may give None.
+    `filling` says what makes rows count nothing, of which inputs (by path), where anything does.
+    """
+
+    rank: int
+    size: int
+    reads: bool
+    rows: tuple[int, ...]
+    filling: Mapping[str, int] | None
+
+    @staticmethod
+    def of(runtime: Runtime) -> DataParallel:
+        """Of the rank that a runtime is of."""
+        step, data = runtime.planned, runtime.place.data
+        return DataParallel(
+            rank=data.rank,
+            size=data.size,
+            reads=step.reads_data,
+            rows=tuple(step.batches.share),
+            filling=step.batches.filling,
+        )
+
+    def filled(self, batch: Any, own: int, rows: int) -> Any:
+        """The first `own` rows of a batch, filled up to `rows` with such that count nothing."""
+        assert self.filling, "rows of this model's batches count, whatever is in them"
+        filling, (leaves, spec) = self.filling, input_leaves(batch)
+        found = batch_rows(batch)
+
+        def fill(path: str, x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or not x.dim() or len(x) != found:
+                return x
+            more = x[:1].expand(rows - own, *x.shape[1:])
+            if path in filling:
+                more = torch.full_like(more, filling[path])
+            return torch.cat([x[:own], more])
+
+        return pytree.tree_unflatten([fill(path, x) for path, x in leaves], spec)

@@ -1,0 +1,184 @@
+"""Which rank gets which samples: each once, and after a resume under any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from meshwright.data.loader import DataLoader, padded
+from meshwright.data.order import Buckets, Order
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.running import DataParallel
+
+ROWS = 8
+IGNORED = -100
+
+
+class Numbers:
+    """Sample n is n, with a label."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        return {"n": torch.tensor([n]), "labels": torch.tensor([n])}
+
+
+def loaders(
+    order: dict[str, Any], ranks: int, microbatches: int = 2, dataset: Any = None
+) -> list[DataLoader]:
+    """Of all ranks of a data axis."""
+    micro = ROWS // microbatches
+    shares = [
+        [
+            int(n)
+            for k in range(microbatches)
+            for n in torch.arange(k * micro, (k + 1) * micro).tensor_split(ranks)[rank]
+        ]
+        for rank in range(ranks)
+    ]
+    return [
+        DataLoader(
+            dataset or Numbers(order["size"]),
+            DataParallel(
+                rank=rank, size=ranks, reads=True, rows=tuple(rows), filling={"labels": IGNORED}
+            ),
+            Order(rows=ROWS, drop_last=False, **order),
+            collate_fn=default_collate,
+            padding={"labels": IGNORED},
+            loading={},
+        )
+        for rank, rows in enumerate(shares)
+    ]
+
+
+def counted(batches: Sequence[dict[str, torch.Tensor]]) -> list[int]:
+    """Samples of a global batch that count, from its parts on the ranks, which have equal rows."""
+    assert len({len(part["labels"]) for part in batches}) == 1
+    labels = torch.cat([part["labels"] for part in batches])[:, 0]
+    return sorted(labels[labels != IGNORED].tolist())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 40),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 5),
+    ranks=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4),
+)
+def test_every_sample_once_under_any_ranks(
+    size: int, shuffle: bool, seed: int, ranks: list[int]
+) -> None:
+    """A run that goes on under other numbers of ranks after every batch gives the global batches
+    of the order."""
+    order = {"size": size, "shuffle": shuffle, "seed": seed}
+    expected = [
+        sorted(b.samples.tolist()) for b in Order(rows=ROWS, drop_last=False, **order).batches(0)
+    ]
+    found, state = [], None
+    for k in range(len(expected)):
+        each = loaders({**order, "seed": 99}, ranks[k % len(ranks)])
+        for loader in each:
+            if state is None:
+                state = loaders(order, 1)[0].state_dict()
+            loader.load_state_dict(state)
+        found.append(counted([next(iter(loader)) for loader in each]))
+        states = [loader.state_dict() for loader in each]
+        assert states == states[:1] * len(states)
+        state = states[0]
+    assert found == expected
+    assert sorted(n for batch in found for n in batch) == list(range(size))
+
+
+def test_epochs_differ_and_follow_each_other() -> None:
+    (loader,) = loaders({"size": 16, "shuffle": True, "seed": 0}, 1)
+    first, second = [[b["n"].flatten().tolist() for b in loader] for _ in range(2)]
+    assert first != second and sorted(chain(*first)) == sorted(chain(*second)) == [*range(16)]
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_another_global_batch_goes_on_at_the_same_sample() -> None:
+    (before,) = loaders({"size": 32, "shuffle": True, "seed": 0}, 1)
+    batches = iter(before)
+    seen = [n for _ in range(2) for n in next(batches)["n"].flatten().tolist()]
+    (after,) = loaders({"size": 32, "shuffle": True, "seed": 0}, 1)
+    after.order.rows = 4
+    after.load_state_dict(before.state_dict())
+    assert after.position == 4
+    assert not set(seen) & {int(n) for n in after.order.batches(0)[after.position].samples}
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ({"size": 31}, "samples in the dataset: 32; here it is 31"),
+        ({"size": 32, "rows": 5}, "goes on in batches of 5"),
+    ],
+)
+def test_another_dataset_is_refused(order: dict[str, Any], says: str) -> None:
+    (before,) = loaders({"size": 32, "shuffle": True, "seed": 0}, 1)
+    next(iter(before))
+    rows = order.pop("rows", ROWS)
+    (after,) = loaders({"shuffle": True, "seed": 0, **order}, 1)
+    after.order.rows = rows
+    with pytest.raises(MeshwrightError, match=says):
+        after.load_state_dict(before.state_dict())
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+class Texts:
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __getitem__(self, n: int) -> dict[str, Any]:
+        ids = torch.full((self.lengths[n],), n)
+        return {"input_ids": ids, "labels": ids.clone(), "weight": torch.tensor(1.0)}
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=60), ranks=st.sampled_from([1, 2]))
+def test_buckets_hold_every_sample_once_padded_to_their_length(
+    lengths: list[int], ranks: int
+) -> None:
+    buckets = Buckets(lengths=lengths, to=(4, 8, 16), tokens=32)
+    order = {"size": len(lengths), "shuffle": True, "seed": 1, "buckets": buckets}
+    seen: list[int] = []
+    for parts in zip(*loaders(order, ranks, dataset=Texts(lengths)), strict=True):
+        (length,) = {part["labels"].shape[1] for part in parts}
+        rows = sum(len(part["labels"]) for part in parts)
+        assert rows == {4: 8, 8: 4, 16: 2}[length]
+        for part in parts:
+            assert len(part["weight"]) == len(part["labels"])
+            for ids, labels in zip(part["input_ids"], part["labels"], strict=True):
+                if not (labels != IGNORED).any():
+                    continue
+                n = int(ids[0])
+                seen.append(n)
+                assert (labels != IGNORED).sum() == lengths[n] <= length
+                assert length == min(b for b in (4, 8, 16) if b >= lengths[n])
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_what_buckets_refuse() -> None:
+    with pytest.raises(MeshwrightError, match="1 of 3 samples are longer than 8, the longest 9"):
+        Buckets(lengths=[1, 9, 8], to=(4, 8))
+    with pytest.raises(MeshwrightError, match="increasing"):
+        Buckets(lengths=[1], to=(8, 4))
+    with pytest.raises(MeshwrightError, match="less than a row of 8"):
+        Buckets(lengths=[1], to=(8,), tokens=4)
+
+
+def test_lists_are_padded_as_tensors_are() -> None:
+    found = padded({"input_ids": [1, 2], "labels": [3, 4]}, 3, {"labels": IGNORED})
+    assert {k: x.tolist() for k, x in found.items()} == {
+        "input_ids": [1, 2, 0], "labels": [3, 4, IGNORED],
+    }  # fmt: skip
