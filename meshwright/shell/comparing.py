@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.plan import InfeasibleError, counted, seconds
+from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
 from meshwright.planner.report import Report, table
 
 
@@ -86,7 +86,7 @@ def _row(
         report = plan()
     except InfeasibleError as error:
         most = max(error.shortfall_bytes, default=0.0)
-        why = f"does not fit: the fullest stage lacks {most / 2**30:.3g} GiB"
+        why = f"does not fit: the fullest stage lacks {sized(most)}"
         return {"cluster": name, "plan": None, "why": why, "error": str(error)}
     s = report.summary
     kept = ("step_time_s", "step_interval_s", "rows_per_s", "tokens_per_s", "mfu", "memory_verdict")

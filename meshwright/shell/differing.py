@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.plan import Plan, compress_names, compress_ranks, mesh_words, seconds, sized
+from meshwright.planner.plan import Plan, compress_names, compress_ranks, mesh_words, seconds, sized, slower
 from meshwright.shell.named import saved_json
 
 ABSENT = "not there"
@@ -50,7 +50,7 @@ class Price:
 
     def __str__(self) -> str:
         said = {"s": seconds, "bytes": sized}[self.unit]
-        part = f" ({self.more / self.a:+.1%})" if self.a else ""
+        part = f" ({slower(self.more / self.a)})" if self.a else ""
         sign = "+" if self.more > 0 else "-"
         return (
             f"  {self.what}: {said(self.a)} -> {said(self.b)}, {sign}{said(abs(self.more))}{part}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.planner.alternatives import Explained, instead
-from meshwright.planner.plan import Plan, describe, seconds, sized
+from meshwright.planner.plan import Plan, describe, seconds, sized, slower
 from meshwright.planner.report import Report
 
 Collectives = Mapping[str, tuple[int, float]]
@@ -39,7 +39,7 @@ def _lines(each: Explained) -> Iterator[str]:
             yield f"  {way.strategy}: not possible between the states at the block's ends"
             continue
         more = way.seconds - chosen.seconds
-        part = f" ({more / chosen.seconds:+.1%})" if chosen.seconds else ""
+        part = f" ({slower(more / chosen.seconds)})" if chosen.seconds else ""
         cost = f"{'-' if more < 0 else '+'}{seconds(abs(more))}{part}"
         yield f"  {way.strategy}: {cost}; {_saved(chosen.collectives, way.collectives)}"
 

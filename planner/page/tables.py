@@ -108,7 +108,7 @@ def stages(data: Row) -> Table:
 def memory(data: Row) -> Table:
     parts = list(data["memory"][0]["parts"])
     followed = "course_bytes" in data["memory"][0]
-    more = ("peak in the course of a step", "comes in") if followed else ()
+    more = ("at once in a step", "highest in") if followed else ()
     rows = []
     for row in data["memory"]:
         cells = [words(stage_words(row["stages"])), words(row["ranks"])]
@@ -118,7 +118,7 @@ def memory(data: Row) -> Table:
             block = f" of {row['block']}" if row["block"] else ""
             cells += [gib(row["course_bytes"]), words(row["moment"].replace("_", " ") + block)]
         rows.append(cells)
-    heads = ("device group", "ranks", *parts, "together", *more)
+    heads = ("device group", "ranks", *parts, "peak", *more)
     return Table(caption="Memory of a device", heads=heads, rows=rows)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.planner.page import framed_page, render_page
-from meshwright.planner.plan import GIB, Plan, sized
+from meshwright.planner.plan import Plan, sized
 from meshwright.planner.report.components import Components
 from meshwright.planner.report.details import Details, cost_of
 from meshwright.planner.report.text import full_text, short_text
@@ -182,12 +182,8 @@ class Report:
         """What the verdict on memory rests on."""
         s = self.summary
         if s["memory_verdict_by"] == "price":
-            course = max(s.get("course_bytes") or (0,))
-            beside = f", {sized(course)} in the course of a step" if course else ""
-            return f"{' to '.join(map(sized, s['memory_interval_bytes']))}{beside}"
-        tensors, beside = (s[x] / GIB for x in ("rehearsed_tensor_bytes", "bytes_beside_tensors"))
-        around = f" and {beside:.3g} GiB of context and communicators" if beside else ""
-        memory = (
-            f"of {s['memory_bytes'] / GIB:.1f} GiB, {s['memory_margin']:.0%} left for fragments"
-        )
-        return f"rehearsed {tensors:.3g} GiB of tensors{around} {memory}"
+            return " to ".join(map(sized, s["memory_interval_bytes"]))
+        tensors, beside = s["rehearsed_tensor_bytes"], s["bytes_beside_tensors"]
+        around = f" and {sized(beside)} of context and communicators" if beside else ""
+        memory = f"of {sized(s['memory_bytes'])}, {s['memory_margin']:.0%} left for fragments"
+        return f"rehearsed {sized(tensors)} of tensors{around} {memory}"

@@ -19,7 +19,7 @@ from functools import partial
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError, each_dropped, without
-from meshwright.planner.plan import GIB, Relaxation, describe, margin_beside
+from meshwright.planner.plan import Relaxation, describe, margin_beside, sized
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 MOST = 64  # times as many nodes, at most
@@ -73,8 +73,8 @@ def _smaller_margin(drafter: Drafter, draft: PlanDraft) -> str:
     margin = margin_beside(peak, memory)
     return (
         f"memory_margin={margin:g} instead of {drafter.memory_margin:g} (a plan takes "
-        f"{peak / GIB:.3g} of a device's {memory / GIB:.3g} GiB, the margin leaves "
-        f"{drafter.space.memory_bytes / GIB:.3g})"
+        f"{sized(peak)} of a device's {sized(memory)}, the margin leaves "
+        f"{sized(drafter.space.memory_bytes)})"
     )
 
 

@@ -39,6 +39,7 @@ MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
 NEAR_COUNTS = 3  # of more, those that it looks at
+LEAST_MARGIN = 0.01  # part of memory by which a search with less room has less
 MAX_SIMPLER = 2  # combinations of each simpler kind that are simulated for a tie
 
 
@@ -108,6 +109,7 @@ class Search(Drafter):
         self._effort = Effort(self.programs.time)
         self._explorer = Explorer(drafter=self, equal=self.equal, effort=self._effort)
         self._drafts = self._explorer.drafts
+        self._excess_bytes = math.inf  # of the closest plan that was written out
 
     def again(self, overrides: Overrides) -> SearchResult:
         """The same search under other overrides, on what was priced. Raises as `run` does."""
@@ -153,7 +155,7 @@ class Search(Drafter):
             different_s = self._unequal(self.space.tried_counts())
         chosen = timed("write out", self._written)
         if not chosen:
-            raise failure(self, self._drafts)
+            return self._with_less_room()
         best = chosen[0]
         return SearchResult(
             candidates=tuple(chosen),
@@ -302,25 +304,45 @@ class Search(Drafter):
         for draft in sorted((d for d in self._drafts if d.fits), key=_order):
             kept.setdefault(_shape(draft), draft)
         waiting = list(kept.values())
-        if self.objective == "robust":
-            return self._written_by_taste(waiting)
+        if self.objective == "robust" and (found := self._written_by_taste(waiting)):
+            return found
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
-            candidate = self.written(waiting.pop(0))
+            candidate = self._tried(waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
-        found: list[Candidate | PlanDraft] = [*written, *waiting]
-        return found[:MAX_KEPT]
+        others: list[Candidate | PlanDraft] = [*written, *waiting]
+        return others[:MAX_KEPT] if written else []
+
+    def _tried(self, draft: PlanDraft) -> Candidate:
+        """A draft, written out; by how much it doesn't fit is kept."""
+        candidate = self.written(draft)
+        peak = max(candidate.evaluation.prediction.peak_memory_bytes)
+        self._excess_bytes = min(self._excess_bytes, peak - self.space.memory_bytes)
+        return candidate
+
+    def _with_less_room(self) -> SearchResult:
+        """Drafts fit by the most of each kind of memory, and none that was written out in the
+        course of its step, which may hold more: search again, with as much less room as the
+        closest lacks. Raises as `run` does."""
+        memory = self.problem.cluster.device.memory_bytes
+        more = max(self._excess_bytes / memory, LEAST_MARGIN)
+        if not 0 < self._excess_bytes < math.inf or self.memory_margin + more >= 1:
+            raise failure(self, self._drafts)
+        return self.like(memory_margin=self.memory_margin + more).run()
 
     def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
         """The first draft by taste that fits when it is written out, then the fastest others."""
         least_s = min((d.step_time_s for d in drafts), default=math.inf)
         near = [d for d in drafts if d.step_time_s <= least_s * (1 + 2 * TIE)]
+        refused: list[PlanDraft] = []
         for judged in by_taste(near, self.programs.coster):
-            candidate = self.written(judged.draft)
+            candidate = self._tried(judged.draft)
             if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
-                others = [d for d in drafts if d is not judged.draft]
+                others = [d for d in drafts if all(d is not x for x in (judged.draft, *refused))]
                 return [candidate, *others[: MAX_KEPT - 1]]
+            if not candidate.fits:
+                refused.append(judged.draft)
         return []
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
