@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.plan import Plan, compress_names, compress_ranks, mesh_words, seconds, sized, slower
+from meshwright.planner.plan import (
+    Plan,
+    compress_names,
+    compress_ranks,
+    mesh_words,
+    seconds,
+    sized,
+    slower,
+)
 from meshwright.shell.named import saved_json
 
 ABSENT = "not there"

@@ -42,7 +42,11 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         result.best.assignments,
         problem,
         phases_s={**phases_s, **result.phases_s},
-        notes=(*_not_run_yet(result.best.plan), *_ties(result, problem.cluster.device.memory_bytes), *result.notes),
+        notes=(
+            *_not_run_yet(result.best.plan),
+            *_ties(result, problem.cluster.device.memory_bytes),
+            *result.notes,
+        ),
         searched=Searched(
             runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
         ),
@@ -65,7 +69,7 @@ def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
     fastest = min(result.candidates, key=lambda c: c.step_time_s)
     if fastest.step_time_s >= best.step_time_s:
         return []
-    peaks = tuple(max(c.evaluation.prediction.peak_memory_bytes) for c in (best, fastest))
+    peaks = [max(c.evaluation.prediction.peak_memory_bytes) for c in (best, fastest)]
     simpler = why_simpler(best.plan, fastest.plan, peaks, memory_bytes)
     less = fastest.step_time_s / best.step_time_s - 1
     why = (

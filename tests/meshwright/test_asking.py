@@ -190,7 +190,7 @@ def test_fit_says_what_would_help(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert (
         out.startswith("does not fit: ")
-        and "shortfall in GiB" in out
+        and "shortfall by stage" in out
         and "one micro-batch: none" in out
     )
 

@@ -119,7 +119,7 @@ def test_bad_overrides(capsys: Captured, flags: list[str], says: str) -> None:
 
 def test_a_model_too_large_exits_with_2(capsys: Captured) -> None:
     err = failed(capsys, [*PLAN, "--cluster", "tiny.toml"], code=2)
-    assert err.startswith("infeasible: ") and "shortfall in GiB" in err
+    assert err.startswith("infeasible: ") and "shortfall by stage" in err
 
 
 # --- what is wrong is named ----------------------------------------------------------------------
