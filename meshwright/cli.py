@@ -39,7 +39,14 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import repeated
 from meshwright.shell import asking, override_flags, page_command, profile_command, progress_shown
-from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
+from meshwright.shell.named import (
+    Parser,
+    UserCodeError,
+    asked_costs,
+    check_writable,
+    cluster_named,
+    model_named,
+)
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
 from meshwright.traced import TracedModel
@@ -264,15 +271,15 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
     data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
-    if args.price is not None or args.tokens is not None:
-        data["cost"] = dict(report.cost(tokens=args.tokens, price_per_hour=args.price) or {})
+    costs = asked_costs(args)
+    if costs:
+        data["cost"] = dict(report.cost(**costs) or {})
         text += "\n\n" + asking.cost_text(data["cost"])
     if args.sensitivity:
         data["sensitivity"] = [dict(row) for row in report.sensitivity()]
         text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
     if args.html:
-        asked = {"tokens": args.tokens, "price_per_hour": args.price}
-        report.html(args.html, sensitivity=args.sensitivity, **asked)
+        report.html(args.html, sensitivity=args.sensitivity, **costs)
         _say(f"page written to {args.html}")
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
 

@@ -73,6 +73,9 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     found = []
     if "price_per_step" in cost:
         found.append(("price of a step", number(cost["price_per_step"]), "at the price given"))
+    if "energy_kwh_per_step" in cost:
+        told = f"kWh, at {number(cost['power_watts']).text} W a device as given"
+        found.append(("energy of a step", number(cost["energy_kwh_per_step"]), told))
     if "days" in cost:
         tokens = scaled(cost["tokens"], "tokens").text
         hours = number(cost["device_hours"]).text
@@ -80,6 +83,9 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     if "price" in cost:
         million = number(cost["price_per_million_tokens"]).text
         found.append(("price", number(cost["price"]), f"{million} a million tokens"))
+    if "energy_kwh" in cost:
+        million = number(cost["energy_kwh_per_million_tokens"]).text
+        found.append(("energy", number(cost["energy_kwh"]), f"kWh, {million} a million tokens"))
     return found
 
 
