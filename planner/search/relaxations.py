@@ -156,6 +156,23 @@ def plan_that_fits(drafter: Drafter) -> PlanDraft | None:
     return best
 
 
+def some_plan_fits(drafter: Drafter) -> bool:
+    """Whether a draft is found that fits, as `plan_that_fits` does: no more meshes are asked than
+    it takes."""
+    equal = drafter.equal
+    for choice in least_memory_choices(drafter.space)[:MAX_MESHES]:
+        if not any(need.excess_bytes <= 0 for need in memory_needs(equal, choice)):
+            continue
+        for one in sorted(equal.combinations(choice), key=lambda c: (c.tight, c.estimate_s)):
+            found = equal.solve(one, math.inf)
+            draft = drafter.draft(one, found[1]) if found else None
+            if draft is not None and draft.fits:
+                equal.forget()
+                return True
+    equal.forget()
+    return False
+
+
 def _relaxation(what: str, more_nodes: int, draft: PlanDraft) -> Relaxation:
     return Relaxation(
         what=what, more_nodes=more_nodes, plan=describe(draft.plan), step_time_s=draft.step_time_s
