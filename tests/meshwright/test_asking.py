@@ -299,6 +299,11 @@ def test_tracing_and_searching_are_shown_on_terminals_alone(
     out, err = capsys.readouterr()
     assert "tracing the model" in err and "plans priced" in err and "gap " in err
     assert "searching" not in out and err.endswith("\n")
+    assert "report: " not in err  # the short text defers nothing to look for
+    assert main([*FOUR, "--json"]) == 0
+    out, err = capsys.readouterr()
+    for what in ("a closer bound", "the best plan of each family", "advice"):
+        assert f"report: {what}" in err and f"report: {what}" not in out
     monkeypatch.setenv("RANK", "1")
     assert main(FOUR) == 0
     assert "searching" not in capsys.readouterr().err
