@@ -39,14 +39,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import repeated
 from meshwright.shell import asking, override_flags, page_command, profile_command, progress_shown
-from meshwright.shell.named import (
-    Parser,
-    UserCodeError,
-    asked_costs,
-    check_writable,
-    cluster_named,
-    model_named,
-)
+from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
 from meshwright.traced import TracedModel
@@ -270,7 +263,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
-    costs = asked_costs(args)
+    costs = asking.asked_costs(args)
     with progress_shown():  # what was deferred takes seconds
         data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
         if costs:

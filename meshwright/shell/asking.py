@@ -50,6 +50,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     add_price(parser)
 
 
+def asked_costs(args: argparse.Namespace) -> dict[str, float | None]:
+    """What the flags of `add_price` ask of `Report.cost`; empty where nothing is asked."""
+    asked = {"tokens": args.tokens, "price_per_hour": args.price, "power_watts": args.watts}
+    return asked if any(value is not None for value in asked.values()) else {}
+
+
 def _counted(x: float) -> str:
     """A number of at least three digits that count, without an exponent where it has more."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

@@ -100,12 +100,6 @@ def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
     )
 
 
-def asked_costs(args: argparse.Namespace) -> dict[str, float | None]:
-    """What the flags of `add_price` ask of `Report.cost`; empty where nothing is asked."""
-    asked = {"tokens": args.tokens, "price_per_hour": args.price, "power_watts": args.watts}
-    return asked if any(value is not None for value in asked.values()) else {}
-
-
 def saved_json(path: str | Path) -> Any:
     """What the JSON file of a plan or a report says; None where it can't be read, of which
     `Plan.load` says why."""

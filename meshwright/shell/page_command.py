@@ -11,7 +11,8 @@ from typing import Any
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
 from meshwright.planner.report import SCHEMA, Report
-from meshwright.shell.named import add_price, asked_costs, saved_json
+from meshwright.shell.asking import asked_costs
+from meshwright.shell.named import add_price, saved_json
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
 

@@ -42,7 +42,8 @@ def without_refused(search: Search) -> SearchResult:
     last = search
     for _ in range(TRIES):
         known = last.refused
-        last = search.like(refused=known)
+        last = search.like()
+        last.refused = known
         found = last.attempt()
         spent.update(last.phases_s)
         excess = min(excess, last.excess_bytes)

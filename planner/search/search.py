@@ -80,8 +80,7 @@ class Search(Drafter):
 
     `objective` is "fastest", or "robust": the simplest of the plans that prices can't tell from the
     best at a stated quantile of their errors (`taste.py`). `time_limit_s` ends the search with the
-    best plan found by then; `refused` kinds of combinations are left out (`refused.py`); the other
-    arguments are those of `Drafter`.
+    best plan found by then; the other arguments are those of `Drafter`.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Search(Drafter):
         objective: str = "fastest",
         time_limit_s: float | None = None,
         programs: BlockPrograms | None = None,
-        refused: frozenset[Hashable] = frozenset(),
     ) -> None:
         super().__init__(
             problem,
@@ -108,12 +106,12 @@ class Search(Drafter):
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
-        self.refused = refused
+        self.refused: frozenset[Hashable] = frozenset()  # kinds of combinations to leave out
         self._explorer = Explorer(
             drafter=self,
             equal=self.equal,
             effort=self._effort,
-            accept=lambda one: kind_of(one) not in refused,
+            accept=lambda one: kind_of(one) not in self.refused,
         )
         self.drafts = self._explorer.drafts
         self.excess_bytes = math.inf  # of the closest plan that was written out
