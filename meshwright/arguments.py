@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.costmodel.memory import optimizer_bytes
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import GIB, PRECISIONS, Plan
+from meshwright.planner.plan import PRECISIONS, Plan, sized
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
@@ -103,9 +103,9 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
     device = cluster.device
     if memory_margin >= device.usable_bytes / device.memory_bytes:
         raise MeshwrightError(
-            f"={memory_margin}: of the {device.memory_bytes / GIB:.3g} GiB of {device.name} it "
-            f"keeps {memory_margin * device.memory_bytes / GIB:.3g} GiB free, and driver and "
-            f"communicators take {device.reserved_bytes / GIB:.3g} GiB: tensors are left none",
+            f"={memory_margin}: of the {sized(device.memory_bytes)} of {device.name} it "
+            f"keeps {sized(memory_margin * device.memory_bytes)} free, and driver and "
+            f"communicators take {sized(device.reserved_bytes)}: tensors are left none",
             place="memory_margin",
             legal=f"less than {device.usable_bytes / device.memory_bytes:.3g}",
         )

@@ -263,16 +263,18 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
-    data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
-    if args.price is not None or args.tokens is not None:
-        data["cost"] = dict(report.cost(tokens=args.tokens, price_per_hour=args.price) or {})
-        text += "\n\n" + asking.cost_text(data["cost"])
-    if args.sensitivity:
-        data["sensitivity"] = [dict(row) for row in report.sensitivity()]
-        text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
+    costs = asking.asked_costs(args)
+    with progress_shown():  # what was deferred takes seconds
+        data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
+        if costs:
+            data["cost"] = dict(report.cost(**costs) or {})
+            text += "\n\n" + asking.cost_text(data["cost"])
+        if args.sensitivity:
+            data["sensitivity"] = [dict(row) for row in report.sensitivity()]
+            text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
+        if args.html:
+            report.html(args.html, sensitivity=args.sensitivity, **costs)
     if args.html:
-        asked = {"tokens": args.tokens, "price_per_hour": args.price}
-        report.html(args.html, sensitivity=args.sensitivity, **asked)
         _say(f"page written to {args.html}")
     _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
 

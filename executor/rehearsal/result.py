@@ -10,7 +10,7 @@ from meshwright.executor.rehearsal.estimate import NO_PRICE, Estimate, Priced
 from meshwright.executor.rehearsal.events import RankLog
 from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT
 from meshwright.executor.rehearsal.proof import Mismatch
-from meshwright.planner.plan import GIB, Plan
+from meshwright.planner.plan import Plan, sized
 
 WEIGHTS, GRADIENTS, STATES, BATCH = "weights", "gradients", "optimizer states", "batch"
 KINDS = (WEIGHTS, GRADIENTS, STATES, BATCH, SAVED, BUFFERS, TRANSIENT)
@@ -78,12 +78,12 @@ class Rehearsal:
         """The verdict: kinds of ranks, mismatches, peak bytes of tensors beside the price's."""
         count = len(self.mismatches)
         said = f"{count or 'no'} mismatch{'es' if count > 1 else ''}"
-        priced = f" (price {max(self.priced_bytes) / GIB:.3g} GiB)" if self.priced_bytes else ""
+        priced = f" (price {sized(max(self.priced_bytes))})" if self.priced_bytes else ""
         kinds, ranks = len(self.logs), len(self.kind_of)
         counts = f"{kinds} kind{'s' if kinds > 1 else ''} of {ranks} rank{'s' if ranks > 1 else ''}"
         return (
             f"rehearsed: {counts}, {said}, peak "
-            f"{max(self.peak_bytes) / GIB:.3g} GiB{priced}, {self.seconds:.1f} s"
+            f"{sized(max(self.peak_bytes))}{priced}, {self.seconds:.1f} s"
         )
 
     def _table(self, ranks: Collection[int] | None = None) -> list[str]:

@@ -10,12 +10,12 @@ from meshwright.decisions.decision import Decision, Request
 from meshwright.executor.ranks import launch
 from meshwright.planner.overrides import check_plan_for
 from meshwright.planner.plan import (
-    GIB,
     InfeasibleError,
     Plan,
     PlanError,
     kept_together,
     margin_beside,
+    sized,
 )
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.report import explain_plan
@@ -88,10 +88,10 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     room = cluster.device.memory_bytes
     short = prediction.shortfall_bytes(cluster)
     if any(short):
-        gib = ", ".join(f"stage {k}: {x / 2**30:.2f}" for k, x in enumerate(short) if x)
+        by_stage = ", ".join(f"stage {k}: {sized(x)}" for k, x in enumerate(short) if x)
         raise InfeasibleError(
-            f"plan: does not fit the {room / 2**30:.2f} GiB of {cluster.device.name}; shortfall in "
-            f'GiB by stage: {gib}. Way out: recompute "full", a higher zero, more micro-batches or '
+            f"plan: does not fit the {sized(room)} of {cluster.device.name}; shortfall by "
+            f'stage: {by_stage}. Way out: recompute "full", a higher zero, more micro-batches or '
             "stages in the plan, or plan again",
             short,
         )
@@ -103,8 +103,8 @@ def _check_margin(prediction: Prediction, cluster: Cluster, memory_margin: float
     room = memory * (1 - memory_margin)
     if max(peaks) > room:
         raise InfeasibleError(
-            f"plan: takes {max(peaks) / GIB:.4g} of the {memory / GIB:.4g} GiB of "
-            f"{cluster.device.name}; memory_margin={memory_margin:g} leaves it {room / GIB:.4g}. "
+            f"plan: takes {sized(max(peaks))} of the {sized(memory)} of "
+            f"{cluster.device.name}; memory_margin={memory_margin:g} leaves it {sized(room)}. "
             f"Way out: memory_margin={margin_beside(max(peaks), memory):g} or "
             "none, or plan again (without plan=)",
             [max(0.0, peak - room) for peak in peaks],

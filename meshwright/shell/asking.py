@@ -50,6 +50,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     add_price(parser)
 
 
+def asked_costs(args: argparse.Namespace) -> dict[str, float | None]:
+    """What the flags of `add_price` ask of `Report.cost`; empty where nothing is asked."""
+    asked = {"tokens": args.tokens, "price_per_hour": args.price, "power_watts": args.watts}
+    return asked if any(value is not None for value in asked.values()) else {}
+
+
 def _counted(x: float) -> str:
     """A number of at least three digits that count, without an exponent where it has more."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
@@ -60,6 +66,9 @@ def cost_text(cost: Mapping[str, Any]) -> str:
     lines = [f"  {cost['device_hours_per_step']:.4g} device-hours a step"]
     if "price_per_step" in cost:
         lines[0] += f", {cost['price_per_step']:.4g} at the price given"
+    if "energy_kwh_per_step" in cost:
+        power = f"{_counted(cost['power_watts'])} W a device as given"
+        lines[0] += f", {cost['energy_kwh_per_step']:.4g} kWh at {power}"
     if "tokens" in cost:
         lines.append(
             f"  {cost['tokens']:.4g} tokens: {cost['steps']:,.0f} steps, "
@@ -68,6 +77,9 @@ def cost_text(cost: Mapping[str, Any]) -> str:
     if "price" in cost:
         per_million = cost["price_per_million_tokens"]
         lines[-1] += f", {_counted(cost['price'])} ({per_million:.3g} per million tokens)"
+    if "energy_kwh" in cost:
+        per_million = cost["energy_kwh_per_million_tokens"]
+        lines[-1] += f", {_counted(cost['energy_kwh'])} kWh ({per_million:.3g} per million tokens)"
     return "\n".join(["Cost (of steps that take what is predicted)", *lines])
 
 
@@ -137,6 +149,7 @@ def _compare(args: argparse.Namespace, ask: Ask) -> int:
         {text: partial(ask.report, args, cluster) for text, cluster in clusters.items()},
         prices=args.prices or [],
         tokens=args.tokens,
+        watts=args.watts,
         by=args.by,
     )
     _show(args, ask, found.as_dict(), str(found))

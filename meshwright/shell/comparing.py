@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.plan import InfeasibleError, counted, seconds
+from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
 from meshwright.planner.report import Report, table
 
 
@@ -48,6 +48,8 @@ _COSTS = {
     "price_per_million_tokens": "price/M tokens",
     "days": "days",
     "price": "price",
+    "energy_kwh_per_step": "kWh/step",
+    "energy_kwh": "kWh",
 }
 
 
@@ -56,6 +58,7 @@ def compared(
     *,
     prices: Sequence[float],
     tokens: float | None,
+    watts: float | None = None,
     by: str | None,
 ) -> Compared:
     """Plan for each cluster by name, and choose. One price is for all, else there is one for each.
@@ -69,7 +72,7 @@ def compared(
         raise ValueError("--by cost: no price was given; legal with --price MONEY, per device-hour")
     each: list[float | None] = [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
     rows = [
-        _row(name, plan, price, tokens)
+        _row(name, plan, {"price_per_hour": price, "tokens": tokens, "power_watts": watts})
         for (name, plan), price in zip(planned.items(), each, strict=True)
     ]
     by = by or ("cost" if prices else "time")
@@ -80,13 +83,13 @@ def compared(
 
 
 def _row(
-    name: str, plan: Callable[[], Report], price: float | None, tokens: float | None
+    name: str, plan: Callable[[], Report], asked: Mapping[str, float | None]
 ) -> dict[str, Any]:
     try:
         report = plan()
     except InfeasibleError as error:
         most = max(error.shortfall_bytes, default=0.0)
-        why = f"does not fit: the fullest stage lacks {most / 2**30:.3g} GiB"
+        why = f"does not fit: the fullest stage lacks {sized(most)}"
         return {"cluster": name, "plan": None, "why": why, "error": str(error)}
     s = report.summary
     kept = ("step_time_s", "step_interval_s", "rows_per_s", "tokens_per_s", "mfu", "memory_verdict")
@@ -94,6 +97,6 @@ def _row(
         "cluster": name,
         "devices": report.plan.num_ranks,
         **{key: s[key] for key in kept},
-        **(report.cost(tokens=tokens, price_per_hour=price) or {}),
+        **(report.cost(**asked) or {}),
         "plan": s["chosen"],
     }

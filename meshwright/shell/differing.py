@@ -9,12 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.plan import Plan, compress_names, compress_ranks, mesh_words, seconds, sized
+from meshwright.planner.plan import (
+    Plan,
+    compress_names,
+    compress_ranks,
+    counted,
+    describe,
+    mesh_words,
+    seconds,
+    sized,
+    slower,
+)
 from meshwright.shell.named import saved_json
 
 ABSENT = "not there"
 EQUAL = 1e-9  # part of a number up to which two are the same
-WHOLE = ("model", "precision", "global_batch_size", "num_microbatches", "schedule")
+WHOLE = ("precision", "global_batch_size", "num_microbatches", "schedule")
 
 Row = Mapping[str, Any]
 
@@ -50,7 +60,7 @@ class Price:
 
     def __str__(self) -> str:
         said = {"s": seconds, "bytes": sized}[self.unit]
-        part = f" ({self.more / self.a:+.1%})" if self.a else ""
+        part = f" ({slower(self.more / self.a)})" if self.a else ""
         sign = "+" if self.more > 0 else "-"
         return (
             f"  {self.what}: {said(self.a)} -> {said(self.b)}, {sign}{said(abs(self.more))}{part}"
@@ -93,7 +103,8 @@ class Difference:
 def between(a: str | Path, b: str | Path) -> Difference:
     """The difference of two files, plans or reports. Raises `PlanError` for what is neither."""
     (plan_a, report_a), (plan_b, report_b) = _read(a), _read(b)
-    changes, prices = [*_changes(plan_a, plan_b)], None
+    models = () if plan_a.model == plan_b.model else _models((plan_a, report_a), (plan_b, report_b))
+    changes, prices = [*models, *_changes(plan_a, plan_b)], None
     if report_a is not None and report_b is not None:
         changes += _setups(report_a, report_b)
         prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
@@ -109,13 +120,30 @@ def _read(path: str | Path) -> tuple[Plan, Row | None]:
     return plan, data if "summary" in data else None
 
 
+def _models(*both: tuple[Plan, Row | None]) -> Iterator[Change]:
+    """Of two models: parameters where reports have them, how many blocks, which are in one alone;
+    then the plans as a whole, since blocks of different models can't be compared one by one."""
+    plans = [plan for plan, _ in both]
+    names = [tuple(name for stage in plan.stages for name in stage.blocks) for plan in plans]
+    sides = []
+    for (plan, report), own in zip(both, names, strict=True):
+        size = f"{counted(report['summary']['parameters'])} parameters, " if report else ""
+        sides.append(f"{size}{len(own)} blocks (fingerprint {plan.model})")
+    yield Change(what="another model", a=sides[0], b=sides[1])
+    alone = [[n for n in own if n not in other] for own, other in (names, names[::-1])]
+    if any(alone):
+        told = [", ".join(compress_names(own)) if own else "none" for own in alone]
+        yield Change(what="blocks that the other lacks", a=told[0], b=told[1])
+    yield from _change("plan", *map(describe, plans))
+
+
 def _changes(a: Plan, b: Plan) -> Iterator[Change]:
     for name in WHOLE:
         yield from _change(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _change("stages", str(len(a.stages)), str(len(b.stages)))
     ours, theirs = _by_block(a), _by_block(b)
     runs: dict[tuple[str, str, str], list[str]] = {}
-    for name in dict.fromkeys([*ours, *theirs]):
+    for name in [name for name in ours if name in theirs]:
         own, other = ours.get(name, {}), theirs.get(name, {})
         for what in dict.fromkeys([*own, *other]):
             pair = own.get(what, ABSENT), other.get(what, ABSENT)
@@ -124,7 +152,10 @@ def _changes(a: Plan, b: Plan) -> Iterator[Change]:
     for (what, left, right), names in runs.items():
         yield Change(what=f"{what} of {', '.join(compress_names(names))}", a=left, b=right)
     ours_split, theirs_split = _shardings(a), _shardings(b)
-    for pattern in sorted({*ours_split, *theirs_split}):
+    patterns = {*ours_split, *theirs_split}
+    if a.model != b.model:  # what names modules of one model decides nothing in another
+        patterns = {*ours_split} & {*theirs_split}
+    for pattern in sorted(patterns):
         left, right = (split.get(pattern, ABSENT) for split in (ours_split, theirs_split))
         yield from _change(f"sharding of {pattern}", left, right)
 

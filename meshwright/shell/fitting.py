@@ -3,18 +3,21 @@ help where it doesn't."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.planner.alternatives import with_advice, with_sequences
+from meshwright.planner.alternatives import lighter, with_sequences
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, Relaxation, describe, sized
 from meshwright.planner.report import sequence_length
-from meshwright.planner.search import Search, plan_that_fits
+from meshwright.planner.search import Search, some_plan_fits
+
+progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
 FITS, TIGHT, NOT = "fits", "tight", "does not fit"
-SPARE = "what would help: a larger --memory-margin leaves more of each device free"
+SPARE = "a larger --memory-margin leaves more of each device free"
 MOST = 2**12  # times the batch, or the sequence, at most
 FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 
@@ -23,8 +26,8 @@ FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 class Fit:
     """The verdict, with the fullest device's bytes, the 80 % interval and what there is of memory;
     without a plan None. `batch_at_once` is the largest batch that fits as one micro-batch,
-    `sequence` the longest; 0 where none does, None where there is nothing to vary. `advice` and
-    `relaxations` are what would help where nothing fits."""
+    `sequence` the longest; 0 where none does, None where there is nothing to vary. `why` nothing
+    fits, in whole; `helps` is what would."""
 
     verdict: str
     plan: str | None
@@ -36,69 +39,81 @@ class Fit:
     sequence_now: int | None
     sequence: int | None
     why: str
+    helps: tuple[str, ...] = ()
     relaxations: tuple[Relaxation, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict}: {self.plan or self.why}"]
-        if self.peak_bytes is not None and self.interval_bytes is not None:
-            low, high = map(sized, self.interval_bytes)
-            lines.append(
-                f"  {sized(self.peak_bytes)} of {sized(self.memory_bytes)} on the fullest device, "
-                f"with 80 % {low} to {high}"
-            )
-            if self.why:
-                lines.append(f"  {self.why}")
-        if self.batch_at_once:
-            said = f"{self.batch_at_once} rows; larger ones fit in several micro-batches"
-        elif self.verdict == NOT:
-            said = "none"
-        else:
-            said = f"none from {self.batch} rows on; it fits in micro-batches"
-        lines.append(f"  largest batch that fits at once, as one micro-batch: {said}")
+        lines = [*self._verdict(), f"  largest batch that fits at once, {self._batch()}"]
         if self.sequence is not None:
             found = f"{self.sequence} tokens" if self.sequence else "none"
             lines.append(
                 f"  longest sequence that fits: {found} (planned: {self.sequence_now}); by memory, "
                 "whatever the model's positions allow"
             )
+        if self.helps:
+            lines += ["What would help", *(f"  - {text}" for text in self.helps)]
         return "\n".join(lines)
+
+    def _verdict(self) -> list[str]:
+        if self.peak_bytes is None or self.interval_bytes is None:
+            return [f"{self.verdict}: {self.why.partition(' Way out: ')[0]}"]
+        low, high = map(sized, self.interval_bytes)
+        return [
+            f"{self.verdict}: {sized(self.peak_bytes)} of {sized(self.memory_bytes)} on the "
+            f"fullest device, with 80 % {low} to {high}",
+            f"  plan: {self.plan}",
+        ]
+
+    def _batch(self) -> str:
+        if self.batch_at_once:
+            said = f"{self.batch_at_once} rows; larger ones fit in several micro-batches"
+        elif self.verdict == NOT:
+            said = "none"
+        else:
+            said = f"none from {self.batch} rows on; it fits in micro-batches"
+        return f"as one micro-batch: {said}"
 
 
 def fit(search: Search) -> Fit:
     """What fits, by prices of memory; the search is run for the batch as given."""
-    problem = search.problem
+    problem, found = search.problem, None
     length = sequence_length(problem)
+    try:
+        found = search.run().best
+    except InfeasibleError as error:
+        refused = error
     shared: dict[str, Any] = {
         "memory_bytes": float(problem.cluster.device.memory_bytes),
         "batch": search.global_batch_size,
         "batch_at_once": _largest_batch(search),
         "sequence_now": length,
-        "sequence": _longest(search, length) if length else None,
+        "sequence": _longest(search, length, found is not None) if length else None,
     }
-    try:
-        best = search.run().best
-    except InfeasibleError as error:
-        found = with_advice(search, error)
+    if found is None:
+        said = "anything that changes the model, the optimizer or the precision"
+        helps = [*map(str, refused.relaxations), *filter(None, [lighter(search)])]
         return Fit(
             verdict=NOT,
             plan=None,
             peak_bytes=None,
             interval_bytes=None,
-            why=str(found),
-            relaxations=found.relaxations,
+            why=str(refused),
+            helps=tuple(helps or [said]),
+            relaxations=refused.relaxations,
             **shared,
         )
-    prediction = best.evaluation.prediction
+    prediction = found.evaluation.prediction
     verdict = prediction.memory_verdict(problem.cluster)
     return Fit(
         verdict=verdict,
-        plan=describe(best.plan),
+        plan=describe(found.plan),
         peak_bytes=max(prediction.peak_memory_bytes),
         interval_bytes=prediction.memory_interval_bytes,
-        why="" if verdict == FITS else SPARE,
+        why="",
+        helps=() if verdict == FITS else (SPARE,),
         **shared,
     )
 
@@ -130,19 +145,24 @@ def _largest_batch(search: Search) -> int:
         if size < 1 or size != int(size):
             return False
         only = replace(free, num_microbatches=1)
+        progress.debug(f"asking whether {int(size)} rows fit at once")
         return _fits(lambda: search.like(global_batch_size=int(size), overrides=only))
 
     return int(batch * _largest(fits))
 
 
-def _longest(search: Search, length: int) -> int | None:
-    """The longest sequence that fits with the batch given; None where there is none to vary."""
+def _longest(search: Search, length: int, planned: bool) -> int | None:
+    """The longest sequence that fits with the batch given, the one given where it was `planned`;
+    None where there is none to vary."""
     if with_sequences(search.problem, lambda size: size) is None:
         return None
 
     def fits(factor: float) -> bool:
         if length * factor < 1:
             return False
+        if planned and factor <= 1:
+            return True
+        progress.debug(f"asking whether sequences of {int(length * factor)} fit")
         longer = with_sequences(search.problem, lambda size: max(1, int(size * factor)))
         return longer is not None and _fits(lambda: search.like(problem=longer))
 
@@ -151,6 +171,6 @@ def _longest(search: Search, length: int) -> int | None:
 
 def _fits(made: Callable[[], Search]) -> bool:
     try:
-        return plan_that_fits(made()) is not None
+        return some_plan_fits(made())
     except OverrideError:
         return False

@@ -15,6 +15,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 
+MISSING = "the following arguments are required: "  # argparse's words
 MADE = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
 
 
@@ -26,9 +27,24 @@ class Parser(argparse.ArgumentParser):
     """Raises `MeshwrightError` for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(MISSING):
+            self._missing(message.removeprefix(MISSING).split(", "))
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise MeshwrightError(
             message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
+        )
+
+    def _missing(self, names: list[str]) -> NoReturn:
+        """Required arguments were not given: which, and what each is."""
+        actions = {_name_of(action): action for action in self._actions}
+        told = [_told(actions[name]) for name in names if name in actions]
+        commands = any(action.nargs == argparse.PARSER for action in actions.values())
+        what = "a command" if commands else " and ".join(names)
+        raise MeshwrightError(
+            f"{what} {'is' if commands or len(names) == 1 else 'are'} missing",
+            place=self.prog,
+            legal=", ".join(told),
+            way_out=f"see `{self.prog} --help`",
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -42,6 +58,18 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
 
+def _name_of(action: argparse.Action) -> str:
+    """An argument as argparse's message names it."""
+    return "/".join(action.option_strings) or str(action.metavar or action.dest)
+
+
+def _told(action: argparse.Action) -> str:
+    """An argument as one gives it, and what it is."""
+    given = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    told = " ".join([*action.option_strings[-1:], str(given)])
+    return f"{told} ({action.help})" if action.help else told
+
+
 def positive_number(text: str) -> float:
     try:
         value = float(text)
@@ -53,13 +81,19 @@ def positive_number(text: str) -> float:
 
 
 def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """`--price` and `--tokens`."""
+    """`--price`, `--watts` and `--tokens`."""
     parser.add_argument(
         "--price",
         type=positive_number,
         metavar="MONEY",
         help=f"price per device and hour{', once for all clusters or once for each' * bool(more)}",
         **more,
+    )
+    parser.add_argument(
+        "--watts",
+        type=positive_number,
+        metavar="WATTS",
+        help="power that a device takes with its share of the machine, for energy in kWh",
     )
     parser.add_argument(
         "--tokens", type=positive_number, metavar="NUMBER", help="tokens to train on"

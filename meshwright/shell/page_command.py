@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
 from meshwright.planner.report import SCHEMA, Report
+from meshwright.shell.asking import asked_costs
 from meshwright.shell.named import add_price, saved_json
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
@@ -52,7 +53,7 @@ def _write(args: argparse.Namespace, page: Page) -> int:
     if data is None:
         fill_from_plan(args)
         report = page.report(args, args.plan)
-        report.html(args.output, tokens=args.tokens, price_per_hour=args.price)
+        report.html(args.output, sensitivity=False, **asked_costs(args))
     else:
         write_page(data, args)
     page.said(f"page written to {args.output}")
@@ -75,10 +76,10 @@ def report_data(path: str) -> dict[str, Any] | None:
 
 def write_page(data: dict[str, Any], args: argparse.Namespace) -> None:
     """The page of a report that was read. Raises ValueError for what a report can't answer."""
-    if args.tokens is not None or args.price is not None:
+    if asked_costs(args):
         raise ValueError(
-            f"report {args.plan!r}: --tokens and --price are for plans, whose prices are found "
-            "anew; give the plan and its model"
+            f"report {args.plan!r}: --tokens, --price and --watts are for plans, whose prices are "
+            "found anew; give the plan and its model"
         )
     Path(args.output).write_text(render_page(data), encoding="utf-8")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.planner.alternatives.what_if import CHUNKS, with_chunked_loss
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import GIB, InfeasibleError, describe, divisors, seconds
+from meshwright.planner.plan import InfeasibleError, describe, divisors, seconds, sized
 from meshwright.planner.pricing import StageCoster, evaluate
 from meshwright.planner.report import excluded
 from meshwright.planner.search import Search, SearchResult
@@ -164,7 +164,7 @@ def _logits(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
             "kind": "logits",
             "logits_bytes": taken,
             "peak_bytes_without": after,
-            "advice": f"logits and their gradients take {taken / GIB:.3g} of the peak's "
-            f"{before / GIB:.3g} GiB: a chunked or fused loss (in {CHUNKS} parts) leaves "
-            f"{after / GIB:.3g} GiB",
+            "advice": f"logits and their gradients take {sized(taken)} of the peak's "
+            f"{sized(before)}: a chunked or fused loss (in {CHUNKS} parts) leaves "
+            f"{sized(after)}",
         }

@@ -8,6 +8,7 @@ limit the answers together take no more than the search was given.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from meshwright.planner.pricing import Evaluator
 from meshwright.planner.search import Search, SearchResult
 
 T = TypeVar("T")
+
+progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters
@@ -51,7 +54,8 @@ class Answers:
         given_s = self.search.time_limit_s
         return None if given_s is None else max(0.0, given_s - self._spent_s)
 
-    def _timed(self, work: Callable[[], T]) -> T:
+    def _timed(self, what: str, work: Callable[[], T]) -> T:
+        progress.debug("report: %s", what)
         limit = self.search.programs.time
         started = limit.clock()
         try:
@@ -63,7 +67,9 @@ class Answers:
     @property
     def others(self) -> tuple[Alternative, ...]:
         if self._others is None:
-            self._others = self._timed(lambda: alternatives(self.search, self.result))
+            self._others = self._timed(
+                "the best plan of each family", lambda: alternatives(self.search, self.result)
+            )
         return self._others
 
     def alternatives(self) -> list[dict[str, Any]]:
@@ -87,20 +93,22 @@ class Answers:
         """Flips of the decision, by property of the cluster."""
         if self._sensitivity is None:
             compared = self._compared()
-            flips = self._timed(lambda: compared.flips(self._left_s()))
+            flips = self._timed(
+                "what would flip the decision", lambda: compared.flips(self._left_s())
+            )
             self._sensitivity = [_flip_row(flip) for flip in flips]
         return self._sensitivity
 
     def advice(self) -> list[dict[str, Any]]:
         """What the user may change for more rows per second, or less memory."""
         if self._advice is None:
-            self._advice = self._timed(lambda: advice(self.search, self.result))
+            self._advice = self._timed("advice", lambda: advice(self.search, self.result))
         return self._advice
 
     def proof(self) -> dict[str, Any]:
         """Lower bound on the step of plans with equal stages, and the chosen one's gap to it."""
         if self._proof is None:
-            bound_s = self._timed(lambda: self.search.equal_bound_s(self.result))
+            bound_s = self._timed("a closer bound", lambda: self.search.equal_bound_s(self.result))
             step_s, self._proof = self.result.best.step_time_s, {}
             if bound_s:
                 gap = max(0.0, step_s / bound_s - 1.0)
@@ -153,7 +161,7 @@ class Answers:
         """The same search under other overrides, in the time that is left."""
         search = self.search.like(overrides=overrides, time_limit_s=self._left_s())
         try:
-            return self._timed(search.run).best
+            return self._timed("a plan without an override", search.run).best
         except (InfeasibleError, OverrideError):
             return None
 

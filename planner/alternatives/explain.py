@@ -7,10 +7,10 @@ from typing import Any
 
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.alternatives.alternatives import Alternative
-from meshwright.planner.plan import GIB, Plan, PlanError, check_runs, describe, seconds
+from meshwright.planner.plan import Plan, PlanError, check_runs, describe, seconds, sized, slower
 from meshwright.planner.pricing import Evaluation
 from meshwright.planner.report import Components, Report, Searched, breakdown, explain, why_slower
-from meshwright.planner.search import TIE, SearchResult
+from meshwright.planner.search import TIE, SearchResult, why_simpler
 
 
 def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str, float]) -> Report:
@@ -42,7 +42,11 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         result.best.assignments,
         problem,
         phases_s={**phases_s, **result.phases_s},
-        notes=(*_not_run_yet(result.best.plan), *_ties(result), *result.notes),
+        notes=(
+            *_not_run_yet(result.best.plan),
+            *_ties(result, problem.cluster.device.memory_bytes),
+            *result.notes,
+        ),
         searched=Searched(
             runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
         ),
@@ -51,23 +55,31 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
 
 def _slower(step_s: float, chosen_s: float) -> dict[str, Any]:
     """How much slower, and whether prices can't tell the two apart."""
-    slower = step_s / chosen_s - 1
-    return {"slower": slower, "tie": abs(slower) <= TIE}
+    more = step_s / chosen_s - 1
+    return {"slower": more, "tie": abs(more) <= TIE}
 
 
 def _bound(result: SearchResult) -> dict[str, float]:
     return {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
 
 
-def _ties(result: SearchResult) -> list[str]:
+def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
     """What simplicity costs, where a plan that is less simple is predicted to be faster."""
     best = result.best
     fastest = min(result.candidates, key=lambda c: c.step_time_s)
     if fastest.step_time_s >= best.step_time_s:
         return []
+    peaks = [max(c.evaluation.prediction.peak_memory_bytes) for c in (best, fastest)]
+    simpler = why_simpler(best.plan, fastest.plan, peaks, memory_bytes)
+    less = fastest.step_time_s / best.step_time_s - 1
+    why = (
+        f"so the simpler plan was chosen: it {simpler}"
+        if simpler
+        else "and with what prices are off by this one takes no longer"
+    )
+    resolved = f"less than prices resolve ({TIE:.0%})" if -less <= TIE else "within their errors"
     return [
-        f"tie with {describe(fastest.plan)}: {fastest.step_time_s / best.step_time_s - 1:+.1%}, "
-        f"less than prices resolve ({TIE:.0%}), so the simpler plan was chosen; "
+        f"tie with {describe(fastest.plan)}: {less:+.1%}, {resolved}, {why}; "
         "objective='fastest' takes the other"
     ]
 
@@ -94,14 +106,14 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
         return {**row, "why": f"{least}not explored in the time given"}
     if draft is None:
         short = alternative.shortfall_bytes or 0.0
-        lacks = f"the leanest lacks {short / GIB:.3g} GiB a device"
+        lacks = f"the leanest lacks {sized(short)} a device"
         why = f"no plan with equal stages was found to fit{': ' + lacks if short else ''}"
         return {**row, "shortfall_bytes": short, "why": why}
     compared, other = _against(chosen, draft.evaluation), alternative.instead
     if other is not None:
-        slower = other.step_time_s / best.prediction.step_time_s - 1
+        more = slower(other.step_time_s / best.prediction.step_time_s - 1)
         row["instead"] = {"plan": describe(other.plan), "step_time_s": other.step_time_s}
-        compared["why"] += f"; its override alone gives no pipeline, {slower:+.1%}"
+        compared["why"] += f"; its override alone gives no pipeline, {more}"
     return {
         **row,
         "plan": describe(draft.plan),

@@ -23,10 +23,12 @@ from meshwright.planner.pricing import StageCoster, stage_setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A strategy of an operator: seconds of its block on a rank in a step, None where the block
-    can't run so, and the block's re-shards, forward and backward: collective -> (calls, bytes)."""
+    """A strategy of an operator, with the `states` of its operands and results on the tensor axis:
+    seconds of its block on a rank in a step, None where the block can't run so, and the block's
+    re-shards, forward and backward: collective -> (calls, bytes)."""
 
     strategy: str
+    states: str
     seconds: float | None
     collectives: Mapping[str, tuple[int, float]]
 
@@ -119,6 +121,8 @@ class _Ways:
 
     def of(self, op: Op, strategy: Strategy) -> Way:
         """The best block with this strategy."""
+        ends = strategy.operands, strategy.results
+        states = " -> ".join(", ".join(map(str, end)) for end in ends)
         setting = self.pricer.setting
         program = BlockProgram(
             self.pricer,
@@ -131,10 +135,11 @@ class _Ways:
         )
         table = program.solve(self.pricer)
         if table is None or () not in table.choices:
-            return Way(strategy=strategy.name, seconds=None, collectives={})
+            return Way(strategy=strategy.name, states=states, seconds=None, collectives={})
         assignment = program.assignment(table, ())
         return Way(
             strategy=strategy.name,
+            states=states,
             seconds=float(table.costs[()]) * setting.num_microbatches,
             collectives=self._collectives(assignment),
         )

@@ -23,7 +23,7 @@ from meshwright.planner.alternatives.what_if import (
 )
 from meshwright.planner.drafts import MeshChoice
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import GIB, InfeasibleError
+from meshwright.planner.plan import InfeasibleError, sized
 from meshwright.planner.search import MemoryNeed, Search, least_memory, least_memory_choices
 
 MAX_MESHES = 8  # looked at for the one that lacks least
@@ -71,7 +71,7 @@ def lighter(search: Search) -> str:
         return ""
     found.sort(key=lambda each: -each[0])
     parts = [
-        f"{change.what} {saved / GIB:.3g} GiB less{', which fits' if saved >= lacking else ''}"
+        f"{change.what} {sized(saved)} less{', which fits' if saved >= lacking else ''}"
         for saved, change in found
     ]
     said = f"Train it otherwise (on the fullest stage): {'; '.join(parts)}"
@@ -154,8 +154,8 @@ def _together(needs: _Needs, changes: list[Change], lacking: float) -> str:
         taken, left = [*taken, change], now
         if left <= 0:
             names = " with ".join(own.what.split(" (")[0] for own in taken)
-            return f"; {names} fits, with {-left / GIB:.3g} GiB to spare"
-    return f"; even together they lack {left / GIB:.3g} GiB"
+            return f"; {names} fits, with {sized(-left)} to spare"
+    return f"; even together they lack {sized(left)}"
 
 
 def _logits(needs: _Needs, problem: Problem, lacking: float) -> str:
@@ -166,4 +166,4 @@ def _logits(needs: _Needs, problem: Problem, lacking: float) -> str:
     taken = (lacking - left) / (1 - 1 / CHUNKS)
     if taken < LOGITS * problem.cluster.device.usable_bytes:
         return ""
-    return f"The logits and their gradients alone take {taken / GIB:.3g} GiB. "
+    return f"The logits and their gradients alone take {sized(taken)}. "

@@ -87,13 +87,14 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
     assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
     plan = _with_shardings(coster, draft, assignments)
     rooms = [memory_bytes - coster.cluster.device.reserved_bytes] * len(draft.plan.devices)
-    for _ in range(MOST_TRIES):
+    for tried in range(MOST_TRIES):
+        policies = _policies(coster, draft, rooms, again=tried > 0)
         stages = [
             dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own))
-            for stage, own in zip(plan.stages, _policies(coster, draft, rooms), strict=True)
+            for stage, own in zip(plan.stages, policies, strict=True)
         ]
-        tried = dataclasses.replace(plan, stages=tuple(stages))
-        priced = evaluate(tried, coster.problem, assignments, coster)
+        written = dataclasses.replace(plan, stages=tuple(stages))
+        priced = evaluate(written, coster.problem, assignments, coster)
         candidate = Candidate(
             evaluation=priced, assignments=assignments, fits=_fits(priced, memory_bytes)
         )
@@ -156,15 +157,15 @@ def _stage_plan(
 
 
 def _policies(
-    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float]
+    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float], *, again: bool
 ) -> list[tuple[str, ...]]:
     """The policy of each block of each stage: the least recompute with which the stages of a device
-    group fit its room together."""
+    group fit its room together; a draft without any keeps to that unless it is tried `again`."""
     found = [d.policies for d in draft.stages]
     for ranks, room in zip(draft.plan.devices, rooms, strict=True):
         here = [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
         stages = [draft.stages[k] for k in here]
-        if all(set(d.policies) == {"none"} for d in stages):
+        if not again and all(set(d.policies) == {"none"} for d in stages):
             continue
         costs = [
             stage_costs(d.setup.chain.runs.sums[d.run], d.setup.setting, "none") for d in stages

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.planner.page.cells import gib, sent, share, stage_words, time
 from meshwright.planner.page.plans import compared
 from meshwright.planner.page.tables import busiest_stage
+from meshwright.planner.plan import slower
 
 Row = Mapping[str, Any]
 
@@ -35,7 +37,7 @@ def _alternatives(data: Row) -> str:
     difference = time(abs(first["step_time_s"] - step_s)).text
     return (
         f"The fastest of the {len(others)} others, {first['plan']}, takes {difference} "
-        f"{'more' if first['slower'] >= 0 else 'less'} a step ({first['slower']:+.1%})."
+        f"{'more' if first['slower'] >= 0 else 'less'} a step ({slower(first['slower'])})."
     )
 
 
@@ -49,9 +51,12 @@ def _memory(data: Row) -> str:
     )
     if "course_bytes" in fullest:
         where = f" of {fullest['block']}" if fullest["block"] else ""
+        when = f"in the {fullest['moment'].replace('_', ' ')}{where}"
+        if math.ceil(fullest["course_bytes"]) >= fullest["priced_bytes"]:
+            return f"{text} The peak comes {when}."
         text += (
-            f" Followed through a step, its peak is {gib(fullest['course_bytes']).text}, in the "
-            f"{fullest['moment'].replace('_', ' ')}{where}."
+            " That is the most of each kind, which need not come together: followed through a "
+            f"step, at most {gib(fullest['course_bytes']).text} at once, {when}."
         )
     return text
 

@@ -73,6 +73,9 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     found = []
     if "price_per_step" in cost:
         found.append(("price of a step", number(cost["price_per_step"]), "at the price given"))
+    if "energy_kwh_per_step" in cost:
+        told = f"kWh, at {number(cost['power_watts']).text} W a device as given"
+        found.append(("energy of a step", number(cost["energy_kwh_per_step"]), told))
     if "days" in cost:
         tokens = scaled(cost["tokens"], "tokens").text
         hours = number(cost["device_hours"]).text
@@ -80,6 +83,9 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     if "price" in cost:
         million = number(cost["price_per_million_tokens"]).text
         found.append(("price", number(cost["price"]), f"{million} a million tokens"))
+    if "energy_kwh" in cost:
+        million = number(cost["energy_kwh_per_million_tokens"]).text
+        found.append(("energy", number(cost["energy_kwh"]), f"kWh, {million} a million tokens"))
     return found
 
 
@@ -108,7 +114,7 @@ def stages(data: Row) -> Table:
 def memory(data: Row) -> Table:
     parts = list(data["memory"][0]["parts"])
     followed = "course_bytes" in data["memory"][0]
-    more = ("peak in the course of a step", "comes in") if followed else ()
+    more = ("at once in a step", "highest in") if followed else ()
     rows = []
     for row in data["memory"]:
         cells = [words(stage_words(row["stages"])), words(row["ranks"])]
@@ -118,7 +124,7 @@ def memory(data: Row) -> Table:
             block = f" of {row['block']}" if row["block"] else ""
             cells += [gib(row["course_bytes"]), words(row["moment"].replace("_", " ") + block)]
         rows.append(cells)
-    heads = ("device group", "ranks", *parts, "together", *more)
+    heads = ("device group", "ranks", *parts, "peak", *more)
     return Table(caption="Memory of a device", heads=heads, rows=rows)
 
 

@@ -41,6 +41,7 @@ from meshwright.planner.plan.words import (
     policy_counts,
     seconds,
     sized,
+    slower,
 )
 from meshwright.planner.plan.written_buffers import inseparable, updates_of
 
@@ -52,5 +53,5 @@ __all__ = [
     "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
     "meeting_words", "mesh_words", "placement_of",
     "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
-    "sized", "spread_of", "stage_of", "stages_of_parameters", "updates_of",
+    "sized", "slower", "spread_of", "stage_of", "stages_of_parameters", "updates_of",
 ]  # fmt: skip

@@ -31,11 +31,21 @@ def counted(value: float) -> str:
 
 
 def sized(nbytes: float) -> str:
-    """75.6 GiB, 12.3 MiB, 808 KiB: bytes of a device."""
+    """75.6 GiB, 12.3 MiB, 808 KiB, 1,024 GiB: bytes of a device."""
     for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
         if nbytes >= ROUNDS_UP * scale:
-            return f"{nbytes / scale:.3g} {unit}"
+            return f"{_digits(nbytes / scale)} {unit}"
     return f"{nbytes / 2**10:.3g} KiB"
+
+
+def slower(part: float) -> str:
+    """+12.3%, -4.5%: what one takes more than another; 2.5 times, from twice as much on."""
+    return f"{part:+.1%}" if part <= 1 else f"{_digits(1 + part)} times"
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 1000 * ROUNDS_UP else f"{value:,.0f}"
 
 
 def seconds(value: float) -> str:
@@ -45,7 +55,7 @@ def seconds(value: float) -> str:
         return "0 µs"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= ROUNDS_UP * scale:
-            return f"{value / scale:.3g} {unit}"
+            return f"{_digits(value / scale)} {unit}"
     return f"{value / 1e-6:.3g} µs"
 
 

@@ -63,10 +63,10 @@ class Prediction:
     each device group, where a schedule runs several stages on one), share of the pipeline's time
     that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
     were off for models like it; `assumptions` say what was taken for granted of a configuration
-    that leaves something open. `course` has the same peaks as they come in the course of a step,
-    and when, where the target's are followed; plans are chosen by `peak_memory_bytes`, which add up
-    the most of each kind of memory. Where the plan was `rehearsed`, the verdict on memory rests on
-    that; the other numbers are prices still."""
+    that leaves something open. `peak_memory_bytes` is the most of each kind of memory together,
+    which need not come at once; `course` has the peaks as they come in the course of a step, and
+    when, where the target's are followed, and the peak is no less than that. Where the plan was
+    `rehearsed`, the verdict on memory rests on that; the other numbers are prices still."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -95,14 +95,13 @@ class Prediction:
         return self.memory_error.low * peak, self.memory_error.high * peak
 
     def memory_verdict(self, cluster: Cluster) -> str:
-        """Whether the plan "fits", is "tight" (the upper end of the interval does not, or the peak
-        in the course of a step) or "does not fit"; by the rehearsal where there was one."""
+        """Whether the plan "fits", is "tight" (the upper end of the interval does not) or "does not
+        fit"; by the rehearsal where there was one."""
         if self.rehearsed is not None:
             return self.rehearsed.verdict(cluster)
         if any(self.shortfall_bytes(cluster)):
             return "does not fit"
-        most = max(self.memory_interval_bytes[1], *self.course_bytes, 0)
-        return "fits" if most <= cluster.device.memory_bytes else "tight"
+        return "fits" if self.memory_interval_bytes[1] <= cluster.device.memory_bytes else "tight"
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
@@ -178,7 +177,10 @@ def evaluate(
     if not problem.target.gradients_come:
         return priced
     course = plan_peaks(plan, coster, assignments)
-    return replace(priced, prediction=replace(priced.prediction, course=tuple(course)))
+    sums = priced.prediction.peak_memory_bytes
+    peaks = [max(own, math.ceil(peak.nbytes)) for own, peak in zip(sums, course, strict=True)]
+    prediction = replace(priced.prediction, course=tuple(course), peak_memory_bytes=peaks)
+    return replace(priced, prediction=prediction)
 
 
 def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:

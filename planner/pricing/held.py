@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from meshwright.costmodel.blocks import HeldBytes, held_bytes
 from meshwright.costmodel.schedules import peak_activation, stages_of_devices
@@ -17,8 +17,9 @@ class MemoryParts:
     """Bytes of a device of one device group; together they are its `peak_memory_bytes`.
 
     `weights` that are computed with, trained or not; `activations` of all micro-batches in flight;
-    `buffers` of gradients under way and gathered weights; `transient`, what is made again and the
-    gradients of activations; `reserved` for the device's context and communicators.
+    `buffers` of gradients under way and gathered weights; `transient`, what is made again, the
+    gradients of activations, and what else the peak in the course of a step holds beyond the most
+    of each kind; `reserved` for the device's context and communicators.
     """
 
     weights: float
@@ -28,6 +29,10 @@ class MemoryParts:
     buffers: float
     transient: float
     reserved: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.as_dict().values())
 
     def as_dict(self) -> dict[str, float]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -52,17 +57,17 @@ def memory_parts(
         own = [held[k] for k in members]
         # one stage is in a backward: the one that holds most in it
         passing = max(own, key=lambda h: h.transient + h.communicators)
-        found.append(
-            MemoryParts(
-                weights=sum(h.weights + h.frozen for h in own),
-                gradients=sum(h.gradients for h in own),
-                optimizer=sum(h.optimizer for h in own),
-                activations=float(active[device]),
-                buffers=sum(h.buffers for h in own),
-                transient=passing.transient,
-                reserved=passing.communicators + coster.cluster.device.reserved_bytes,
-            )
+        parts = MemoryParts(
+            weights=sum(h.weights + h.frozen for h in own),
+            gradients=sum(h.gradients for h in own),
+            optimizer=sum(h.optimizer for h in own),
+            activations=float(active[device]),
+            buffers=sum(h.buffers for h in own),
+            transient=passing.transient,
+            reserved=passing.communicators + coster.cluster.device.reserved_bytes,
         )
+        beyond = evaluation.prediction.peak_memory_bytes[device] - parts.total
+        found.append(replace(parts, transient=parts.transient + max(0.0, beyond)))
     return found
 
 

@@ -181,18 +181,26 @@ def sequence_length(problem: Problem) -> int | None:
 
 
 def cost_of(
-    details: Details, *, tokens: float | None = None, price_per_hour: float | None = None
+    details: Details,
+    *,
+    tokens: float | None = None,
+    price_per_hour: float | None = None,
+    power_watts: float | None = None,
 ) -> Row:
-    """What a run costs: device-hours, days, and money at a price per device and hour that the user
-    gives. Raises ValueError for a model without a sequence, and for numbers that are not above 0.
-    """
-    for name, value in (("tokens", tokens), ("price_per_hour", price_per_hour)):
+    """What a run costs: device-hours, days, money at a price per device and hour, and energy at a
+    power per device, which the user gives. Raises ValueError for a model without a sequence, and
+    for numbers that are not above 0."""
+    given = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
+    for name, value in given.items():
         if value is not None and not value > 0:
             raise MeshwrightError(f"={shown(value)}", place=name, legal="a number above 0, or None")
     found, step = details.throughput, details.evaluation.prediction.step_time_s
     row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}
     if price_per_hour is not None:
         row["price_per_step"] = price_per_hour * row["device_hours_per_step"]
+    if power_watts is not None:
+        row["power_watts"] = power_watts
+        row["energy_kwh_per_step"] = power_watts / 1000 * row["device_hours_per_step"]
     if tokens is None:
         return row
     if not found["tokens_per_s"]:
@@ -208,4 +216,7 @@ def cost_of(
     if price_per_hour is not None:
         row["price"] = price_per_hour * row["device_hours"]
         row["price_per_million_tokens"] = row["price"] / tokens * 1e6
+    if power_watts is not None:
+        row["energy_kwh"] = power_watts / 1000 * row["device_hours"]
+        row["energy_kwh_per_million_tokens"] = row["energy_kwh"] / tokens * 1e6
     return row

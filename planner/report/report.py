@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.planner.page import framed_page, render_page
-from meshwright.planner.plan import GIB, Plan, sized
+from meshwright.planner.plan import Plan, sized
 from meshwright.planner.report.components import Components
 from meshwright.planner.report.details import Details, cost_of
 from meshwright.planner.report.text import full_text, short_text
@@ -125,13 +125,19 @@ class Report:
         }
 
     def cost(
-        self, *, tokens: float | None = None, price_per_hour: float | None = None
+        self,
+        *,
+        tokens: float | None = None,
+        price_per_hour: float | None = None,
+        power_watts: float | None = None,
     ) -> Row | None:
-        """Device-hours of a step and of `tokens`, days, and money where a price per device and hour
-        is given; None on ranks that did not price the plan. Raises ValueError as `cost_of`."""
+        """Device-hours of a step and of `tokens`, days, money where a price per device and hour is
+        given, and energy where a power per device is; None on ranks that did not price the plan.
+        Raises ValueError as `cost_of`."""
         if self.details is None:
             return None
-        return cost_of(self.details, tokens=tokens, price_per_hour=price_per_hour)
+        given = {"price_per_hour": price_per_hour, "power_watts": power_watts}
+        return cost_of(self.details, tokens=tokens, **given)
 
     def html(
         self,
@@ -140,6 +146,7 @@ class Report:
         sensitivity: bool = False,
         tokens: float | None = None,
         price_per_hour: float | None = None,
+        power_watts: float | None = None,
     ) -> Path | None:
         """Write the report as one HTML file, with `sensitivity()` and the `cost` where they are
         asked for; a step of too many events for it goes into a trace beside it. Does nothing on
@@ -149,8 +156,9 @@ class Report:
         data, path, trace = self.to_dict(), Path(path), ""
         if sensitivity:
             data["sensitivity"] = [dict(row) for row in self.sensitivity()]
-        if tokens is not None or price_per_hour is not None:
-            data["cost"] = self.cost(tokens=tokens, price_per_hour=price_per_hour)
+        asked = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
+        if any(value is not None for value in asked.values()):
+            data["cost"] = self.cost(**asked)
         if not data["timeline"]["complete"]:
             trace = path.with_suffix(".trace.json").name
             self.trace(path.with_name(trace))
@@ -182,12 +190,8 @@ class Report:
         """What the verdict on memory rests on."""
         s = self.summary
         if s["memory_verdict_by"] == "price":
-            course = max(s.get("course_bytes") or (0,))
-            beside = f", {sized(course)} in the course of a step" if course else ""
-            return f"{' to '.join(map(sized, s['memory_interval_bytes']))}{beside}"
-        tensors, beside = (s[x] / GIB for x in ("rehearsed_tensor_bytes", "bytes_beside_tensors"))
-        around = f" and {beside:.3g} GiB of context and communicators" if beside else ""
-        memory = (
-            f"of {s['memory_bytes'] / GIB:.1f} GiB, {s['memory_margin']:.0%} left for fragments"
-        )
-        return f"rehearsed {tensors:.3g} GiB of tensors{around} {memory}"
+            return " to ".join(map(sized, s["memory_interval_bytes"]))
+        tensors, beside = s["rehearsed_tensor_bytes"], s["bytes_beside_tensors"]
+        around = f" and {sized(beside)} of context and communicators" if beside else ""
+        memory = f"of {sized(s['memory_bytes'])}, {s['memory_margin']:.0%} left for fragments"
+        return f"rehearsed {sized(tensors)} of tensors{around} {memory}"

@@ -3,12 +3,13 @@ with the answers that take more planning."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.plan import counted, seconds, sized
+from meshwright.planner.plan import counted, seconds, sized, slower
 
 if TYPE_CHECKING:
     from meshwright.planner.report.report import Report
@@ -74,17 +75,26 @@ def _head(report: Report, proof: Row) -> list[str]:
         f"Chosen: {s['chosen']}",
         f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
-        f"peak memory {sized(max(s['peak_memory_bytes']))} of {sized(s['memory_bytes'])}",
+        f"peak memory {_peak(s)} of {sized(s['memory_bytes'])}",
         _intervals(report),
         *_bounds(report, proof),
     ]
+
+
+def _peak(summary: Row) -> str:
+    """The peak that the verdict is about."""
+    priced = sized(max(summary["peak_memory_bytes"]))
+    if summary["memory_verdict_by"] == "price":
+        return priced
+    return f"{sized(max(summary['rehearsed_memory_bytes']))} (rehearsed; price {priced})"
 
 
 def _intervals(report: Report) -> str:
     """What other models' measurements make of the step and the memory."""
     s = report.summary
     step = " to ".join(map(seconds, s["step_interval_s"]))
-    return f"  with 80 %: {step}; {report.memory}: {s['memory_verdict']}"
+    what = "memory " if s["memory_verdict_by"] == "price" else ""
+    return f"  with 80 %: {step}; {what}{report.memory}: {s['memory_verdict']}"
 
 
 def _bounds(report: Report, proof: Row) -> list[str]:
@@ -93,11 +103,16 @@ def _bounds(report: Report, proof: Row) -> list[str]:
         late = "the time limit ended the search before a bound on all other plans was found"
         return [] if s.get("complete", True) else [f"  {late}"]
     early = "" if s["complete"] else "; the time limit ended the search before that was closed"
-    bounds = f"{seconds(s['bound_s'])} at these prices: gap {s['gap']:.1%}"
+    bounds = f"{seconds(s['bound_s'])} at these prices: {gap_words(s['gap'])}"
     if proof and proof["equal_gap"] < s["gap"]:
         equal = seconds(proof["equal_bound_s"])
-        bounds += f"; none with equal stages faster than {equal}: gap {proof['equal_gap']:.1%}"
+        bounds += f"; none with equal stages faster than {equal}: {gap_words(proof['equal_gap'])}"
     return [f"  no plan of the space is faster than {bounds}{early}"]
+
+
+def gap_words(gap: float) -> str:
+    """By how much a step may exceed the fastest there is."""
+    return f"gap {gap:.1%}" if gap <= 1 else f"this one takes {slower(gap)} that"
 
 
 def _shown_stages(stages: Sequence[Row]) -> list[int]:
@@ -143,7 +158,21 @@ def _memory_parts(report: Report) -> list[str]:
     lines = [f"  ranks {', '.join(ranks)}: {text}" for text, ranks in told.items()]
     more = len(lines) - MAX_PARTS
     shown = lines if more <= 1 else [*lines[:MAX_PARTS], f"  and {more} less full device groups"]
-    return ["What holds the memory", *shown]
+    return ["What holds the memory", *shown, *_at_once(rows[0])]
+
+
+def _at_once(row: Row) -> list[str]:
+    """When the fullest device group's memory is highest, where the target's step is followed."""
+    if "course_bytes" not in row:
+        return []
+    block = f" of {row['block']}" if row["block"] else ""
+    when = f"in the {row['moment'].replace('_', ' ')}{block}"
+    if math.ceil(row["course_bytes"]) >= row["priced_bytes"]:
+        return [f"  (the peak comes {when})"]
+    return [
+        "  (the most of each kind, which need not come together: followed through a step, at most "
+        f"{sized(row['course_bytes'])} at once, {when})"
+    ]
 
 
 def _parts_of(row: Row) -> str:
@@ -212,7 +241,7 @@ def _by_plan(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], Row]]:
 
 def _compared(names: Sequence[str], row: Row) -> Iterator[str]:
     tie = ", a tie" if row.get("tie") else ""
-    said = f"{seconds(row['step_time_s'])} ({row['slower']:+.1%}{tie}), {row['why']}"
+    said = f"{seconds(row['step_time_s'])} ({slower(row['slower'])}{tie}), {row['why']}"
     yield f"  {', '.join(names) or 'next best'}: {said}"
     yield f"    {row['plan']}"
 

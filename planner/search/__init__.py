@@ -7,11 +7,12 @@ from meshwright.planner.search.least_memory import (
     least_memory_choices,
     shortfall_bytes,
 )
-from meshwright.planner.search.relaxations import plan_that_fits
+from meshwright.planner.search.relaxations import plan_that_fits, some_plan_fits
 from meshwright.planner.search.search import Search, SearchResult
-from meshwright.planner.search.taste import TIE, simplicity
+from meshwright.planner.search.taste import TIE, simplicity, why_simpler
 
 __all__ = [
     "TIE", "Effort", "Explorer", "MemoryNeed", "Queue", "Search", "SearchResult",
     "least_memory", "least_memory_choices", "plan_that_fits", "shortfall_bytes", "simplicity",
+    "some_plan_fits", "why_simpler",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from meshwright.planner.drafts import (
     StageDraft,
 )
 from meshwright.planner.intra_op import TimeLimit
-from meshwright.planner.plan import seconds
+from meshwright.planner.plan import seconds, slower
 
 T = TypeVar("T")
 
@@ -133,7 +133,8 @@ class Explorer:
         said = f"searching: {len(self.drafts)} plans priced, {len(queue)} left to look at"
         if limit_s == math.inf or not queue.promised_s:
             return said
-        return f"{said}, best {seconds(limit_s)}, gap {limit_s / queue.promised_s - 1:.1%}"
+        gap = slower(limit_s / queue.promised_s - 1).removeprefix("+")
+        return f"{said}, best {seconds(limit_s)}, gap {gap}"
 
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import InfeasibleError, describe, kept_together
+from meshwright.planner.plan import InfeasibleError, describe, kept_together, sized
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices
 from meshwright.planner.search.relaxations import relaxations, way_out
 
@@ -32,13 +32,13 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
             f"drop an override or change global_batch_size{_together(drafter)}"
         )
     excess, per_stage, how = closest
-    gib = ", ".join(f"stage {k}: {max(x, 0) / 2**30:.3g}" for k, x in enumerate(per_stage))
+    short = ", ".join(f"stage {k}: {sized(max(x, 0))}" for k, x in enumerate(per_stage))
     found = relaxations(drafter)
     return InfeasibleError(
         f"the model does not fit {cluster.describe()} "
-        f"({drafter.space.room_bytes / 2**30:.1f} GiB usable per device{_margin(drafter)}). "
-        f"The closest plan ({how}) lacks {excess / 2**30:.3g} GiB on its fullest stage; "
-        f"shortfall in GiB by stage: {gib}. {way_out(found)}{_together(drafter)}",
+        f"({sized(drafter.space.room_bytes)} usable per device{_margin(drafter)}). "
+        f"The closest plan ({how}) lacks {sized(excess)} on its fullest stage; "
+        f"shortfall by stage: {short}. {way_out(found)}{_together(drafter)}",
         per_stage,
         found,
     )
@@ -54,7 +54,7 @@ def _late(drafter: Drafter) -> InfeasibleError:
     groups, mesh, lacks = need.choice.groups, need.choice.mesh, need.excess_bytes
     return InfeasibleError(
         f"{said}: {groups} equal stages on dp{mesh.dp}×tp{mesh.tp}, the leanest looked "
-        f"at, lack {lacks / 2**30:.3g} GiB a device; with more time (time_limit_s) the "
+        f"at, lack {sized(lacks)} a device; with more time (time_limit_s) the "
         f"way out is looked for",
         (lacks,),
     )

@@ -19,7 +19,7 @@ from functools import partial
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError, each_dropped, without
-from meshwright.planner.plan import GIB, Relaxation, describe, margin_beside
+from meshwright.planner.plan import Relaxation, describe, margin_beside, sized
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 
 MOST = 64  # times as many nodes, at most
@@ -73,8 +73,8 @@ def _smaller_margin(drafter: Drafter, draft: PlanDraft) -> str:
     margin = margin_beside(peak, memory)
     return (
         f"memory_margin={margin:g} instead of {drafter.memory_margin:g} (a plan takes "
-        f"{peak / GIB:.3g} of a device's {memory / GIB:.3g} GiB, the margin leaves "
-        f"{drafter.space.memory_bytes / GIB:.3g})"
+        f"{sized(peak)} of a device's {sized(memory)}, the margin leaves "
+        f"{sized(drafter.space.memory_bytes)})"
     )
 
 
@@ -154,6 +154,23 @@ def plan_that_fits(drafter: Drafter) -> PlanDraft | None:
         effort -= best is not None
     equal.forget()
     return best
+
+
+def some_plan_fits(drafter: Drafter) -> bool:
+    """Whether a draft is found that fits, as `plan_that_fits` does: no more meshes are asked than
+    it takes."""
+    equal = drafter.equal
+    for choice in least_memory_choices(drafter.space)[:MAX_MESHES]:
+        if not any(need.excess_bytes <= 0 for need in memory_needs(equal, choice)):
+            continue
+        for one in sorted(equal.combinations(choice), key=lambda c: (c.tight, c.estimate_s)):
+            found = equal.solve(one, math.inf)
+            draft = drafter.draft(one, found[1]) if found else None
+            if draft is not None and draft.fits:
+                equal.forget()
+                return True
+    equal.forget()
+    return False
 
 
 def _relaxation(what: str, more_nodes: int, draft: PlanDraft) -> Relaxation:

@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.operators import Problem
-from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Combination, Drafter, Mesh, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, Drafter, Mesh, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
-from meshwright.planner.search.failure import LATE_MESHES, failure
+from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
-from meshwright.planner.search.taste import TIE, axes_of, by_taste
+from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
+from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
@@ -106,8 +106,15 @@ class Search(Drafter):
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
-        self._explorer = Explorer(drafter=self, equal=self.equal, effort=self._effort)
-        self._drafts = self._explorer.drafts
+        self.refused: frozenset[Hashable] = frozenset()  # kinds of combinations to leave out
+        self._explorer = Explorer(
+            drafter=self,
+            equal=self.equal,
+            effort=self._effort,
+            accept=lambda one: kind_of(one) not in self.refused,
+        )
+        self.drafts = self._explorer.drafts
+        self.excess_bytes = math.inf  # of the closest plan that was written out
 
     def again(self, overrides: Overrides) -> SearchResult:
         """The same search under other overrides, on what was priced. Raises as `run` does."""
@@ -117,11 +124,20 @@ class Search(Drafter):
         own = {"objective": self.objective, "time_limit_s": self.time_limit_s}
         return super()._arguments() | own
 
+    @property
+    def phases_s(self) -> Mapping[str, float]:
+        """CPU seconds spent so far, by phase."""
+        return self._effort.phases_s
+
     # --- the search ---
 
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
         the time limit a first plan is still looked for where it is likely."""
+        return self.attempt() or without_refused(self)
+
+    def attempt(self) -> SearchResult | None:
+        """`run`; None where no plan that was written out fits."""
         limit, given_s = self.programs.time, self.time_limit_s
         ends_s = limit.after(given_s)
         bounds_s = None if given_s is None else max(given_s * BOUNDS_SHARE, BOUNDS_S)
@@ -138,7 +154,7 @@ class Search(Drafter):
         counts = self.space.microbatch_counts()
         return [choice for m in counts for choice in self.equal.mesh_choices(m)]
 
-    def _searched(self, meshes: Sequence[MeshChoice]) -> SearchResult:
+    def _searched(self, meshes: Sequence[MeshChoice]) -> SearchResult | None:
         """The search, on these meshes."""
         timed = self._effort.timed
         equal_s = min((choice.bound_s for choice in meshes), default=math.inf)
@@ -153,7 +169,7 @@ class Search(Drafter):
             different_s = self._unequal(self.space.tried_counts())
         chosen = timed("write out", self._written)
         if not chosen:
-            raise failure(self, self._drafts)
+            return None
         best = chosen[0]
         return SearchResult(
             candidates=tuple(chosen),
@@ -161,7 +177,7 @@ class Search(Drafter):
             phases_s=dict(self._effort.phases_s),
             notes=(*self.space.notes(), *self._unproved()),
             meshes=(*meshes, *between),
-            drafts=tuple(self._drafts),
+            drafts=tuple(self.drafts),
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete and not self.programs.unproved,
         )
@@ -187,7 +203,7 @@ class Search(Drafter):
         return self._explorer.limit_s()
 
     def _best_draft(self) -> PlanDraft | None:
-        return min((d for d in self._drafts if d.fits), key=_order, default=None)
+        return min((d for d in self.drafts if d.fits), key=_order, default=None)
 
     # --- equal stages ---
 
@@ -219,7 +235,7 @@ class Search(Drafter):
                 if axes_of([what.mesh], what.groups) <= axes:
                     self._explorer.expand(what, queue)
                 continue
-            kind = _kind(what)
+            kind = kind_of_mesh(what)
             if axes_of([what.setup.mesh], what.groups) > axes or seen[kind] >= MAX_SIMPLER:
                 continue
             found = self._explorer.cut(what, limit)
@@ -291,7 +307,7 @@ class Search(Drafter):
                 self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
             )
             if stages is not None:
-                self._drafts.append(self.simulated(stages, m, schedule))
+                self.drafts.append(self.simulated(stages, m, schedule))
 
     # --- the answer ---
 
@@ -299,28 +315,40 @@ class Search(Drafter):
         """The fastest drafts of different shapes, fastest first; the first is written out as a
         plan."""
         kept: dict[Any, PlanDraft] = {}
-        for draft in sorted((d for d in self._drafts if d.fits), key=_order):
+        for draft in sorted((d for d in self.drafts if d.fits), key=_order):
             kept.setdefault(_shape(draft), draft)
         waiting = list(kept.values())
-        if self.objective == "robust":
-            return self._written_by_taste(waiting)
+        if self.objective == "robust" and (found := self._written_by_taste(waiting)):
+            return found
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
-            candidate = self.written(waiting.pop(0))
+            candidate = self._tried(waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=_order)
-        found: list[Candidate | PlanDraft] = [*written, *waiting]
-        return found[:MAX_KEPT]
+        others: list[Candidate | PlanDraft] = [*written, *waiting]
+        return others[:MAX_KEPT] if written else []
+
+    def _tried(self, draft: PlanDraft) -> Candidate:
+        """A draft, written out; by how much it doesn't fit is kept."""
+        candidate = self.written(draft)
+        peak = max(candidate.evaluation.prediction.peak_memory_bytes)
+        self.excess_bytes = min(self.excess_bytes, peak - self.space.memory_bytes)
+        if not candidate.fits:
+            self.refused |= {kind_of_draft(draft)}
+        return candidate
 
     def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
         """The first draft by taste that fits when it is written out, then the fastest others."""
         least_s = min((d.step_time_s for d in drafts), default=math.inf)
         near = [d for d in drafts if d.step_time_s <= least_s * (1 + 2 * TIE)]
+        refused: list[PlanDraft] = []
         for judged in by_taste(near, self.programs.coster):
-            candidate = self.written(judged.draft)
+            candidate = self._tried(judged.draft)
             if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
-                others = [d for d in drafts if d is not judged.draft]
+                others = [d for d in drafts if all(d is not x for x in (judged.draft, *refused))]
                 return [candidate, *others[: MAX_KEPT - 1]]
+            if not candidate.fits:
+                refused.append(judged.draft)
         return []
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
@@ -368,10 +396,3 @@ def _shape(draft: PlanDraft) -> tuple[Any, ...]:
     return plan.schedule, *(
         (s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in plan.stages
     )
-
-
-def _kind(one: Combination) -> tuple[Any, ...]:
-    """What sets combinations apart by simplicity."""
-    mesh = one.setup.mesh
-    axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    return *axes, SCHEDULES[one.schedule].standard, one.setup.dp_shard > 0, mesh.spread > 1

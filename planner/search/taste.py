@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.drafts import PlanDraft
+from meshwright.planner.drafts import Combination, PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
 from meshwright.planner.pricing import Degrees, StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
@@ -63,10 +63,44 @@ def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity
     )
 
 
+# of each place in that order, what is said of the simpler plan
+_SAID = (
+    "uses fewer axes besides the data axis ({} instead of {})",
+    "has fewer different meshes ({} instead of {})",
+    "cuts the blocks more evenly",
+    "keeps to a common pipeline schedule",
+    "has fewer different recompute policies ({} instead of {})",
+    "shares ZeRO's states among all data ranks and lays ranks side by side",
+    "has a smaller tensor-parallel degree ({} instead of {})",
+    "takes fewer micro-batches ({} instead of {})",
+    "fills less of a device's memory",
+)
+
+
+def why_simpler(plan: Plan, other: Plan, peaks: Sequence[float], memory_bytes: float) -> str:
+    """What makes a plan simpler than another one, by the first place at which their simplicity
+    differs; empty where it is not simpler. `peaks` are bytes of theirs."""
+    ours, theirs = (
+        simplicity(each, peak, memory_bytes)
+        for each, peak in zip((plan, other), peaks, strict=True)
+    )
+    if ours >= theirs:
+        return ""
+    at = next(k for k in range(len(ours)) if ours[k] != theirs[k])
+    return _SAID[at].format(ours[at], theirs[at])
+
+
 def axes_of(meshes: Sequence[Degrees], groups: int) -> int:
     """Axes in use besides the data axis, on so many device groups."""
     own = (any(getattr(mesh, axis) > 1 for mesh in meshes) for axis in ("tp", "cp", "ep"))
     return (groups > 1) + sum(own)
+
+
+def kind_of_mesh(one: Combination) -> tuple[bool, ...]:
+    """What sets combinations apart by simplicity."""
+    mesh = one.setup.mesh
+    axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
+    return *axes, SCHEDULES[one.schedule].standard, one.setup.dp_shard > 0, mesh.spread > 1
 
 
 def _parted(stage: StagePlan) -> int:

@@ -25,6 +25,7 @@ from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, transition
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.programs import BlockPrograms
@@ -53,6 +54,10 @@ def cut(
 
 def problem_of(of: Traced, on: Cluster, precision: str = "bf16", **given: Any) -> Problem:
     return Problem(graph=of.graph, factors=of.table, cluster=on, precision=precision, **given)
+
+
+# plans fit by the most of each kind of memory, added up: oracles don't follow a step
+SUMMED = dataclasses.replace(EAGER, gradients_come=False)
 
 
 def programs_of(

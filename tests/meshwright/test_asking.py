@@ -36,6 +36,9 @@ def test_a_price_gives_costs_and_full_gives_the_rest(capsys: Captured) -> None:
     assert main([*FOUR, "--full", "--json", "--price", "2.5"]) == 0
     data = json.loads(capsys.readouterr().out)
     hours = data["summary"]["step_time_s"] * 8 / 3600
+    assert "energy_kwh_per_step" not in data["cost"]  # no power is ever assumed
+    assert main([*FOUR, "--watts", "700"]) == 0
+    assert f"{0.7 * hours:.4g} kWh at 700 W a device as given" in capsys.readouterr().out
     assert data["cost"]["price_per_step"] == pytest.approx(2.5 * hours)
     assert main([*FOUR, "--full"]) == 0
     full = capsys.readouterr().out
@@ -98,6 +101,23 @@ def test_one_decision_is_one_line(capsys: Captured) -> None:
     assert change["what"] == "num_microbatches"
 
 
+def test_another_model_is_told_in_words(capsys: Captured) -> None:
+    """Parameters, blocks and the plans as a whole, not decision by decision."""
+    for name, of in (("a", "mlp"), ("b", "own")):
+        asked = ["plan", f"cli_targets:{of}", *FOUR[2:], "--tp", "1"]
+        assert main([*asked, "--json", "-o", f"{name}.json"]) == 0
+        Path(f"report_{name}.json").write_text(capsys.readouterr().out)
+    assert main(["diff", "report_a.json", "report_b.json", "--json"]) == 4
+    changes = {row["what"]: row for row in json.loads(capsys.readouterr().out)["changes"]}
+    model, only = changes["another model"], changes["blocks that the other lacks"]
+    assert model["a"].startswith("808 parameters, ") and model["b"].startswith("68 parameters, ")
+    assert " blocks (fingerprint " in model["a"] and only["a"] != only["b"]
+    assert not any("not there" in row[side] for row in changes.values() for side in "ab")
+    assert main(["diff", "a.json", "b.json"]) == 4
+    out = capsys.readouterr().out
+    assert "another model: " in out and "parameters, " not in out
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '{"plan": 3}'])
 def test_diff_names_a_file_that_is_no_plan(capsys: Captured, text: str) -> None:
     Path("x.json").write_text(text)
@@ -123,6 +143,12 @@ def test_explain_prices_the_other_ways(capsys: Captured) -> None:
     assert main(asked) == 0
     out = capsys.readouterr().out
     assert "chosen colwise: block" in out and f"replicate: +{seconds(more)}" in out
+    next_best = row["others"][0]
+    saved = seconds(next_best["seconds"] - row["chosen"]["seconds"])
+    assert f"saves {saved} a step against the next best, {next_best['strategy']}" in out
+    assert row["chosen"]["states"].endswith("-> S(1)") and row["chosen"]["states"] in out
+    for word in ("R replicated", "S(d) split", "P partial", "colwise and rowwise", "block: "):
+        assert word in out.partition("How to read it")[2]
     assert "names no module" in failed(capsys, ["9" if word == "0" else word for word in asked])
 
 
@@ -190,7 +216,7 @@ def test_fit_says_what_would_help(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert (
         out.startswith("does not fit: ")
-        and "shortfall in GiB" in out
+        and "shortfall by stage" in out
         and "one micro-batch: none" in out
     )
 
@@ -273,6 +299,11 @@ def test_tracing_and_searching_are_shown_on_terminals_alone(
     out, err = capsys.readouterr()
     assert "tracing the model" in err and "plans priced" in err and "gap " in err
     assert "searching" not in out and err.endswith("\n")
+    assert "report: " not in err  # the short text defers nothing to look for
+    assert main([*FOUR, "--json"]) == 0
+    out, err = capsys.readouterr()
+    for what in ("a closer bound", "the best plan of each family", "advice"):
+        assert f"report: {what}" in err and f"report: {what}" not in out
     monkeypatch.setenv("RANK", "1")
     assert main(FOUR) == 0
     assert "searching" not in capsys.readouterr().err

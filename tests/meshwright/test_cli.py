@@ -119,7 +119,7 @@ def test_bad_overrides(capsys: Captured, flags: list[str], says: str) -> None:
 
 def test_a_model_too_large_exits_with_2(capsys: Captured) -> None:
     err = failed(capsys, [*PLAN, "--cluster", "tiny.toml"], code=2)
-    assert err.startswith("infeasible: ") and "shortfall in GiB" in err
+    assert err.startswith("infeasible: ") and "shortfall by stage" in err
 
 
 # --- what is wrong is named ----------------------------------------------------------------------
@@ -170,10 +170,7 @@ def test_bad_cluster(capsys: Captured, cluster: str, says: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["plna"],
-        ["plan"],
-        ["plan", "m:f"],
         [*PLAN, "--tp", "two"],
         [*PLAN, "--what"],
         ["run", "m:f", "--batch", "4", "--steps", "0"],
@@ -182,6 +179,24 @@ def test_bad_cluster(capsys: Captured, cluster: str, says: str) -> None:
 def test_a_wrong_command_line_exits_with_1(capsys: Captured, arguments: list[str]) -> None:
     err = failed(capsys, arguments)
     assert "legal: meshwright" in err and "--help" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "meshwright: a command is missing; legal: plan | show | "),
+        (["plan"], "meshwright plan: model and --batch are missing; legal: model (module:"),
+        (["plan", "m:f"], "meshwright plan: --batch is missing; legal: --batch BATCH (global"),
+        (["diff", "a.json"], "meshwright diff: B is missing; legal: B (the same of another"),
+        (["report", "a.json"], "meshwright report: -o/--output is missing; legal: --output"),
+    ],
+)
+def test_what_is_missing_is_told_in_a_line(
+    capsys: Captured, arguments: list[str], says: str
+) -> None:
+    err = failed(capsys, arguments)
+    assert says in err and "--help" in err
+    assert len(err.splitlines()) == 1 and len(err) < 250
 
 
 def test_an_unknown_flag_is_told_by_its_command(capsys: Captured) -> None:

@@ -30,7 +30,7 @@ def test_a_plan_within_the_device_but_not_the_margin_says_the_margin_that_holds(
     with pytest.raises(InfeasibleError, match=r"memory_margin=0\.\d+ instead of 0\.2") as refused:
         planned(net(), 4, memory_margin=0.2, **given)
     text = str(refused.value)
-    said = re.search(r"a plan takes \S+ of a device's \S+ GiB, the margin leaves \S+\)", text)
+    said = re.search(r"a plan takes [^,]+ of a device's [^,]+, the margin leaves [^)]+\)", text)
     assert said, text
     margin = float(re.findall(r"memory_margin=(0\.\d+) instead", text)[0])
     assert 0.08 < margin < 0.1  # 1 - 10 / 11

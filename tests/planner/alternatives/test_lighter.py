@@ -51,9 +51,9 @@ def message(of: Traced, memory_bytes: float, optimizer: str = "adamw", **given: 
 
 def saved(text: str, what: str) -> float:
     """GiB that a message says a change saves."""
-    found = re.search(rf"{what}[^;]*? (\d[\d.e+-]*) GiB less", text)
+    found = re.search(rf"{what}[^;]*? (\d[\d.,]*) ([GMK]iB) less", text)
     assert found, text
-    return float(found[1])
+    return float(found[1].replace(",", "")) / {"GiB": 1, "MiB": 2**10, "KiB": 2**20}[found[2]]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw8bit", "adamw_bf16"])

@@ -161,12 +161,13 @@ def test_left_out_is_said_and_asked_for_is_shown(text: str, data: dict[str, Any]
         {"property": "memory", "factor": 0.5, "plan": "dp8"},
         {"property": "FLOP/s", "factor": None, "plan": None},
     ]
-    cost = report_of_axes().cost(tokens=1e9, price_per_hour=2.0)
+    cost = report_of_axes().cost(tokens=1e9, price_per_hour=2.0, power_watts=700.0)
     assert cost
     full = render_page({**data, "sensitivity": rows, "cost": cost})
     assert "sensitivity=True" not in full and "no flip between 1/4 and 4" in full
     assert 'data-chart="sensitivity"' in full
     assert Page(full).numbers["price"] == [cost["price"]]
+    assert Page(full).numbers["energy"] == [cost["energy_kwh"]]
 
 
 def test_a_long_step_is_shown_in_windows(data: dict[str, Any]) -> None:

@@ -60,6 +60,13 @@ def test_cost_of_a_run(report: Report) -> None:
     assert found["price"] == pytest.approx(2.0 * 8 * steps * step / 3600)
     assert found["days"] == pytest.approx(steps * step / 86400)
     assert "price" not in (report.cost(tokens=1e9) or {})
+    energy = report.cost(tokens=1e9, power_watts=700.0)
+    assert energy is not None and "price" not in energy
+    joules = 700.0 * 8 * steps * step
+    assert energy["energy_kwh"] == pytest.approx(joules / 3.6e6)
+    assert energy["energy_kwh_per_million_tokens"] == pytest.approx(joules / 3.6e6 / 1e3)
+    with pytest.raises(ValueError, match="power_watts=-1; legal: a number above 0"):
+        report.cost(power_watts=-1)
     with pytest.raises(ValueError, match="price_per_hour=0; legal: a number above 0"):
         report.cost(price_per_hour=0)
 

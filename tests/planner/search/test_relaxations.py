@@ -15,7 +15,7 @@ from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.search.relaxations import MOST
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import cluster, linears, problem_of
+from tests.helpers.planning import SUMMED, cluster, linears, problem_of
 from tests.models.models import Traced
 
 BATCH = 8
@@ -32,7 +32,7 @@ def limited(memory_bytes: float, *, nodes: int = 1, devices: int = 2) -> Cluster
 
 def searching(on: Cluster, of: Traced, *, executable: bool = False, **given: Any) -> Search:
     overrides = Overrides(**given)
-    return Search(problem_of(of, on), BATCH, overrides, executable=executable)
+    return Search(problem_of(of, on, target=SUMMED), BATCH, overrides, executable=executable)
 
 
 def failing(on: Cluster, of: Traced, **given: Any) -> InfeasibleError:

@@ -25,7 +25,16 @@ from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited
-from tests.helpers.planning import Traced, case, cluster, cut, linears, problem_of, token_batch
+from tests.helpers.planning import (
+    SUMMED,
+    Traced,
+    case,
+    cluster,
+    cut,
+    linears,
+    problem_of,
+    token_batch,
+)
 
 BATCH = 4
 AMPLE = 2.0**40
@@ -376,9 +385,10 @@ def test_a_search_out_of_time_says_so() -> None:
         fastest = plans.fastest(memory_bytes)
         assert fastest is not None
         small = limited(on, memory_bytes)
-        free = search(small, of, batch=batch)
-        hurried = search(small, of, batch=batch, time_limit_s=0.0)
-        patient = search(small, of, batch=batch, time_limit_s=1e6)
+        asked: dict[str, Any] = {"batch": batch, "target": SUMMED}
+        free = search(small, of, **asked)
+        hurried = search(small, of, time_limit_s=0.0, **asked)
+        patient = search(small, of, time_limit_s=1e6, **asked)
         assert same(free, patient)
         assert free.complete and not hurried.complete
         assert max(hurried.best.evaluation.prediction.peak_memory_bytes) <= memory_bytes

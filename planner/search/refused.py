@@ -1,0 +1,62 @@
+"""Plans that fit by the most of each kind of memory, by which drafts are compared, and not when
+they are written out, whose steps are followed: the search goes on without them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from meshwright.planner.drafts import Combination, PlanDraft
+from meshwright.planner.plan import InfeasibleError, sized
+from meshwright.planner.search.failure import failure
+from meshwright.planner.search.relaxations import relaxations, way_out
+
+if TYPE_CHECKING:
+    from meshwright.planner.search.search import Search, SearchResult
+
+TRIES = 8  # searches, each without what the ones before refused
+
+
+def kind_of(one: Combination) -> Hashable:
+    """What combinations of equal stages are refused by."""
+    setup, m = one.setup, one.num_microbatches
+    return setup.mesh, setup.zero, setup.dp_shard, one.groups, one.schedule, m
+
+
+def kind_of_draft(draft: PlanDraft) -> Hashable:
+    """The same of a draft, by its first stage."""
+    setup, plan = draft.stages[0].setup, draft.plan
+    groups, m = len(plan.devices), plan.num_microbatches
+    return setup.mesh, setup.zero, setup.dp_shard, groups, plan.schedule, m
+
+
+def without_refused(search: Search) -> SearchResult:
+    """The result of a search that wrote out no plan that fits, of searches without what it refused.
+    Raises as `Search.run` does."""
+    if not search.refused:
+        raise failure(search, search.drafts)
+    spent, excess = Counter(search.phases_s), search.excess_bytes
+    last = search
+    for _ in range(TRIES):
+        known = last.refused
+        last = search.like()
+        last.refused = known
+        found = last.attempt()
+        spent.update(last.phases_s)
+        excess = min(excess, last.excess_bytes)
+        if found is not None:
+            return replace(found, phases_s=dict(spent))
+        if last.refused == known:
+            break
+    assert excess < math.inf
+    helps = relaxations(search)
+    raise InfeasibleError(
+        f"the model does not fit {search.problem.cluster.describe()}: plans fit by the most of "
+        f"each kind of memory, and in the course of its step the closest takes {sized(excess)} "
+        f"more than there is. {way_out(helps)}",
+        (excess,),
+        helps,
+    )
