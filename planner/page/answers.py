@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.page.cells import gib, sent, share, stage_words, time
+from meshwright.planner.page.cells import (
+    REHEARSED,
+    between,
+    gib,
+    many,
+    peaks_of,
+    sent,
+    share,
+    stage_words,
+    time,
+)
 from meshwright.planner.page.plans import compared
+from meshwright.planner.page.rehearsal import rehearsed
 from meshwright.planner.page.tables import busiest_stage
 
 Row = Mapping[str, Any]
 
+LEAST = 1e-3  # of a step: what takes less is in the table alone
+
 
 def answers(data: Row) -> dict[str, str]:
     """Sentences by the name of the view."""
+    rehearsal = {"rehearsal": rehearsed(data["rehearsal"])} if "rehearsal" in data else {}
     return {
+        "chosen": _chosen(data["summary"]),
+        **rehearsal,
         "alternatives": _alternatives(data),
         "memory": _memory(data),
         "components": _components(data),
@@ -26,6 +42,22 @@ def answers(data: Row) -> dict[str, str]:
     }
 
 
+def _chosen(summary: Row) -> str:
+    peaks, fits = peaks_of(summary), summary["memory_verdict"]
+    text = f"Memory {fits}, by the {summary['memory_verdict_by']}."
+    if summary["memory_verdict_by"] == "price":
+        text += (
+            f" The peak is {between(gib, summary['memory_interval_bytes'])} with 80 % (the bar)."
+        )
+    if REHEARSED in peaks and "memory_margin" in summary:
+        text += (
+            f" Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
+            f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them, and "
+            f"{share(summary['memory_margin']).text} of a device is to stay free for fragments."
+        )
+    return text
+
+
 def _alternatives(data: Row) -> str:
     others = [row for row in compared(data) if not row["chosen"]]
     if not others:
@@ -35,7 +67,8 @@ def _alternatives(data: Row) -> str:
     difference = time(abs(first["step_time_s"] - step_s)).text
     return (
         f"The fastest of the {len(others)} others, {first['plan']}, takes {difference} "
-        f"{'more' if first['slower'] >= 0 else 'less'} a step ({first['slower']:+.1%})."
+        f"{'more' if first['slower'] >= 0 else 'less'} a step ({first['slower']:+.1%})"
+        f"{', less than prices resolve: a tie' * first['tie']}."
     )
 
 
@@ -44,15 +77,19 @@ def _memory(data: Row) -> str:
     part, nbytes = max(fullest["parts"].items(), key=lambda item: item[1])
     of = gib(data["summary"]["memory_bytes"]).text
     text = (
-        f"A device of {stage_words(fullest['stages'])} takes most, "
+        f"With all kinds added up a device of {stage_words(fullest['stages'])} takes most, "
         f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
     )
-    if "course_bytes" in fullest:
+    followed = [row for row in data["memory"] if "course_bytes" in row]
+    if followed:
+        fullest = max(followed, key=lambda row: row["course_bytes"])
         where = f" of {fullest['block']}" if fullest["block"] else ""
         text += (
-            f" Followed through a step, its peak is {gib(fullest['course_bytes']).text}, in the "
-            f"{fullest['moment'].replace('_', ' ')}{where}."
+            f" In the course of a step the most is {gib(fullest['course_bytes']).text}, on "
+            f"{stage_words(fullest['stages'])} in the {fullest['moment'].replace('_', ' ')}{where}."
         )
+    if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
+        text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
     return text
 
 
@@ -60,9 +97,12 @@ def _components(data: Row) -> str:
     parts = data["components_s"]
     whole = sum(parts.values()) or 1.0
     listed = ", ".join(
-        f"{name} {time(value).text} ({share(value / whole).text})" for name, value in parts.items()
+        f"{name} {time(value).text} ({share(value / whole).text})"
+        for name, value in sorted(parts.items(), key=lambda item: -item[1])
+        if value >= LEAST * whole
     )
-    return f"The busiest devices: {listed}."
+    step = between(time, data["summary"]["step_interval_s"])
+    return f"Of the busiest devices' step: {listed}. With 80 % the whole takes {step}."
 
 
 def _timeline(data: Row) -> str:
@@ -92,20 +132,18 @@ def _ranks(data: Row) -> str:
     cluster, groups = data["cluster"], data["device_groups"]
     count = cluster["num_nodes"] * cluster["devices_per_node"]
     return (
-        f"{_many(count, 'rank')} on {_many(cluster['num_nodes'], 'node')} of "
+        f"{many(count, 'rank')} on {many(cluster['num_nodes'], 'node')} of "
         f"{cluster['devices_per_node']} {cluster['device']}, in "
-        f"{_many(len(groups), 'device group')}."
+        f"{many(len(groups), 'device group')}."
     )
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}" + "s" * (count != 1)
 
 
 def _sources(data: Row) -> str:
     error = data["uncertainty"]
     step, memory = error["step"], error["memory"]
+    spent = sum(data["planning_s"].values())
     return (
+        f"Planned in {time(spent).text}. "
         f"A measured step was {step['low']:.2f} to {step['high']:.2f} times the predicted with "
         f"{error['level']:.0%} ({step['rows']} measurements: {step['of']}); memory "
         f"{memory['low']:.2f} to {memory['high']:.2f} times ({memory['rows']}: {memory['of']})."
