@@ -19,7 +19,9 @@ function show(plan, open) {
 
 async function draw(place) {
   const spec = specs[place.dataset.chart];
-  spec.config.legend.columns = LEGENDS.find(([width]) => place.clientWidth < width)[1];
+  const {legend} = spec.config;
+  legend.columns = LEGENDS.find(([width]) => place.clientWidth < width)[1];
+  if (legend.columns === 1) legend.layout = {bottom: {direction: "vertical"}}; // one below another
   const {view} = await vegaEmbed(place, spec, options);
   view.addEventListener("click", (event, item) => {
     if (item && item.datum && item.datum.id) show(item.datum.id, true);
