@@ -187,8 +187,8 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
     events = list(csv.DictReader(window["events_csv"].splitlines()))
     shown = {event["kind"] for event in events}
     kinds = [kind for kind in KINDS if kind in shown]
-    start_s = window["start_s"]
-    unit_s = (window["end_s"] - start_s) / TICKS or 1.0
+    start_s = float(window["start_s"])
+    unit_s = (float(window["end_s"]) - start_s) / TICKS or 1.0
     rows = list(_ticks(events, kinds, start_s, unit_s))
     lanes = ["communication" if kind in SAID else "compute" for kind in kinds]
     scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
