@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.page.cells import (
-    REHEARSED,
-    between,
-    gib,
-    many,
-    peaks_of,
-    sent,
-    share,
-    stage_words,
-    time,
-)
+from meshwright.planner.page.cells import between, gib, many, sent, share, stage_words, time
 from meshwright.planner.page.plans import compared
 from meshwright.planner.page.rehearsal import rehearsed
 from meshwright.planner.page.tables import busiest_stage
@@ -43,13 +33,11 @@ def answers(data: Row) -> dict[str, str]:
 
 
 def _chosen(summary: Row) -> str:
-    peaks, fits = peaks_of(summary), summary["memory_verdict"]
-    text = f"Memory {fits}, by the {summary['memory_verdict_by']}."
+    text = f"Memory: {summary['memory_verdict']}, by the {summary['memory_verdict_by']}."
     if summary["memory_verdict_by"] == "price":
-        text += (
-            f" The peak is {between(gib, summary['memory_interval_bytes'])} with 80 % (the bar)."
-        )
-    if REHEARSED in peaks and "memory_margin" in summary:
+        interval = between(gib, summary["memory_interval_bytes"])
+        text += f" The peak is {interval} with 80 % (the thin line)."
+    else:
         text += (
             f" Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
             f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them, and "
