@@ -14,7 +14,14 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision
 from meshwright.executor.prices import Prices
-from meshwright.executor.rehearsal import Estimate, MakeOptimizer, Priced, Rehearsal, rehearse
+from meshwright.executor.rehearsal import (
+    Estimate,
+    MakeOptimizer,
+    Priced,
+    Rehearsal,
+    link_bytes,
+    rehearse,
+)
 from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan import Plan
@@ -145,7 +152,8 @@ def exit_code(found: Rehearsal, report: Report) -> int:
 
 
 def as_data(found: Rehearsal) -> dict[str, Any]:
-    """A rehearsal for JSON: bytes, FLOPs and bytes sent of each rank that was rehearsed."""
+    """A rehearsal for JSON; of each rank that was rehearsed bytes at the peak of a step, its FLOPs,
+    payload bytes of all that it sent, and bytes that it gives to links in a step."""
     stands_for = found.stands_for
     return {
         "mismatches": [str(m) for m in found.mismatches],
@@ -164,6 +172,7 @@ def as_data(found: Rehearsal) -> dict[str, Any]:
                 "peak_bytes": log.peak_bytes,
                 "peak_by_kind": dict(log.peak_by_kind),
                 "sent_bytes": log.sent_bytes,
+                "link_bytes": link_bytes(log),
                 "flops": dict(log.flops),
             }
             for rank, log in sorted(found.logs.items())

@@ -18,7 +18,6 @@ def link_bytes(log: RankLog) -> dict[str, float]:
         if event.kind is Kind.SEND:
             found[name] += event.nbytes
         elif event.kind is Kind.COLLECTIVE:
-            found[name] += bytes_sent(
-                *collective_of(event.operation, event.nbytes, len(ranks)), len(ranks)
-            )
+            said = collective_of(event.operation, event.nbytes, len(ranks))
+            found[name] += bytes_sent(*said, len(ranks))
     return dict(found)

@@ -6,17 +6,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.page.cells import gib, sent, share, stage_words, time
+from meshwright.planner.page.cells import between, gib, many, sent, share, stage_words, time
 from meshwright.planner.page.plans import compared
+from meshwright.planner.page.rehearsal import rehearsed
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import slower
 
 Row = Mapping[str, Any]
 
+LEAST = 1e-3  # of a step: what takes less is in the table alone
+
 
 def answers(data: Row) -> dict[str, str]:
     """Sentences by the name of the view."""
+    rehearsal = {"rehearsal": rehearsed(data["rehearsal"])} if "rehearsal" in data else {}
     return {
+        "chosen": _chosen(data["summary"]),
+        **rehearsal,
         "alternatives": _alternatives(data),
         "memory": _memory(data),
         "components": _components(data),
@@ -28,6 +34,20 @@ def answers(data: Row) -> dict[str, str]:
     }
 
 
+def _chosen(summary: Row) -> str:
+    text = f"Memory: {summary['memory_verdict']}, by the {summary['memory_verdict_by']}."
+    if summary["memory_verdict_by"] == "price":
+        interval = between(gib, summary["memory_interval_bytes"])
+        text += f" The peak is {interval} with 80 % (the thin line)."
+    else:
+        text += (
+            f" Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
+            f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them, and "
+            f"{share(summary['memory_margin']).text} of a device is to stay free for fragments."
+        )
+    return text
+
+
 def _alternatives(data: Row) -> str:
     others = [row for row in compared(data) if not row["chosen"]]
     if not others:
@@ -37,7 +57,8 @@ def _alternatives(data: Row) -> str:
     difference = time(abs(first["step_time_s"] - step_s)).text
     return (
         f"The fastest of the {len(others)} others, {first['plan']}, takes {difference} "
-        f"{'more' if first['slower'] >= 0 else 'less'} a step ({slower(first['slower'])})."
+        f"{'more' if first['slower'] >= 0 else 'less'} a step ({slower(first['slower'])})"
+        f"{', less than prices resolve: a tie' * first['tie']}."
     )
 
 
@@ -49,15 +70,19 @@ def _memory(data: Row) -> str:
         f"A device of {stage_words(fullest['stages'])} takes most, "
         f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
     )
-    if "course_bytes" in fullest:
+    followed = [row for row in data["memory"] if "course_bytes" in row]
+    if followed:
+        fullest = max(followed, key=lambda row: row["course_bytes"])
         where = f" of {fullest['block']}" if fullest["block"] else ""
         when = f"in the {fullest['moment'].replace('_', ' ')}{where}"
         if math.ceil(fullest["course_bytes"]) >= fullest["priced_bytes"]:
             return f"{text} The peak comes {when}."
         text += (
-            " That is the most of each kind, which need not come together: followed through a "
-            f"step, at most {gib(fullest['course_bytes']).text} at once, {when}."
+            f" In the course of a step the most is {gib(fullest['course_bytes']).text}, on "
+            f"{stage_words(fullest['stages'])} in the {fullest['moment'].replace('_', ' ')}{where}."
         )
+    if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
+        text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
     return text
 
 
@@ -65,9 +90,12 @@ def _components(data: Row) -> str:
     parts = data["components_s"]
     whole = sum(parts.values()) or 1.0
     listed = ", ".join(
-        f"{name} {time(value).text} ({share(value / whole).text})" for name, value in parts.items()
+        f"{name} {time(value).text} ({share(value / whole).text})"
+        for name, value in sorted(parts.items(), key=lambda item: -item[1])
+        if value >= LEAST * whole
     )
-    return f"The busiest devices: {listed}."
+    step = between(time, data["summary"]["step_interval_s"])
+    return f"Of the busiest devices' step: {listed}. With 80 % the whole takes {step}."
 
 
 def _timeline(data: Row) -> str:
@@ -97,20 +125,18 @@ def _ranks(data: Row) -> str:
     cluster, groups = data["cluster"], data["device_groups"]
     count = cluster["num_nodes"] * cluster["devices_per_node"]
     return (
-        f"{_many(count, 'rank')} on {_many(cluster['num_nodes'], 'node')} of "
+        f"{many(count, 'rank')} on {many(cluster['num_nodes'], 'node')} of "
         f"{cluster['devices_per_node']} {cluster['device']}, in "
-        f"{_many(len(groups), 'device group')}."
+        f"{many(len(groups), 'device group')}."
     )
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}" + "s" * (count != 1)
 
 
 def _sources(data: Row) -> str:
     error = data["uncertainty"]
     step, memory = error["step"], error["memory"]
+    spent = sum(data["planning_s"].values())
     return (
+        f"Planned in {time(spent).text}. "
         f"A measured step was {step['low']:.2f} to {step['high']:.2f} times the predicted with "
         f"{error['level']:.0%} ({step['rows']} measurements: {step['of']}); memory "
         f"{memory['low']:.2f} to {memory['high']:.2f} times ({memory['rows']}: {memory['of']})."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.plan import GIB, seconds
+from meshwright.planner.plan import GIB, seconds, sized
 
 Row = Mapping[str, Any]
+COURSE, REHEARSED = "in the course of a step", "rehearsed"  # peaks beside the sum of all kinds
 SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -56,7 +57,15 @@ def more_time(value: float) -> Cell:
 
 
 def gib(value: float) -> Cell:
-    return Cell(text=f"{value / GIB:.2f} GiB", value=value)
+    """Bytes of a device; of a small model in smaller units."""
+    small = 0 < abs(value) < GIB / 10
+    return Cell(text=sized(value) if small else f"{value / GIB:.2f} GiB", value=value)
+
+
+def between(cell: Callable[[float], Cell], interval: Sequence[float]) -> str:
+    """An interval to read."""
+    low, high = (cell(value).text for value in interval)
+    return f"{low} to {high}"
 
 
 def sent(value: float) -> Cell:
@@ -68,10 +77,27 @@ def scaled(value: float, unit: str) -> Cell:
     """A number with a decimal prefix."""
     for size, prefix in SI:
         if abs(value) >= size:
-            return Cell(text=f"{value / size:.3g} {prefix}{unit}", value=value)
-    return Cell(text=f"{value:.3g} {unit}", value=value)
+            space = " " * (unit[:1].islower())  # 58.7 k tokens/s, 378 TFLOP/s
+            return Cell(text=f"{value / size:.3g} {prefix}{space}{unit}", value=value)
+    return Cell(text=f"{value:.3g} {unit}".strip(), value=value)
 
 
 def stage_words(stages: Sequence[int]) -> str:
     """`stage 3`, or `stages 0, 4`."""
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def many(count: int, thing: str) -> str:
+    """`1 rank`, `16,384 ranks`."""
+    return f"{count:,} {thing}" + "s" * (count != 1)
+
+
+def peaks_of(summary: Row) -> dict[str, float]:
+    """Bytes at the peak of the fullest device: predicted, and where they are known in the
+    course of a step, and rehearsed."""
+    found = {
+        "predicted peak": summary["peak_memory_bytes"],
+        COURSE: summary.get("course_bytes"),
+        REHEARSED: summary.get("rehearsed_memory_bytes"),
+    }
+    return {name: max(nbytes) for name, nbytes in found.items() if nbytes}

@@ -14,14 +14,16 @@ Spec = dict[str, Any]
 
 MANY = 2_000  # marks, from which on a chart is drawn on a canvas
 GREY = "#808080"
+INK = "currentColor"
 BAR = 18  # pixels
 OF_LINE = 3  # entries of a legend beside each other
+OF_TICK = 70  # pixels between marks of an axis
 
 
 def specified(chart: Any, title: str, *, height: int | None = None, marks: int = 0) -> Spec:
     """The chart as data, with its label for readers of the screen."""
     canvas = marks > MANY
-    ink = GREY if canvas else "currentColor"
+    ink = GREY if canvas else INK
     own = {"labelColor": ink, "titleColor": ink}
     sized = {"width": "container"} | ({"height": height} if height else {})
     spec: Spec = chart.properties(description=title, **sized).to_dict(validate=False)
@@ -34,7 +36,9 @@ def specified(chart: Any, title: str, *, height: int | None = None, marks: int =
         "axis": own | {
             "domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.25,
             "labelLimit": 150, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 500,
+            "labelOverlap": "greedy", "labelSeparation": 6,
         },
+        "axisXQuantitative": {"tickCount": {"expr": f"max(2, floor(width / {OF_TICK}))"}},
         "legend": own | {
             "orient": "bottom", "columns": OF_LINE, "labelLimit": 150, "titleFontSize": 11,
             "labelFontSize": 11, "titleFontWeight": 500, "symbolStrokeWidth": 0,
@@ -75,6 +79,8 @@ def stacked(
     line."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     scale = alt.Scale(range=list(colours)) if colours else alt.Undefined
+    shown = {row["part"] for row in rows if row["value"]}
+    legend = alt.Legend(values=[part for part in order if part in shown])
     axis = alt.Axis(title=title)
     if unit == "s":
         axis = seconds_axis(max(row["value"] for row in rows), title)
@@ -86,7 +92,7 @@ def stacked(
             y=alt.Y(
                 "name:N", title=None, sort=names, axis=alt.Axis(labelExpr="split(datum.label, '|')")
             ),
-            color=alt.Color("part:N", title=None, sort=list(order), scale=scale),
+            color=alt.Color("part:N", title=None, sort=list(order), scale=scale, legend=legend),
             order=alt.Order("order:Q"),
             tooltip=tips_of(name="of", part="part", value=f"{unit}|.4~g"),
         )
@@ -98,6 +104,24 @@ def seconds_axis(most: float, title: str) -> Any:
     units = (("seconds", 1), ("milliseconds", 1e3), ("microseconds", 1e6))
     unit, factor = next((each for each in units if most * each[1] >= 1), units[-1])
     return alt.Axis(title=f"{unit} {title}", labelExpr=f"format(datum.value * {factor:g}, '.5~g')")
+
+
+def peak_marks(rows: Sequence[Row], shapes: Mapping[str, str]) -> Any:
+    """A mark at `value`, GiB, in the row of its `name`; its shape says what it is the `peak` of."""
+    found = dict.fromkeys(row["peak"] for row in rows)
+    kinds = [kind for kind in shapes if kind in found]
+    scale = alt.Scale(domain=kinds, range=[shapes[kind] for kind in kinds])
+    return (
+        alt.Chart(named(rows))
+        .mark_point(filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=1)
+        .encode(
+            x="value:Q",
+            y=alt.Y("name:N", sort=list(dict.fromkeys(row["name"] for row in rows))),
+            shape=alt.Shape("peak:N", title=None, scale=scale),
+            color=alt.value(INK),
+            tooltip=tips_of(name="of", peak="peak", value="GiB|.4~g"),
+        )
+    )
 
 
 def capacity_line(nbytes: float) -> Any:

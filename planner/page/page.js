@@ -1,7 +1,7 @@
 "use strict";
 // Draws the charts, shows a plan's difference, copies. No strings become code: `ast` interprets.
 const specs = JSON.parse(document.getElementById("charts").textContent);
-const NARROW = 480; // pixels, below which a legend is one column
+const LEGENDS = [[480, 1], [900, 3], [Infinity, 7]]; // columns of a legend below so many pixels
 const options = {
   ast: true,
   actions: {export: true, source: false, compiled: false, editor: false},
@@ -19,11 +19,14 @@ function show(plan, open) {
 
 async function draw(place) {
   const spec = specs[place.dataset.chart];
-  if (place.clientWidth < NARROW) spec.config.legend.columns = 1;
+  const {legend} = spec.config;
+  legend.columns = LEGENDS.find(([width]) => place.clientWidth < width)[1];
+  if (legend.columns === 1) legend.layout = {bottom: {direction: "vertical"}}; // one below another
   const {view} = await vegaEmbed(place, spec, options);
   view.addEventListener("click", (event, item) => {
     if (item && item.datum && item.datum.id) show(item.datum.id, true);
   });
+  place.querySelector("summary").setAttribute("aria-label", "Save the chart as an image");
   place.dataset.drawn = "true";
 }
 
@@ -43,5 +46,16 @@ for (const button of document.querySelectorAll("[data-copy]")) {
     }
   });
 }
+// on paper there are no clicks: the tables and lists are open there
+const closed = new Set();
+addEventListener("beforeprint", () => {
+  for (const each of document.querySelectorAll("main details:not(.diagram):not([open])")) {
+    if (each.closest(".chart") === null) { closed.add(each); each.open = true; }
+  }
+});
+addEventListener("afterprint", () => {
+  for (const each of closed) each.open = false;
+  closed.clear();
+});
 const drawn = [...document.querySelectorAll("[data-chart]")].map(draw);
 Promise.all(drawn).then(() => { document.body.dataset.drawn = "true"; });

@@ -21,6 +21,7 @@ from meshwright.planner.page.answers import answers
 from meshwright.planner.page.blocks import diagrams
 from meshwright.planner.page.plans import compared, without_plan
 from meshwright.planner.page.tables import facts, tables
+from meshwright.planner.page.words import WORDS
 from meshwright.planner.plan import counted, seconds
 
 Row = Mapping[str, Any]
@@ -55,6 +56,8 @@ def render_page(data: Row, *, trace: str = "") -> str:
         data=data,
         trace=trace,
         plans=plans,
+        words=WORDS,
+        training=_training(data),
         parameters=counted(data["summary"]["parameters"]),
         bound=seconds(data["summary"].get("bound_s", 0.0)),
         without_plan=without_plan(data),
@@ -72,6 +75,16 @@ def render_page(data: Row, *, trace: str = "") -> str:
         policy=POLICY.format(digests=" ".join(map(_digest, scripts))),
     )
     return text
+
+
+def _training(data: Row) -> str:
+    """What a step trains on; reports of before say less."""
+    plan, more = data["plan"], data.get("training", {})
+    rows = f"{plan['global_batch_size']:,} rows"
+    if length := data["throughput"]["sequence_length"]:
+        rows += f" of {length:,} tokens"
+    by = f", {more['optimizer']}" if "optimizer" in more else ""
+    return f"{rows} a step, {plan['precision']}{by}"
 
 
 def framed_page(data: Row) -> str:

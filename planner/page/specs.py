@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
-from meshwright.planner.page.cells import stage_words
+from meshwright.planner.page.cells import COURSE, REHEARSED, peaks_of, stage_words
 from meshwright.planner.page.drawing import (
     BAR,
     GREY,
     Spec,
     capacity_line,
     named,
+    peak_marks,
     seconds_axis,
     specified,
     stacked,
     tips_of,
     unnamed,
 )
-from meshwright.planner.page.ranks import AXES, COLUMNS, axes_in_use, rank_rows
+from meshwright.planner.page.rank_map import rank_map
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB
 
 Row = Mapping[str, Any]
 
-NODES_OF_LINE = 64  # nodes beside each other on the map of ranks
-FEW = 16  # places on an axis that have a colour each in a legend
 KINDS = {  # of events, and the colours that they have in every window
     "forward": "#4c78a8",
     "backward": "#f58518",
@@ -44,6 +43,9 @@ KINDS = {  # of events, and the colours that they have in every window
     "send": "#72b7b2",
     "gradient reduction": "#e45756",
 }
+SAID = ("send", "gradient reduction")  # kinds of communication
+EVENT = ("group", "stage", "kind", "microbatch", "start", "ticks")
+TICKS = 1_000_000  # of a window: its events are drawn to this part of it
 
 
 def charts(data: Row) -> dict[str, Spec]:
@@ -55,7 +57,7 @@ def charts(data: Row) -> dict[str, Spec]:
         "components": components(data),
         **timelines(data),
         "communication": communication(data),
-        "ranks": ranks(data),
+        "ranks": rank_map(data),
         "sensitivity": sensitivity(data),
         "sources": sources(data),
     }
@@ -63,19 +65,35 @@ def charts(data: Row) -> dict[str, Spec]:
 
 
 def fit(data: Row) -> Spec:
-    """The fullest device against its memory, with the interval."""
+    """The peaks of the fullest device against its memory, the price's with its interval."""
     summary = data["summary"]
-    peak, capacity = max(summary["peak_memory_bytes"]), summary["memory_bytes"]
-    low, high = summary["memory_interval_bytes"]
-    row = {"name": "fullest", "peak": peak / GIB, "low": low / GIB, "high": high / GIB}
-    base = alt.Chart(named([row])).encode(y=alt.Y("name:N", title=None, axis=None))
-    tips = tips_of(peak="peak, GiB|.4~g", low="from, GiB|.4~g", high="to, GiB|.4~g")
-    bar = base.mark_bar(height=BAR, color="#4c78a8").encode(
-        x=alt.X("peak:Q", title="GiB of the fullest device"), tooltip=tips
+    peaks = {name: nbytes / GIB for name, nbytes in peaks_of(summary).items()}
+    capacity = summary["memory_bytes"]
+    low, high = (nbytes / GIB for nbytes in summary["memory_interval_bytes"])
+    names = list(peaks)
+    rows = [{"name": name, "peak": peak} for name, peak in peaks.items()]
+    whole = {"name": names[0], "low": low, "high": high}
+    y = alt.Y("name:N", title=None, sort=names)
+    bars = (
+        alt.Chart(named(rows))
+        .mark_bar(color="#4c78a8")
+        .encode(
+            x=alt.X("peak:Q", title="GiB of the fullest device"),
+            y=y,
+            tooltip=tips_of(name="peak", peak="GiB|.4~g"),
+        )
     )
-    interval = base.mark_rule(strokeWidth=3).encode(x="low:Q", x2="high:Q", tooltip=tips)
-    label = f"Peak memory of the fullest device, {peak / GIB:.1f} of {capacity / GIB:.1f} GiB"
-    return specified(alt.layer(bar, interval, capacity_line(capacity)), label, height=2 * BAR)
+    interval = (
+        alt.Chart(named([whole]))
+        .mark_rule(strokeWidth=3)
+        .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips_of(low="from, GiB|.4~g", high="to|.4~g"))
+    )
+    label = "Peak memory of the fullest device: " + ", ".join(
+        f"{name} {peak:.1f} GiB" for name, peak in peaks.items()
+    )
+    label += f"; a device has {capacity / GIB:.1f} GiB"
+    chart = alt.layer(bars, interval, capacity_line(capacity))
+    return specified(chart, label, height=BAR * (len(rows) + 1))
 
 
 def alternatives(data: Row) -> Spec | None:
@@ -125,9 +143,21 @@ def memory(data: Row) -> Spec:
         for k, (part, nbytes) in enumerate(row["parts"].items())
     ]
     bars = stacked(rows, "GiB of a device", order, unit="GiB")
-    label = "Memory of a device of each group by what holds it, against its capacity"
-    capacity = capacity_line(data["summary"]["memory_bytes"])
-    return specified(alt.layer(bars, capacity), label, height=BAR * (len(data["memory"]) + 1))
+    rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
+    peaks = [
+        {"name": stage_words(row["stages"]), "peak": name, "value": nbytes / GIB}
+        for name, found in (
+            (COURSE, [row["course_bytes"] for row in data["memory"] if "course_bytes" in row]),
+            (REHEARSED, rehearsed),
+        )
+        for row, nbytes in zip(data["memory"], found, strict=False)
+    ]
+    layers = [bars, capacity_line(data["summary"]["memory_bytes"])]
+    if peaks:
+        layers.append(peak_marks(peaks, {COURSE: "diamond", REHEARSED: "circle"}))
+    label = "Memory of a device of each group by what holds it; the dashed line is what it has"
+    chart = alt.layer(*layers).resolve_scale(color="independent", shape="independent")
+    return specified(chart, label, height=BAR * (len(data["memory"]) + 1))
 
 
 def components(data: Row) -> Spec:
@@ -154,16 +184,25 @@ def timelines(data: Row) -> dict[str, Spec]:
 
 
 def _window(window: Row, names: Sequence[str]) -> Spec:
-    columns, *events = csv.reader(window["events_csv"].splitlines())
-    rows = [[json.loads(cell) if _counts(cell) else cell for cell in event] for event in events]
-    shown = {row[columns.index("kind")] for row in rows}
+    events = list(csv.DictReader(window["events_csv"].splitlines()))
+    shown = {event["kind"] for event in events}
     kinds = [kind for kind in KINDS if kind in shown]
+    start_s = float(window["start_s"])
+    unit_s = (float(window["end_s"]) - start_s) / TICKS or 1.0
+    rows = list(_ticks(events, kinds, start_s, unit_s))
+    lanes = ["communication" if kind in SAID else "compute" for kind in kinds]
     scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
     zoom = alt.selection_interval(bind="scales", encodings=["x"])
     chart = (
-        unnamed(rows, columns)
-        .transform_calculate(name=f"{list(names)!r}[datum.group]".replace("'", '"'))
-        .transform_calculate(seconds="datum.end_s - datum.start_s")
+        unnamed(rows, EVENT)
+        .transform_calculate(
+            name=f"{json.dumps(list(names))}[datum.group]",
+            what=f"{json.dumps(kinds)}[datum.kind]",
+            lane=f"{json.dumps(lanes)}[datum.kind]",
+            start_s=f"{start_s!r} + {unit_s!r} * datum.start",
+            seconds=f"{unit_s!r} * datum.ticks",
+        )
+        .transform_calculate(end_s="datum.start_s + datum.seconds")
         .mark_bar(clip=True)
         .encode(
             x=alt.X(
@@ -174,9 +213,9 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
             x2="end_s:Q",
             y=alt.Y("name:N", title=None, sort=list(names)),
             yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
-            color=alt.Color("kind:N", title=None, sort=kinds, scale=scale),
+            color=alt.Color("what:N", title=None, sort=kinds, scale=scale),
             tooltip=tips_of(
-                name="on", kind="what", stage="stage", microbatch="micro-batch",
+                name="on", what="what", stage="stage", microbatch="micro-batch",
                 start_s="from, s|.5~g", seconds="takes, s|.4~g",
             ),
         )
@@ -187,8 +226,16 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
     return specified(chart, label, height=height, marks=len(rows))
 
 
-def _counts(cell: str) -> bool:
-    return cell[:1].isdigit()
+def _ticks(
+    events: Sequence[Mapping[str, str]], kinds: Sequence[str], start_s: float, unit_s: float
+) -> Iterator[tuple[int | str, ...]]:
+    """`EVENT` of each, from `start_s` in units of `unit_s`: a third of the room of seconds."""
+    number = {kind: place for place, kind in enumerate(kinds)}
+    for event in events:
+        start, end = ((float(event[key]) - start_s) / unit_s for key in ("start_s", "end_s"))
+        microbatch = event["microbatch"] and int(event["microbatch"])
+        where = int(event["group"]), int(event["stage"]), number[event["kind"]], microbatch
+        yield *where, round(start), round(end) - round(start)
 
 
 def communication(data: Row) -> Spec | None:
@@ -214,60 +261,6 @@ def communication(data: Row) -> Spec | None:
     chart = stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
     return specified(chart, label, height=2 * BAR * len(own))
-
-
-def ranks(data: Row) -> Spec:
-    """Nodes × ranks, coloured by the place on an axis."""
-    groups, cluster = data["device_groups"], data["cluster"]
-    node = cluster["devices_per_node"]
-    rows = rank_rows(groups, node)
-    axes = axes_in_use(groups)
-    few = max(len(groups), *(group[axis] for group in groups for axis in AXES[1:])) <= FEW
-    buttons: Any = alt.binding_radio(options=axes, name="colour by ")
-    by = alt.param(name="by", value=axes[0], bind=buttons if len(axes) > 1 else alt.Undefined)
-    lines = -(-cluster["num_nodes"] // NODES_OF_LINE)
-    columns = min(cluster["num_nodes"], NODES_OF_LINE)
-    height = max(3 if lines > 4 else BAR // 2, min(BAR, 220 // (lines * node)))
-    chart = (
-        unnamed(rows, COLUMNS)
-        .transform_calculate(
-            x=f"datum.node % {NODES_OF_LINE}",
-            x2=f"datum.node % {NODES_OF_LINE} + 0.92",
-            y=f"floor(datum.node / {NODES_OF_LINE}) * {node + 1} + datum.slot",
-            y2=f"floor(datum.node / {NODES_OF_LINE}) * {node + 1} + datum.slot + 0.92",
-            colour="toNumber(datum[by])",
-        )
-        .mark_rect()
-        .encode(
-            x=_place("x", f"nodes, {columns} a line", columns, labels=lines == 1),
-            x2="x2:Q",
-            y=_place("y", "ranks of a node", lines * (node + 1), reverse=True),
-            y2="y2:Q",
-            color=alt.Color(
-                "colour:O" if few else "colour:Q",
-                title=None,
-                scale=alt.Scale(scheme="viridis"),
-                legend=alt.Legend(columns=FEW // 2) if few else alt.Legend(format="d"),
-            ),
-            tooltip=tips_of(**{name: name for name in ("rank", "node", *axes)}),
-        )
-        .add_params(by)
-    )
-    label = f"Ranks: {len(rows)}, nodes: {cluster['num_nodes']}; coloured by the place on an axis"
-    return specified(chart, label, height=height * lines * (node + 1), marks=len(rows))
-
-
-def _place(
-    field: str, title: str, size: int, *, labels: bool = False, reverse: bool = False
-) -> Any:
-    """A position on the map, which is `size` long."""
-    kind = {"x": alt.X, "y": alt.Y}[field]
-    return kind(
-        f"{field}:Q",
-        title=title,
-        scale=alt.Scale(domain=[0, size], nice=False, reverse=reverse),
-        axis=alt.Axis(grid=False, labels=labels, ticks=False, tickMinStep=1),
-    )
 
 
 def sensitivity(data: Row) -> Spec | None:

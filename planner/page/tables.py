@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from meshwright.planner.page import rehearsal
 from meshwright.planner.page.cells import (
+    REHEARSED,
     Cell,
     Table,
+    between,
     gib,
     number,
+    peaks_of,
     scaled,
     sent,
     share,
@@ -30,6 +35,10 @@ def tables(data: Row) -> dict[str, Table]:
         "communication": communication(data),
         "ranks": ranks(data),
     }
+    if "rehearsal" in data:
+        found["rehearsal"] = rehearsal.ranks(data["rehearsal"], data)
+        if (step := rehearsal.step(data["rehearsal"])) is not None:
+            found["rehearsed step"] = step
     if data.get("sensitivity"):
         found["sensitivity"] = sensitivity(data["sensitivity"])
     if data["overrides"]:
@@ -40,33 +49,41 @@ def tables(data: Row) -> dict[str, Table]:
 def facts(data: Row) -> list[tuple[str, Cell, str]]:
     """The headline: what, the number, and a line about it."""
     summary, through = data["summary"], data["throughput"]
-    low, high = map(time, summary["step_interval_s"])
-    level = data["uncertainty"]["level"]
-    found = [("step", time(summary["step_time_s"]), f"{low.text} to {high.text} with {level:.0%}")]
+    with_level = f" with {data['uncertainty']['level']:.0%}"
+    step = between(time, summary["step_interval_s"]) + with_level
+    found = [("step", time(summary["step_time_s"]), step)]
     if through["tokens_per_s"]:
         each = scaled(through["tokens_per_s_per_device"], "tokens/s")
-        tokens = scaled(through["tokens_per_s"], "tokens/s")
-        found.append(("throughput", tokens, f"{each.text} a device"))
-    rows = scaled(through["rows_per_s"], "rows/s")
+        tokens = partial(scaled, unit="")
+        about = f"{_within(tokens, through, 'tokens_per_s')}{each.text} a device"
+        found.append(("tokens a second", tokens(through["tokens_per_s"]), about))
+    rows = partial(scaled, unit="")
+    about = f"{_within(rows, through, 'rows_per_s')}{data['plan']['global_batch_size']:,} a step"
     flops = scaled(through["model_flops_per_s_per_device"], "FLOP/s")
+    used = f"{_within(share, through, 'mfu')}HFU {through['hfu']:.1%}; {flops.text} a device"
+    hours = f"{_within(number, through, 'device_hours')}of a step"
     found += [
-        ("rows", rows, f"{data['plan']['global_batch_size']:,} rows a step"),
-        ("MFU", share(through["mfu"]), f"HFU {through['hfu']:.1%}; {flops.text} a device"),
+        ("rows a second", rows(through["rows_per_s"]), about),
+        ("MFU", share(through["mfu"]), used),
         ("bubble", share(summary["bubble_fraction"]), "of the pipeline's time devices wait"),
         _memory_fact(summary),
-        ("device-hours", number(through["device_hours_per_step"]), "of a step"),
+        ("device-hours", number(through["device_hours_per_step"]), hours),
     ]
     return found + _cost(data.get("cost", {}))
 
 
+def _within(cell: Callable[[float], Cell], through: Row, name: str) -> str:
+    """The interval of a number, with what comes after it; reports of before have none."""
+    interval = through.get(f"{name}_interval")
+    return f"{between(cell, interval)}; " if interval else ""
+
+
 def _memory_fact(summary: Row) -> tuple[str, Cell, str]:
-    peak, capacity = max(summary["peak_memory_bytes"]), gib(summary["memory_bytes"])
-    low, high = map(gib, summary["memory_interval_bytes"])
-    about = f"of {capacity.text}; {low.text} to {high.text}: {summary['memory_verdict']}"
-    if summary["memory_verdict_by"] == "rehearsal":
-        rehearsed = gib(max(summary["rehearsed_memory_bytes"]))
-        about = f"of {capacity.text}; rehearsed {rehearsed.text}: {summary['memory_verdict']}"
-    return "peak memory", gib(peak), about
+    peak, capacity = max(summary["peak_memory_bytes"]), gib(summary["memory_bytes"]).text
+    about = between(gib, summary["memory_interval_bytes"])
+    rehearsed = peaks_of(summary).get(REHEARSED)
+    by = f"{REHEARSED} {gib(rehearsed).text} " if rehearsed else ""
+    return "peak memory", gib(peak), f"{about}; {by}of {capacity}: {summary['memory_verdict']}"
 
 
 def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
@@ -79,7 +96,10 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     if "days" in cost:
         tokens = scaled(cost["tokens"], "tokens").text
         hours = number(cost["device_hours"]).text
-        found.append(("days", number(cost["days"]), f"for {tokens}, {hours} device-hours"))
+        interval = _within(number, cost, "days")
+        found.append(
+            ("days", number(cost["days"]), f"{interval}for {tokens}, {hours} device-hours")
+        )
     if "price" in cost:
         million = number(cost["price_per_million_tokens"]).text
         found.append(("price", number(cost["price"]), f"{million} a million tokens"))
@@ -108,24 +128,29 @@ def stages(data: Row) -> Table:
         ]
         for k, row in enumerate(data["stages"])
     ]
-    return Table(caption="Stages, seconds of one micro-batch", heads=heads, rows=rows)
+    return Table(
+        caption="Stages: seconds of one micro-batch, bytes of a device", heads=heads, rows=rows
+    )
 
 
 def memory(data: Row) -> Table:
     parts = list(data["memory"][0]["parts"])
     followed = "course_bytes" in data["memory"][0]
-    more = ("at once in a step", "highest in") if followed else ()
+    more = ("in the course of a step", "comes in") if followed else ()
+    rehearsed = data["summary"].get("rehearsed_memory_bytes", ())
     rows = []
-    for row in data["memory"]:
+    for place, row in enumerate(data["memory"]):
         cells = [words(stage_words(row["stages"])), words(row["ranks"])]
         cells += [gib(row["parts"][part]) for part in parts]
-        cells += [gib(row["priced_bytes"])]
+        cells += [gib(row["priced_bytes"]), *map(gib, row["interval_bytes"])]
         if followed:
             block = f" of {row['block']}" if row["block"] else ""
             cells += [gib(row["course_bytes"]), words(row["moment"].replace("_", " ") + block)]
+        cells += [gib(nbytes) for nbytes in rehearsed[place : place + 1]]
         rows.append(cells)
-    heads = ("device group", "ranks", *parts, "peak", *more)
-    return Table(caption="Memory of a device", heads=heads, rows=rows)
+    heads = ["device group", "ranks", *parts, "predicted peak", "from, 80 %", "to, 80 %", *more]
+    heads += [REHEARSED] * bool(rehearsed)
+    return Table(caption="Peak memory of a device of each group", heads=heads, rows=rows)
 
 
 def components(data: Row) -> Table:

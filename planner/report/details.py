@@ -14,7 +14,14 @@ from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import Evaluation, StageCoster, memory_parts, priced_work, traffic
+from meshwright.planner.pricing import (
+    Evaluation,
+    StageCoster,
+    Work,
+    memory_parts,
+    priced_work,
+    traffic,
+)
 from meshwright.planner.report.components import of_group
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
@@ -66,6 +73,10 @@ class Details:
         return StageCoster(replace(self.problem, precision=self.evaluation.plan.precision))
 
     @cached_property
+    def _works(self) -> list[Work]:
+        return priced_work(self.evaluation.plan, self.problem, self.assignments)
+
+    @cached_property
     def communication(self) -> list[Row]:
         """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
         themselves and exposed."""
@@ -76,9 +87,11 @@ class Details:
     def device_groups(self) -> list[Row]:
         """Of each device group: its ranks, laid out (dp, cp, tp) with tp innermost, its stages and
         degrees, and its seconds by what it does (`components_s`), which add up to the step. The
-        `ep` neighbours that share experts out are `ep_stride` ranks apart in that order."""
+        `ep` neighbours that share experts out are `ep_stride` ranks apart in that order. What a
+        rank computes and gives to links in a step, as the price counts it: `flops`,
+        `repeated_flops` of which are recompute, and `sent_bytes` by kind."""
         plan, rows = self.evaluation.plan, list[Row]()
-        for ranks in plan.devices:
+        for ranks, work in zip(plan.devices, self._works, strict=True):
             numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             stage = plan.stages[numbers[0]]
             own = {name: a for k in numbers for name, a in self.assignments[k].items()}
@@ -90,6 +103,9 @@ class Details:
                     **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
                     "ep_stride": 1 if folded else stage.tp,
                     "components_s": of_group(self.evaluation, ranks).as_dict(),
+                    "flops": work.flops,
+                    "repeated_flops": work.repeated_flops,
+                    "sent_bytes": dict(work.sent_bytes),
                 }
             )
         return rows
@@ -118,25 +134,44 @@ class Details:
     def throughput(self) -> Row:
         """Rows and tokens (rows × length of the sequence, where there is one) per second; model
         FLOPs utilisation and, with recompute, hardware's (Korthikanti et al., 2022); device-hours
-        of a step."""
+        of a step. Intervals are those of the step."""
         plan, prediction = self.evaluation.plan, self.evaluation.prediction
         step_s, ranks = prediction.step_time_s, plan.num_ranks
-        works = priced_work(plan, self.problem, self.assignments)
         computed, repeated = (
-            sum(getattr(w, name) * len(r) for w, r in zip(works, plan.devices, strict=True))
+            sum(getattr(w, name) * len(r) for w, r in zip(self._works, plan.devices, strict=True))
             for name in ("flops", "repeated_flops")
         )
         peak = self.problem.cluster.device.flops(plan.precision)
         rows_per_s, length = plan.global_batch_size / step_s, sequence_length(self.problem)
+        fastest_s, slowest_s = prediction.step_interval_s
+
+        def interval(value: float) -> list[float]:
+            return [value * step_s / slowest_s, value * step_s / fastest_s]
+
         return {
             "rows_per_s": rows_per_s,
+            "rows_per_s_interval": interval(rows_per_s),
             "sequence_length": length,
             "tokens_per_s": length and rows_per_s * length,
+            "tokens_per_s_interval": length and interval(rows_per_s * length),
             "tokens_per_s_per_device": length and rows_per_s * length / ranks,
             "mfu": prediction.mfu,
+            "mfu_interval": interval(prediction.mfu),
             "hfu": prediction.mfu * (computed / (computed - repeated) if computed else 1.0),
             "model_flops_per_s_per_device": prediction.mfu * peak,
             "device_hours_per_step": step_s * ranks / 3600,
+            "device_hours_interval": [s * ranks / 3600 for s in (fastest_s, slowest_s)],
+        }
+
+    @property
+    def training(self) -> Row:
+        """What a step trains on, and by what; `sequence_length` is None where rows have none."""
+        plan = self.evaluation.plan
+        return {
+            "global_batch_size": plan.global_batch_size,
+            "sequence_length": sequence_length(self.problem),
+            "precision": plan.precision,
+            "optimizer": self.problem.optimizer,
         }
 
     @property
@@ -153,6 +188,7 @@ class Details:
     def to_dict(self) -> dict[str, Any]:
         return {
             "cluster": dict(self.cluster),
+            "training": dict(self.training),
             "throughput": dict(self.throughput),
             "uncertainty": dict(self.uncertainty),
             "memory": [dict(row) for row in self.memory],
@@ -212,6 +248,9 @@ def cost_of(
         )
     seconds = tokens / found["tokens_per_s"]
     row |= {"tokens": tokens, "steps": seconds / step, "days": seconds / 86400}
+    row["days_interval"] = [
+        s * row["steps"] / 86400 for s in details.evaluation.prediction.step_interval_s
+    ]
     row["device_hours"] = row["steps"] * row["device_hours_per_step"]
     if price_per_hour is not None:
         row["price"] = price_per_hour * row["device_hours"]

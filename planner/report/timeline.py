@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.costmodel.schedules import Event, Timeline
 
-MAX_EVENTS = 20_000  # that are shown in full
+MAX_EVENTS = 10_000  # that are shown in full
 MAX_OF_WINDOW = 2_000
 WINDOWS = ("first", "steady", "last")
 COLUMNS = ("group", "stage", "lane", "kind", "microbatch", "start_s", "end_s")

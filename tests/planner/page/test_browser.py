@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
-from tests.helpers.reports import report_of_axes
+from scripts.pages.browser import (
+    BROWSER,
+    DRIVER,
+    TIMEOUT_S,
+    asked_for,
+    beyond,
+    on_paper,
+    opened,
+    painted_s,
+    started,
+    unlabelled,
+)
+from tests.helpers.reports import rehearsed_report, report_of_axes
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.skipif(
         any(map(os.environ.get, ("CI", "NO_BROWSER"))), reason="no browser on CI (NO_BROWSER)"
@@ -30,8 +37,6 @@ pytestmark = [
         not (BROWSER and DRIVER), reason="no chromium: scripts/setup_browser installs it"
     ),
 ]
-TIMEOUT_S = 60
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +48,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[WebDriver]:
-    options = Options()
-    options.binary_location = BROWSER or ""
-    for flag in FLAGS:
-        options.add_argument(flag)
-    logs = {"browser": "ALL", "performance": "ALL"}
-    options.set_capability("goog:loggingPrefs", logs)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(TIMEOUT_S)
-    driver.set_script_timeout(TIMEOUT_S)
-    try:
+    with started() as driver:
         yield driver
-    finally:
-        driver.quit()
-
-
-def opened(browser: WebDriver, path: Path, *, width: int = 1280, scheme: str = "light") -> None:
-    """The page with its charts drawn; what the browser logged before is forgotten."""
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    browser.get_log("browser")
-    browser.get_log("performance")
-    browser.get(path.as_uri())
-    drawn = "return document.body.dataset.drawn === 'true'"
-    WebDriverWait(browser, TIMEOUT_S).until(lambda b: b.execute_script(drawn))
 
 
 def elements(browser: WebDriver, selector: str) -> list[WebElement]:
@@ -78,15 +59,8 @@ def elements(browser: WebDriver, selector: str) -> list[WebElement]:
 def test_nothing_is_asked_for_and_nothing_fails(browser: WebDriver, path: Path) -> None:
     opened(browser, path)
     assert browser.get_log("browser") == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {
-        event["params"]["request"]["url"]
-        for event in events
-        if event["method"] == "Network.requestWillBeSent"
-    }
-    assert {url for url in asked if not url.startswith("data:")} == {path.as_uri()}
-    paints = "return performance.getEntriesByName('first-contentful-paint').length"
-    assert browser.execute_script(paints) == 1
+    assert asked_for(browser) == {path.as_uri()}
+    assert 0 < painted_s(browser) < TIMEOUT_S
 
 
 def test_each_chart_has_marks_and_a_label(browser: WebDriver, path: Path) -> None:
@@ -118,19 +92,32 @@ def test_numbers_are_those_of_the_data(browser: WebDriver, path: Path) -> None:
         assert found[: len(expected["parts"])] == list(expected["parts"].values())
 
 
+def test_everything_has_a_name_and_shows_its_focus(browser: WebDriver, path: Path) -> None:
+    opened(browser, path)
+    assert unlabelled(browser) == []
+    browser.execute_script("""
+        document.querySelector('[role=graphics-document]').removeAttribute('aria-label');
+        document.querySelector('main caption').remove();
+        document.head.insertAdjacentHTML(
+          'beforeend', '<style>.difference {outline: none !important}</style>')""")
+    assert {text.split()[0] for text in unlabelled(browser)} == {"DIV", "TABLE", "BUTTON"}
+
+
+def test_a_rehearsal_is_seen(browser: WebDriver, tmp_path: Path) -> None:
+    page = rehearsed_report().html(tmp_path / "plan.html")
+    assert page
+    opened(browser, page, width=360)
+    assert beyond(browser) == [] and browser.get_log("browser") == []
+    (table,) = elements(browser, "[data-table='rehearsal'] table")
+    assert "priced" in table.text
+    marks = elements(browser, "#chart-memory .mark-symbol.role-mark path")
+    assert len(marks) == 2 * len(rehearsed_report().to_dict()["memory"])
+
+
 @pytest.mark.parametrize("width", [360, 768, 1280, 1920])
 def test_nothing_is_wider_than_the_window(browser: WebDriver, path: Path, width: int) -> None:
     opened(browser, path, width=width)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    beyond = """
-        return [...document.querySelectorAll('[data-chart]')].filter(chart => {
-          const own = chart.getBoundingClientRect();
-          return [...chart.querySelectorAll('svg text')].some(text => {
-            const box = text.getBoundingClientRect();
-            return box.left < own.left - 1 || box.right > own.right + 1;
-          });
-        }).map(chart => chart.dataset.chart)"""
-    assert browser.execute_script(beyond) == []
+    assert beyond(browser) == []
 
 
 def test_light_and_dark(browser: WebDriver, path: Path) -> None:
@@ -183,12 +170,17 @@ def test_what_is_copied_is_the_plan(browser: WebDriver, path: Path) -> None:
     assert button.text in ("Copied", "Selected: copy it now")
 
 
-def test_paper_is_light_and_has_pages(browser: WebDriver, path: Path) -> None:
+def test_paper_is_light_and_has_pages(browser: WebDriver, path: Path, tmp_path: Path) -> None:
     opened(browser, path, scheme="dark")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     style = "return [document.body, document.querySelector('nav')].map(e => getComputedStyle(e))"
     paper = f"{style}.map((s, k) => k ? s.display : s.backgroundColor)"
     assert browser.execute_script(paper) == ["rgb(255, 255, 255)", "none"]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-    printed = browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})
-    assert len(printed["data"]) > 10_000
+    closed = "return document.querySelectorAll('main details[data-table]:not([open])').length"
+    before = browser.execute_script(closed)
+    opened_by = "dispatchEvent(new Event('beforeprint'));" + closed
+    assert browser.execute_script(opened_by) == 0 < before  # nobody clicks on paper
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script(closed) == before
+    assert on_paper(browser, tmp_path / "page.pdf") > 10_000

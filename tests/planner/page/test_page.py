@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import csv
 import hashlib
 import json
 import re
@@ -21,12 +22,12 @@ from meshwright.planner.page.cells import stage_words
 from meshwright.planner.page.plans import compared
 from meshwright.planner.page.specs import charts
 from meshwright.planner.report import timeline
-from tests.helpers.reports import report_of_axes
+from tests.helpers.reports import rehearsed_report, report_of_axes
 
 MOST_BYTES = 1_300_000  # of a page of up to 64 devices
 VIEWS = (
-    "chosen", "alternatives", "memory", "components", "timeline", "communication", "blocks",
-    "ranks", "sensitivity", "overrides", "sources", "plan",
+    "chosen", "alternatives", "memory", "rehearsal", "components", "timeline", "communication",
+    "blocks", "ranks", "sensitivity", "overrides", "sources", "plan", "words",
 )  # fmt: skip
 EVIL = "</script><script>alert(1)</script><b onclick='x'>&"
 
@@ -94,16 +95,75 @@ def test_numbers_are_those_of_the_data(page: Page, data: dict[str, Any]) -> None
     found, summary = page.numbers, data["summary"]
     assert found["step"] == [summary["step_time_s"]]
     assert found["MFU"] == [data["throughput"]["mfu"]]
-    assert found["throughput"] == [data["throughput"]["tokens_per_s"]]
+    assert found["tokens a second"] == [data["throughput"]["tokens_per_s"]]
     assert found["peak memory"] == [max(summary["peak_memory_bytes"])]
     expected = []
     for row in data["memory"]:
-        expected += [*row["parts"].values(), row["priced_bytes"], row["course_bytes"]]
+        expected += [*row["parts"].values(), row["priced_bytes"], *row["interval_bytes"]]
+        expected.append(row["course_bytes"])
     assert found["memory"] == expected
     parts = [value for row in data["device_groups"] for value in row["components_s"].values()]
     assert found["components"] == parts
     for row in data["communication"]:
         assert {row["sent_bytes"], row["seconds"], row["exposed_s"]} <= set(found["communication"])
+
+
+def test_tables_are_read_aloud(page: Page) -> None:
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("table") == tags.count("caption") > 8
+    assert {own.get("scope") for tag, own in page.elements if tag == "th"} == {"col", "row"}
+
+
+def test_a_rehearsal_stands_beside_the_price() -> None:
+    data = rehearsed_report().to_dict()
+    rehearsal, groups = data["rehearsal"], data["device_groups"]
+    found = render_page(json.loads(json.dumps(data)))
+    numbers = Page(found).numbers
+    expected: list[float] = []
+    for row in rehearsal["ranks"].values():
+        group = groups[row["group"]]
+        sent = sum(row["link_bytes"].values())
+        assert sum(row["flops"].values()) == pytest.approx(group["flops"], rel=1e-6)
+        assert sent == pytest.approx(sum(group["sent_bytes"].values()), rel=1e-3)
+        expected += [row["stands_for"], row["peak_bytes"], rehearsal["priced_bytes"][row["group"]]]
+        expected += [sum(row["flops"].values()), group["flops"]]
+        expected += [sent, sum(group["sent_bytes"].values())]
+    width = len(numbers["rehearsal"]) // len(rehearsal["ranks"])
+    rows = [numbers["rehearsal"][k : k + 7] for k in range(0, len(numbers["rehearsal"]), width)]
+    assert [value for row in rows for value in row] == expected
+    assert "by the rehearsal" in found and "it was not rehearsed" not in found
+    wrong = {**rehearsal, "mismatches": ["rank 3 waits for ever"]}
+    assert "1 do not match" in (text := render_page({**data, "rehearsal": wrong}))
+    assert "rank 3 waits for ever" in text
+
+
+def test_reports_of_before_have_a_page(data: dict[str, Any]) -> None:
+    """Keys are added without another schema."""
+    older = copy.deepcopy(data)
+    del older["training"]
+    for key in [key for key in older["throughput"] if key.endswith("_interval")]:
+        del older["throughput"][key]
+    assert f"{data['plan']['global_batch_size']} rows of" in render_page(older)
+    older = copy.deepcopy(rehearsed_report().to_dict())
+    for row in (*older["rehearsal"]["ranks"].values(), *older["device_groups"]):
+        for key in ("link_bytes", "sent_bytes", "flops"):
+            if key != "flops" or "peak_bytes" not in row:
+                row.pop(key, None)
+    assert 'data-table="rehearsal"' in render_page(older)
+
+
+def test_events_are_where_they_were(data: dict[str, Any]) -> None:
+    (window,) = data["timeline"]["windows"]
+    events = list(csv.DictReader(window["events_csv"].splitlines()))
+    spec = charts({**data, "compared": compared(data)})["timeline-0"]
+    (rows,) = spec["datasets"].values()
+    unit_s = (window["end_s"] - window["start_s"]) / 1e6
+    assert len(rows) == len(events)
+    for row, event in zip(rows, events, strict=True):
+        assert row[:2] == (int(event["group"]), int(event["stage"]))
+        assert row[4] * unit_s == pytest.approx(float(event["start_s"]), abs=2 * unit_s)
+        end_s = (row[4] + row[5]) * unit_s
+        assert end_s == pytest.approx(float(event["end_s"]), abs=2 * unit_s)
 
 
 def test_the_file_asks_for_nothing(text: str, page: Page) -> None:

@@ -78,7 +78,7 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
         (cells.more_time(-0.5), "−500 ms"),
         (cells.gib(3 * 2**30), "3.00 GiB"),
         (cells.sent(2.5e9), "2.5 GB"),
-        (cells.scaled(264_000, "tokens/s"), "264 ktokens/s"),
+        (cells.scaled(264_000, "tokens/s"), "264 k tokens/s"),
         (cells.number(12345.0), "12,345"),
         (cells.number(0.070617), "0.07062"),
         (cells.share(0.3456), "34.6%"),

@@ -52,6 +52,35 @@ def test_throughput_counts_tokens_and_recompute(report: Report) -> None:
     assert found["device_hours_per_step"] == pytest.approx(8 * step / 3600)
 
 
+def test_intervals_are_the_steps(report: Report) -> None:
+    found, (fastest_s, slowest_s) = (
+        report.to_dict()["throughput"],
+        report.summary["step_interval_s"],
+    )
+    assert fastest_s < report.summary["step_time_s"] < slowest_s
+    assert found["rows_per_s_interval"] == pytest.approx([ROWS / slowest_s, ROWS / fastest_s])
+    low, high = found["tokens_per_s_interval"]
+    assert [low * slowest_s, high * fastest_s] == pytest.approx([ROWS * LENGTH] * 2)
+    assert found["mfu_interval"][0] < found["mfu"] < found["mfu_interval"][1]
+    hours = [8 * s / 3600 for s in (fastest_s, slowest_s)]
+    assert found["device_hours_interval"] == pytest.approx(hours)
+    cost = report.cost(tokens=1e9)
+    assert cost and cost["days_interval"][0] < cost["days"] < cost["days_interval"][1]
+
+
+def test_work_of_a_group_is_that_of_its_communication(report: Report) -> None:
+    data = report.to_dict()
+    for group in data["device_groups"]:
+        rows = [row for row in data["communication"] if row["stage"] in group["stages"]]
+        sent = sum(row["sent_bytes"] for row in rows)
+        assert sum(group["sent_bytes"].values()) == pytest.approx(sent, rel=1e-6)
+        assert 0 < group["repeated_flops"] < group["flops"]  # full recompute
+    assert data["training"] == {
+        "global_batch_size": ROWS, "sequence_length": LENGTH, "precision": "bf16",
+        "optimizer": "adamw",
+    }  # fmt: skip
+
+
 def test_cost_of_a_run(report: Report) -> None:
     step = report.summary["step_time_s"]
     steps = 1e9 / (ROWS * LENGTH)

@@ -1,0 +1,1 @@
+"""The report's page: looked at in a browser, and measured."""
