@@ -24,7 +24,7 @@ import torch
 
 from meshwright.profiles.inputs import MeshwrightError, shown
 
-Attention = Literal["mask", "bool", "positions"]
+Attention = Literal["mask", "bool"]
 IGNORED = -100  # the label that cross-entropies leave out
 ENTRIES = ("input_ids", "labels", "attention_mask")
 STATE = ("documents", "tokens")
@@ -103,8 +103,6 @@ class Packing:
         return batch | self._attention(positions)
 
     def _attention(self, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.attention == "positions":
-            return {}
         document = (positions == 0).cumsum(-1)
         sees = (document[:, :, None] == document[:, None, :]).tril()[:, None]
         if self.attention == "bool":
@@ -126,12 +124,11 @@ def packed(
     own: its first token is not predicted. With `rows` every batch has as many, filled up with
     padding that no loss counts: always one shape, for one plan.
 
-    `attention` says how documents are kept apart. "mask": an additive fp32 mask [rows, 1, length,
-    length] of 0 and the least number, for "sdpa" and "eager" attention; it replaces a sliding
-    window. "bool": True where a token sees another, a quarter of the bytes, for "sdpa" alone
-    ("eager" would add it). "positions": no mask; transformers makes it from `position_ids`, with
-    sliding windows, where there is no key/value cache: Meshwright turns that off, elsewhere
-    `use_cache=False` does. Raises MeshwrightError for other values.
+    `attention` is the form of the mask that keeps documents apart. "mask": additive, fp32 [rows, 1,
+    length, length] of 0 and the least number, for "sdpa" and "eager" attention. "bool": True where
+    a token sees another, a quarter of the bytes, for "sdpa" alone ("eager" would add it). Either
+    takes the place of a model's sliding window: rows longer than that are for models without.
+    Raises MeshwrightError for other values.
     """
     given = {"length": length, "pad_token_id": pad_token_id} | (
         {} if rows is None else {"rows": rows}

@@ -23,8 +23,7 @@ LAYOUTS: Mapping[str, Overrides] = {
 ON_RANKS = (
     ("llama", "dp2 tp2", "mask"),
     ("llama", "pp2 dp2", "bool"),
-    ("llama", "pp2 dp2", "positions"),
-    ("gpt2", "dp2 tp2", "positions"),
+    ("gpt2", "dp2 tp2", "bool"),
     ("gpt2", "pp2 dp2", "mask"),
 )
 

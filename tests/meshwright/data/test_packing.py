@@ -75,9 +75,6 @@ def test_every_token_is_there_once_in_order_with_its_label_and_position(
     assert torch.equal(batch["attention_mask"], sees)
     added = packed(length)(numbered(sizes))["attention_mask"]
     assert torch.equal(added == 0, sees) and torch.all(added[~sees] < -1e38)
-    assert set(packed(length, attention="positions")(numbered(sizes))) == {
-        "input_ids", "labels", "position_ids"
-    }  # fmt: skip
 
 
 @given(SIZES, st.integers(1, 17))
@@ -132,7 +129,7 @@ def test_a_stream_goes_on_where_its_state_says(
 ) -> None:
     """Through a state, under other rows and another length, no token is lost or repeated."""
     given = numbered(sizes) if indexed else ReadOver(numbered(sizes))
-    first = packed(length, rows=rows, attention="positions", pad_token_id=PAD).stream(given)
+    first = packed(length, rows=rows, attention="bool", pad_token_id=PAD).stream(given)
     seen, batches = [], iter(first)
     for _, batch in zip(range(stop), batches, strict=False):
         assert batch["input_ids"].shape == (rows, length)
@@ -140,10 +137,10 @@ def test_a_stream_goes_on_where_its_state_says(
     if len(seen) == sum(sizes):
         return  # handed out whole: what follows is the next pass, of which there is a test below
     state = first.state_dict()
-    again = packed(length, rows=rows, attention="positions", pad_token_id=PAD).stream(given)
+    again = packed(length, rows=rows, attention="bool", pad_token_id=PAD).stream(given)
     again.load_state_dict(state)
     assert [tokens_of(x) for x in again] == [tokens_of(x) for x in batches]
-    other = packed(length + 3, rows=rows + 1, attention="positions", pad_token_id=PAD).stream(given)
+    other = packed(length + 3, rows=rows + 1, attention="bool", pad_token_id=PAD).stream(given)
     other.load_state_dict(state)
     seen += [x for batch in other for x in tokens_of(batch)]
     assert sorted(seen) == list(range(sum(sizes)))
@@ -181,7 +178,7 @@ REFUSED = {
     "length": (lambda: packed(1), "length= 1; legal: integers from 2"),
     "rows": (lambda: packed(4, rows=0), "rows= 0; legal"),
     "padding": (lambda: packed(4, pad_token_id=-1), "pad_token_id= -1; legal"),
-    "attention": (lambda: packed(4, attention="causal"), "mask, bool, positions"),  # type: ignore[arg-type]
+    "attention": (lambda: packed(4, attention="causal"), "mask, bool"),  # type: ignore[arg-type]
     "a stream without rows": (lambda: packed(4).stream([[1]]), "rows=8"),
     "an iterator": (lambda: packed(4, rows=1).stream(iter([[1]])), "read again"),
     "no documents": (lambda: packed(4, rows=1).stream(7), "read again"),
@@ -232,8 +229,7 @@ def small(kind: str, implementation: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "qwen2"])
 @pytest.mark.parametrize(
-    "implementation,attention",
-    [("sdpa", "mask"), ("eager", "mask"), ("sdpa", "bool"), ("sdpa", "positions")],
+    "implementation,attention", [("sdpa", "mask"), ("eager", "mask"), ("sdpa", "bool")]
 )
 def test_transformers_alone_keep_documents_apart(
     kind: str, implementation: str, attention: Any
@@ -243,8 +239,7 @@ def test_transformers_alone_keep_documents_apart(
     alone(model, documents()).backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    cache = {"use_cache": False} if attention == "positions" else {}
-    model(**packed(LENGTH, attention=attention)(documents()), **cache).loss.backward()
+    model(**packed(LENGTH, attention=attention)(documents())).loss.backward()
     found = {n: p.grad for n, p in model.named_parameters()}
     assert difference(found, wanted)[0] < TOLERANCE
 
