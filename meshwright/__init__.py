@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshwright.costmodel.rules import RuleError as RuleError
     from meshwright.costmodel.user_rules import rule as rule
     from meshwright.data import data_loader as data_loader
+    from meshwright.data import packed as packed
     from meshwright.executor.parameters import Reduced as Reduced
     from meshwright.executor.ranks import distributed as distributed
     from meshwright.model import ParallelModel as ParallelModel
@@ -44,6 +45,7 @@ _HOMES = {
     "data_loader": "data.loader",
     "distributed": "executor.ranks.launch",
     "leaf": "planner.tracing.user_module.leaf",
+    "packed": "data.packing",
     "rule": "costmodel.user_rules.add",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

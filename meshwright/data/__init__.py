@@ -1,5 +1,6 @@
-"""Data of a run: each rank loads its own rows of every global batch."""
+"""Data of a run: each rank loads its own rows of every global batch; documents packed to rows."""
 
 from meshwright.data.loader import DataLoader, data_loader
+from meshwright.data.packing import PackedStream, Packing, packed
 
-__all__ = ["DataLoader", "data_loader"]
+__all__ = ["DataLoader", "PackedStream", "Packing", "data_loader", "packed"]

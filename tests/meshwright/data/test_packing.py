@@ -1,0 +1,276 @@
+"""Packed documents: what a batch holds, that a stream loses and repeats nothing, and that models
+train on it as on the documents alone."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from meshwright import Cluster, MeshwrightError, auto_parallelize, packed
+from meshwright.data import PackedStream
+from meshwright.data.packing import arranged
+from tests.helpers.launching import Results, results_of
+from tests.meshwright.data.packing_runs import LENGTH, ON_RANKS, RANKS, VOCAB, alone, documents
+from tests.parity.parity_reference import difference
+from tests.user_code.shapes.shape_runs import built
+
+TOLERANCE = 1e-5
+PAD = 9999
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any)
+
+
+def numbered(sizes: list[int]) -> list[list[int]]:
+    """Documents of so many tokens; no two tokens are alike."""
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [list(range(a, b)) for a, b in pairwise(ends)]
+
+
+def tokens_of(batch: dict[str, torch.Tensor]) -> list[int]:
+    ids: list[int] = batch["input_ids"].flatten().tolist()
+    return [x for x in ids if x != PAD]
+
+
+def cut(given: list[list[int]], length: int) -> list[list[int]]:
+    return [x[k : k + length] for x in given for k in range(0, len(x), length)]
+
+
+# --- what a batch holds ---------------------------------------------------------------------------
+
+
+@given(SIZES, st.integers(2, 17))
+def test_every_token_is_there_once_in_order_with_its_label_and_position(
+    sizes: list[int], length: int
+) -> None:
+    pieces = cut(numbered(sizes), length)
+    batch = packed(length, attention="bool", pad_token_id=PAD)(numbered(sizes))
+    ids, labels, positions = (batch[n] for n in ("input_ids", "labels", "position_ids"))
+    rows = len(ids)
+    assert ids.shape == labels.shape == positions.shape == (rows, length)
+    assert sorted(tokens_of(batch)) == list(range(sum(sizes)))
+    begun = {piece[0]: piece for piece in pieces}
+    sees = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    for row in range(rows):
+        at = 0
+        while at < length:
+            piece = begun.get(int(ids[row, at]))
+            count = len(piece) if piece else length - at
+            assert ids[row, at : at + count].tolist() == (piece or [PAD] * count)
+            ignored = [-100] * count
+            assert labels[row, at : at + count].tolist() == (
+                [-100, *piece[1:]] if piece else ignored
+            )
+            assert positions[row, at : at + count].tolist() == list(range(count))
+            for i in range(count):
+                sees[row, 0, at + i, at : at + i + 1] = True
+            at += count
+    assert torch.equal(batch["attention_mask"], sees)
+    added = packed(length)(numbered(sizes))["attention_mask"]
+    assert torch.equal(added == 0, sees) and torch.all(added[~sees] < -1e38)
+
+
+@given(SIZES, st.integers(1, 17))
+def test_rows_are_full_and_few(sizes: list[int], length: int) -> None:
+    """No row too long, and none that another could take in: two of them never fit in one."""
+    lengths = [len(piece) for piece in cut(numbered(sizes), length)]
+    rows = arranged(lengths, length)
+    assert sorted(k for row in rows for k in row) == list(range(len(lengths)))
+    filled = sorted(sum(lengths[k] for k in row) for row in rows)
+    assert filled[-1] <= length
+    assert len(filled) < 2 or filled[0] + filled[1] > length
+
+
+def test_labels_and_left_out_tokens_are_the_documents_own() -> None:
+    given = {
+        "input_ids": [5, 6, 7, 8],
+        "labels": [-100, -100, 7, 8],
+        "attention_mask": [0, 1, 1, 1],
+    }
+    batch = packed(6, rows=2)([given, torch.tensor([1, 2], dtype=torch.int32), []])
+    assert batch["input_ids"].tolist() == [[6, 7, 8, 1, 2, 0], [0] * 6]
+    assert batch["labels"].tolist() == [[-100, 7, 8, -100, 2, -100], [-100] * 6]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def test_workers_of_a_loader_can_have_it() -> None:
+    collate = packed(8, rows=2)
+    loader: Any = torch.utils.data.DataLoader(
+        numbered([3, 4, 5, 2]), batch_size=4, collate_fn=pickle.loads(pickle.dumps(collate))
+    )
+    assert torch.equal(
+        next(iter(loader))["input_ids"], collate(numbered([3, 4, 5, 2]))["input_ids"]
+    )
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+class ReadOver:
+    """Documents that can only be iterated."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self.documents = documents
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.documents)
+
+
+@given(SIZES, st.integers(2, 9), st.integers(1, 4), st.integers(0, 40), st.booleans())
+def test_a_stream_goes_on_where_its_state_says(
+    sizes: list[int], length: int, rows: int, stop: int, indexed: bool
+) -> None:
+    """Through a state, under other rows and another length, no token is lost or repeated."""
+    given = numbered(sizes) if indexed else ReadOver(numbered(sizes))
+    first = packed(length, rows=rows, attention="bool", pad_token_id=PAD).stream(given)
+    seen, batches = [], iter(first)
+    for _, batch in zip(range(stop), batches, strict=False):
+        assert batch["input_ids"].shape == (rows, length)
+        seen += tokens_of(batch)
+    if len(seen) == sum(sizes):
+        return  # handed out whole: what follows is the next pass, of which there is a test below
+    state = first.state_dict()
+    again = packed(length, rows=rows, attention="bool", pad_token_id=PAD).stream(given)
+    again.load_state_dict(state)
+    assert [tokens_of(x) for x in again] == [tokens_of(x) for x in batches]
+    other = packed(length + 3, rows=rows + 1, attention="bool", pad_token_id=PAD).stream(given)
+    other.load_state_dict(state)
+    seen += [x for batch in other for x in tokens_of(batch)]
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_a_stream_begins_anew_after_its_end() -> None:
+    stream = packed(4, rows=1).stream(numbered([3, 3, 2]))
+    first = [x["input_ids"].tolist() for x in stream]
+    assert len(first) == 3 and first == [x["input_ids"].tolist() for x in stream]
+    *_, _last = iter(stream)
+    ended = packed(4, rows=1).stream(numbered([3, 3, 2]))
+    ended.load_state_dict({"documents": 3, "tokens": 0})  # saved at the last batch of a pass
+    assert not [*ended] and [x["input_ids"].tolist() for x in ended] == first
+
+
+def test_a_stream_arranges_anew_what_came_before() -> None:
+    """3 + 3 and 5 + 5 come so that 3 of 8 tokens are left in either row, where 8 = 5 + 3."""
+    (batch,) = packed(8, rows=2).stream(numbered([3, 3, 5, 5]))
+    assert (batch["labels"] != -100).sum() == 16 - 4
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+REFUSED = {
+    "too many documents": (lambda: packed(4, rows=1)([[1, 2, 3], [4, 5]]), "stream"),
+    "no token": (lambda: packed(4)([[]]), "without a token"),
+    "text": (lambda: packed(4)(["a text"]), "tokenize it"),
+    "floats": (lambda: packed(4)([[0.5]]), "integers"),
+    "rows of ids": (lambda: packed(4)([[[1, 2]]]), r"shape \(1, 2\)"),
+    "other entries": (lambda: packed(4)([{"input_ids": [1], "text": "x"}]), "drop text"),
+    "no ids": (lambda: packed(4)([{"labels": [1]}]), "give input_ids"),
+    "labels of another length": (
+        lambda: packed(4)([{"input_ids": [1, 2], "labels": [1]}]), "as many as input_ids, 2",
+    ),
+    "length": (lambda: packed(1), "length= 1; legal: integers from 2"),
+    "rows": (lambda: packed(4, rows=0), "rows= 0; legal"),
+    "padding": (lambda: packed(4, pad_token_id=-1), "pad_token_id= -1; legal"),
+    "attention": (lambda: packed(4, attention="causal"), "mask, bool"),  # type: ignore[arg-type]
+    "a stream without rows": (lambda: packed(4).stream([[1]]), "rows=8"),
+    "an iterator": (lambda: packed(4, rows=1).stream(iter([[1]])), "read again"),
+    "no documents": (lambda: packed(4, rows=1).stream(7), "read again"),
+    "a state of something else": (
+        lambda: packed(4, rows=1).stream([[1]]).load_state_dict({"epoch": 1}),
+        "documents and tokens",
+    ),
+    "a state of more documents": (
+        lambda: packed(4, rows=1).stream([[1]]).load_state_dict({"documents": 2, "tokens": 0}),
+        "there are 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_the_way_out(case: str) -> None:
+    make, said = REFUSED[case]
+    with pytest.raises(MeshwrightError, match=said) as caught:
+        make()
+    assert caught.value.place and caught.value.legal and caught.value.way_out
+
+
+def test_a_state_beyond_documents_that_are_iterated_is_refused_when_read() -> None:
+    stream = packed(4, rows=1).stream(ReadOver([[1]]))
+    stream.load_state_dict({"documents": 2, "tokens": 0})
+    with pytest.raises(MeshwrightError, match="there are 1"):
+        next(iter(stream))
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def small(kind: str, implementation: str) -> Any:
+    if kind in ("llama", "gpt2"):
+        model: Any = built(kind)
+        model.set_attn_implementation(implementation)
+        return model
+    made = {
+        "mistral": (MistralForCausalLM, MistralConfig),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    }
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    build, config = made[kind]
+    return build(config(**sizes, **heads, attn_implementation=implementation))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "qwen2"])
+@pytest.mark.parametrize(
+    "implementation,attention", [("sdpa", "mask"), ("eager", "mask"), ("sdpa", "bool")]
+)
+def test_transformers_alone_keep_documents_apart(
+    kind: str, implementation: str, attention: Any
+) -> None:
+    """The mask is what transformers takes, without Meshwright too."""
+    model = small(kind, implementation)
+    alone(model, documents()).backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    model(**packed(LENGTH, attention=attention)(documents())).loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    assert difference(found, wanted)[0] < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    worker = Path(__file__).with_name("packing_worker.py")
+    return results_of(worker, tmp_path_factory.mktemp("packing"), ranks=RANKS, timeout_s=400)
+
+
+@pytest.mark.parametrize("run", ON_RANKS, ids=", ".join)
+def test_plans_keep_documents_apart(run: tuple[str, ...], launched: Results) -> None:
+    found = launched[", ".join(run)]
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_a_stream_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    model = built("gpt2")
+    stream = packed(8, rows=2).stream(documents())
+    example = next(iter(stream))
+    result = auto_parallelize(
+        model,
+        Cluster.local(1, measure=False),
+        example_inputs=example,
+        global_batch_size=2,
+        precision="fp32",
+        profile=False,
+    )
+    result.train_step(example)
+    result.save_checkpoint(tmp_path / "saved", extra={"data": stream})
+    wanted = next(iter(stream))["input_ids"]
+    again: PackedStream = packed(8, rows=2).stream(documents())
+    result.load_checkpoint(tmp_path / "saved", extra={"data": again})
+    assert torch.equal(next(iter(again))["input_ids"], wanted)
