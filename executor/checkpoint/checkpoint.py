@@ -41,7 +41,7 @@ from meshwright.executor.checkpoint.collected import Collected, collect, model_t
 from meshwright.executor.checkpoint.notes import read_notes, write_notes
 from meshwright.executor.checkpoint.weights import initialise_buffers
 from meshwright.executor.devices import synchronize
-from meshwright.executor.errors import SavedError, UnwrittenError
+from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
 from meshwright.executor.files import (
     MANIFEST,
     NOTES,
@@ -68,6 +68,7 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.stages import follow
+from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +107,11 @@ def _group(runtime: Runtime) -> dist.ProcessGroup | None:
 def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
     for name, x in extra.items():
         if not hasattr(x, verb):
-            raise ValueError(
-                f"extra[{name!r}] is of type {type(x).__name__}, which has no {verb}(); legal: "
-                "objects with state_dict() and load_state_dict(), such as schedulers; wrap other "
-                "values in one"
+            raise MeshwrightError(
+                f" is of type {type(x).__name__}, which has no {verb}()",
+                place=f"extra[{name!r}]",
+                legal="objects with state_dict() and load_state_dict(), such as schedulers",
+                way_out="wrap other values in one",
             )
 
 
@@ -255,7 +257,9 @@ def _opened(
     _check_extra(extra, "load_state_dict")
     folder = atomic_folder.published(atomic_folder.followed(path))
     if not folder.exists():
-        raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")
+        raise NotThereError(
+            "there is none", place=place, way_out="it must be a path that was saved to"
+        )
     if not (folder / NOTES).is_file():
         raise SavedError(
             f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "

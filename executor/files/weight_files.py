@@ -32,6 +32,7 @@ from meshwright.executor.files.dcp_reads import read_tensors
 from meshwright.executor.files.ownership import METADATA
 from meshwright.executor.files.paths import inside
 from meshwright.executor.ranks import launch
+from meshwright.profiles.inputs import NotInstalledError
 
 log = logging.getLogger(__name__)
 FORMATS = (
@@ -140,8 +141,10 @@ def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
         try:
             safe_open = import_module("safetensors").safe_open
         except ImportError as error:
-            raise ImportError(
-                f"weights: {str(path)!r} needs the safetensors package: pip install safetensors"
+            raise NotInstalledError(
+                " needs the safetensors package",
+                place=f"weights: {str(path)!r}",
+                way_out="pip install safetensors",
             ) from error
         with _damage_named(path):
             file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
