@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.costmodel.graph import Graph
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
@@ -255,18 +255,30 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             params[k] = new
 
 
-def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError for an optimizer that has no parameter of the model: it was made over
-    another one, or over copies."""
+def check_trains(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Raise ValueError for an optimizer that has a parameter which is not the model's: of another
+    one, a copy, or one of the user's own. Its values and states would be saved nowhere."""
     known = {id(p) for p in model.parameters()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if given and not any(id(current(p)) in known for p in given):
-        raise StateError(
-            f"optimizer: none of the {len(given)} parameters of this {type(optimizer).__name__} is "
-            f"the model's, e.g. one of shape {tuple(given[0].shape)}; legal: an optimizer over the "
-            "result's parameters(), or the model's. Way out: make it over those; one of another "
-            "model, or of whole_tensor_optimizer, is saved by extra={'name': it}"
-        )
+    groups = [group["params"] for group in optimizer.param_groups] if optimizer else []
+    foreign = {
+        k: found
+        for k, params in enumerate(groups)
+        if (found := [p for p in params if id(current(p)) not in known])
+    }
+    if not foreign:
+        return
+    number, given = sum(map(len, foreign.values())), sum(map(len, groups))
+    of = f"of the {given} parameters of this {type(optimizer).__name__}"
+    many = f"none {of} is" if number == given else f"{number} {of} are not"
+    where = ", ".join(f"{len(found)} in group {k}" for k, found in foreign.items())
+    example = tuple(next(iter(foreign.values()))[0].shape)
+    raise OptimizerError(
+        f"{many} the model's ({where}), e.g. one of shape {example}",
+        place="optimizer",
+        legal="an optimizer over the result's parameters(), the model's, or some of them",
+        way_out="make it over those; give others an optimizer of their own, which extra={'name': "
+        "it} saves, as it does one of whole_tensor_optimizer",
+    )
 
 
 @cache
