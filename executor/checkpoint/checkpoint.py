@@ -171,13 +171,17 @@ def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: 
     shared."""
     if not runtime.loaded or runtime.uninitialised & runtime.persistent:
         raise SavedError(
-            "checkpoint: the model is on the meta device: it has no weights to save; call "
-            "init_weights, load_weights, load_state_dict or load_checkpoint first"
+            "the model is on the meta device: it has no weights to save",
+            place="checkpoint",
+            legal="a model with weights",
+            way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
         )
     if not saving.is_dir():
         raise SavedError(
-            f"checkpoint: rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 "
-            f"made; save to a file system that all hosts share"
+            f"rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 made",
+            place="checkpoint",
+            legal="a folder that all ranks see",
+            way_out="save to a file system that all hosts share",
         )
     return collect(runtime, optimizer)
 
@@ -262,8 +266,9 @@ def _opened(
         )
     if not (folder / NOTES).is_file():
         raise SavedError(
-            f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "
-            f"otherwise go through load_state_dict"
+            f"has no {NOTES!r}, so it is no checkpoint of a ParallelModel",
+            place=place,
+            way_out="weights saved otherwise go through load_state_dict",
         )
     with raising_runtime_error(f"{place}: damaged"):
         verified = check_files(folder)
@@ -279,7 +284,9 @@ def _opened(
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
     if missing := sorted(set(extra) - set(notes["extra"])):
         raise SavedError(
-            f"{place}: holds no state of {missing}; saved as extra: {sorted(notes['extra'])}"
+            f"holds no state of {missing}; saved as extra: {sorted(notes['extra'])}",
+            place=place,
+            way_out="give extra= those, or leave it out",
         )
     return folder, notes
 
@@ -303,14 +310,17 @@ def _prepared(
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
         raise SavedError(
-            f"{place}: {len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "
-            f"saved from a model that keeps fewer buffers"
+            f"{len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "
+            f"saved from a model that keeps fewer buffers",
+            place=place,
+            way_out="load an earlier one, or what fits by load_weights",
         )
     for fqn, x in needed.items():
         if stored[f"model.{fqn}"].shape != x.shape:
             raise SavedError(
-                f"{place}: {fqn!r} has shape {stored[f'model.{fqn}'].shape}, the model "
-                f"{tuple(x.shape)}"
+                f"{fqn!r} has shape {stored[f'model.{fqn}'].shape}, the model {tuple(x.shape)}",
+                place=place,
+                way_out="load it with the model that it was saved from",
             )
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
     if optimizer is None:
@@ -333,8 +343,11 @@ def _merged_options(
     if len({len(groups) for groups in options}) > 1:
         counts = [len(groups) for groups in options]
         raise SavedError(
-            f"{place}: the optimizer has {counts} groups on the ranks; "
-            f"make the same groups on all of them, empty where a rank has none of the parameters"
+            f"the optimizer has {counts} groups on the ranks",
+            place=place,
+            legal="as many groups on every rank",
+            way_out="make the same groups on all of them, empty where a rank has none of the "
+            "parameters",
         )
     by_group = zip(*options, strict=True)
     return [next((x for x in known if x is not None), None) for known in by_group]

@@ -93,7 +93,7 @@ def check_file(folder: Path, name: str, files: Mapping[str, OwnFile]) -> None:
         fault = "is damaged: its checksum is not that of what was saved"
     else:
         return
-    raise DamagedError(f"{name!r} {fault}; load an earlier checkpoint")
+    raise DamagedError(f" {fault}", place=repr(name), way_out="load an earlier checkpoint")
 
 
 def foreign_files(folder: Path, *, finished: bool) -> list[str]:

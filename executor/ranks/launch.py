@@ -109,8 +109,10 @@ def start(backend: str) -> None:
         if local_rank >= torch.cuda.device_count():
             raise StateError(
                 f"the cluster's backend is nccl, but local rank {local_rank} finds "
-                f"{torch.cuda.device_count()} "
-                "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"
+                f"{torch.cuda.device_count()} GPUs",
+                legal="a GPU for each rank of a host",
+                way_out="launch as many ranks as there are GPUs, or use Cluster.local(n, 'cpu') to "
+                "run on CPU processes",
             )
         torch.cuda.set_device(local_rank)
     limit_s = timeout_s()

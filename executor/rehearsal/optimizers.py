@@ -59,7 +59,8 @@ def step(optimizer: optim.Optimizer) -> None:
         lines = str(error).strip().splitlines() or [""]
         raise RehearsalError(
             f"rehearse: {type(optimizer).__name__}.step() raises {type(error).__name__}: "
-            f"{lines[0][:300]}{line_of(error)}; it would on the plan's ranks. Legal: an optimizer "
-            "that needs no closure and can step DTensors; others on whole tensors, by "
-            "whole_tensor_optimizer, which a rehearsal does not have"
+            f"{lines[0][:300]}{line_of(error)}; it would on the plan's ranks",
+            legal="an optimizer that needs no closure and can step DTensors",
+            way_out="others on whole tensors, by whole_tensor_optimizer, which a rehearsal does "
+            "not have",
         ) from error

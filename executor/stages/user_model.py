@@ -154,9 +154,10 @@ class UserModel:
         for p in parameters:
             if self.tensor(p.fqn) is not p.api:
                 raise StateError(
-                    f"parameter {p.fqn!r} was replaced after planning, which train_step can't "
-                    f"see: write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
-                    f"auto_parallelize again"
+                    " was replaced after planning, which train_step can't see",
+                    place=f"parameter {p.fqn!r}",
+                    way_out="write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
+                    "auto_parallelize again",
                 )
             if self.whole and not share_memory(p.api, p.stored):
                 now = p.api.detach()
@@ -164,10 +165,12 @@ class UserModel:
                     p.stored.dtype, p.stored.device, p.stored.shape,
                 ):  # fmt: skip
                     raise StateError(
-                        f"parameter {p.fqn!r} is {now.dtype} on {now.device} of shape "
+                        f" is {now.dtype} on {now.device} of shape "
                         f"{tuple(now.shape)}, was planned {p.stored.dtype} on {p.stored.device} "
-                        f"of {tuple(p.stored.shape)}: do not move or cast the model after "
-                        f"planning (it trains fp32 masters), or call auto_parallelize again"
+                        f"of {tuple(p.stored.shape)}",
+                        place=f"parameter {p.fqn!r}",
+                        way_out="do not move or cast the model after planning (it trains fp32 "
+                        "masters), or call auto_parallelize again",
                     )
                 with torch.no_grad():
                     p.stored.copy_(now)
@@ -249,8 +252,10 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             if optimizer.state.get(p):
                 raise StateError(
                     f"{type(optimizer).__name__} has states of a parameter of shape "
-                    f"{tuple(new.shape)} whose layout was changed by planning: give the optimizer "
-                    f"to `replan(optimizer=...)`, or make it anew over model.parameters()"
+                    f"{tuple(new.shape)} whose layout was changed by planning",
+                    place="optimizer",
+                    way_out="give the optimizer to `replan(optimizer=...)`, or make it anew over "
+                    "model.parameters()",
                 )
             params[k] = new
 
@@ -305,9 +310,10 @@ def _refusal_of_calls(user: UserModel) -> Callable[..., None]:
     def refuse(module: nn.Module, args: Any) -> None:
         if module is user.module and not user._calls_allowed:
             raise StateError(
-                "the model is parallelized: this rank holds only its part of the weights. Call "
-                "result.forward(...) for its output and result.eval_step(batch) for its loss, on "
-                "all ranks; or load result.full_state_dict() into a model of its own"
+                "the model is parallelized: this rank holds only its part of the weights",
+                place="a call of the model",
+                way_out="call result.forward(...) for its output and result.eval_step(batch) for "
+                "its loss, on all ranks; or load result.full_state_dict() into a model of its own",
             )
 
     setattr(refuse, REFUSES_CALLS, True)

@@ -48,8 +48,9 @@ class Calls:
         for what, table, name, child in self._children:
             if table.get(name) is not child():
                 raise StateError(
-                    f"module {what!r} was replaced after planning, which train_step can't see: "
-                    f"call auto_parallelize again"
+                    " was replaced after planning, which train_step can't see",
+                    place=f"module {what!r}",
+                    way_out="call auto_parallelize again",
                 )
         for path, own, forward in self._forwards:
             if own.get("forward") is not forward:
@@ -61,8 +62,9 @@ class Calls:
             p = table.get(name)
             if p is not None and any(getattr(p, hooks, None) for hooks in TENSOR_HOOKS):
                 raise StateError(
-                    f"parameter {what!r} has a hook, and {_PLANNED}; gradients can be changed "
-                    f"between train_step and the optimizer's step"
+                    f" has a hook, and {_PLANNED}",
+                    place=f"parameter {what!r}",
+                    way_out="gradients can be changed between train_step and the optimizer's step",
                 )
 
 
