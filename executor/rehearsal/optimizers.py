@@ -61,6 +61,5 @@ def step(optimizer: optim.Optimizer) -> None:
             f"rehearse: {type(optimizer).__name__}.step() raises {type(error).__name__}: "
             f"{lines[0][:300]}{line_of(error)}; it would on the plan's ranks",
             legal="an optimizer that needs no closure and can step DTensors",
-            way_out="others on whole tensors, by whole_tensor_optimizer, which a rehearsal does "
-            "not have",
+            way_out="others on whole tensors, by whole_tensor_optimizer, which no rehearsal has",
         ) from error
