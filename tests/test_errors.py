@@ -48,6 +48,17 @@ INSIDE = {
 }
 
 
+# files of the executor some of whose errors say all in `what`, and why
+WHOLE = {
+    "executor/checkpoint/notes.py": "the reader of the checkpoint names it around them",
+    "executor/files/dcp_metadata.py": "the reader of the file names it around them",
+    "executor/files/dcp_reads.py": "the reader of the file names it around them",
+    "executor/ranks/joining.py": "rank 0's own text, told by the others",
+    "executor/ranks/replicas.py": "made of what all ranks say",
+    "executor/runtime/evaluation.py": "a text that the report has too",
+}
+
+
 def raised(file: SourceFile) -> Iterator[tuple[int, str]]:
     """Line and class of what is raised by a class' name; `raise error` and `raise of(...)` are of
     errors made elsewhere."""
@@ -85,6 +96,27 @@ def test_what_is_raised_is_structured() -> None:
     assert not [f"{path}:{found[path, name]} {name}" for path, name in found.keys() - INSIDE]
     assert not INSIDE.keys() - found.keys()  # no reason for what is not there
     assert not SIGNALS.keys() - {name for file in files for _, name in raised(file)}
+
+
+def unplaced(file: SourceFile) -> list[int]:
+    """Lines of structured errors that have the fields of their class alone."""
+    own = {"place", "legal", "way_out"}
+    return [
+        node.lineno
+        for node in file.nodes
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and called_name(node.exc).endswith("Error")
+        and called_name(node.exc) not in SIGNALS
+        and not own & {keyword.arg for keyword in node.exc.keywords}
+    ]
+
+
+def test_errors_of_the_executor_have_fields_of_their_own() -> None:
+    found = {file.path for file in files_in("executor") if unplaced(file)}
+    assert found - {path for path, _ in INSIDE} == WHOLE.keys()
+    text = "raise StateError('no')\nraise StateError('no', way_out='go')\nraise x\n"
+    assert unplaced(SourceFile("executor/x.py", text)) == [1]
 
 
 @pytest.mark.parametrize("name", ["ValueError", "RuntimeError", "KeyError", "TypeError"])

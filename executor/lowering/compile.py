@@ -104,8 +104,9 @@ class CompiledBlock(nn.Module):
             return self.compiled(*args)
         except TorchDynamoException as error:
             raise StateError(
-                f"block {self.name!r}: torch.compile (backend {self.backend!r}) failed; {WAY_OUT}. "
-                f"The cause: {type(error).__name__}: {error}"
+                f"torch.compile (backend {self.backend!r}) failed; {WAY_OUT}. "
+                f"The cause: {type(error).__name__}: {error}",
+                place=f"block {self.name!r}",
             ) from error
 
 
