@@ -345,7 +345,6 @@ def _merged_options(
         raise SavedError(
             f"the optimizer has {counts} groups on the ranks",
             place=place,
-            legal="as many groups on every rank",
             way_out="make the same groups on all of them, empty where a rank has none of the "
             "parameters",
         )

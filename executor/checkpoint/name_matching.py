@@ -89,7 +89,6 @@ def _best_prefix(
         raise SavedError(
             f"stored names are the model's {' or '.join(ways)}, {most} each",
             place=f"weights: {path!r}",
-            legal="names of one model",
             way_out="save one model per file, or load_state_dict with the model's names",
         )
     return best[0] if best else None
