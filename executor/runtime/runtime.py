@@ -250,8 +250,10 @@ class Runtime(RankState):
         if batch is None:
             reads = "reads data" if local else "gives no batch"
             raise BatchError(
-                f"batch: it is None, and this rank {reads}; with local=True, ranks may leave it "
-                "out whose result.data_parallel.reads is False"
+                f"it is None, and this rank {reads}",
+                place="batch",
+                way_out="with local=True, ranks may leave it out whose result.data_parallel.reads "
+                "is False",
             )
         return self.planned.batches.checked(batch)
 

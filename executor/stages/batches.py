@@ -211,9 +211,10 @@ class Batches:
                 chunks = tensor.split(len(self.share) // len(parts))
             else:
                 raise BatchError(
-                    f"batch: with local=True, but the plan has every rank read all rows of "
-                    f"{self.graph.inputs[name]!r}, which don't divide among {axis.size}: give the "
-                    "global batch, or plan with a global_batch_size that divides"
+                    f"with local=True, but the plan has every rank read all rows of "
+                    f"{self.graph.inputs[name]!r}, which don't divide among {axis.size}",
+                    place="batch",
+                    way_out="give the global batch, or plan with a global_batch_size that divides",
                 )
             for part, chunk in zip(parts, chunks, strict=True):
                 part[name] = self._moved(name, chunk)
