@@ -45,6 +45,10 @@ class SavedError(MeshwrightError):
     WAY_OUT = "give another path, or load what fits by load_weights or load_state_dict"
 
 
+class NotThereError(SavedError, FileNotFoundError):
+    """A path with nothing at it, which a run that begins anew may take as it is."""
+
+
 class DamagedError(SavedError, RuntimeError):
     """A file that is not as it was saved, or that no save wrote."""
 

@@ -13,6 +13,14 @@ class TraceError(MeshwrightError):
     WAY_OUT = "write it so, or keep the module as one node (meshwright.leaf)"
 
 
+class SolverError(MeshwrightError, RuntimeError):
+    """No program can be solved here."""
+
+    PLACE = "the Python environment"
+    LEGAL = "one with a solver of linear programs"
+    WAY_OUT = "pip install highspy"
+
+
 class Untraceable(TraceError):
     """A failure inside of `modules` (FQNs, innermost first), one of which may be kept as a leaf;
     `reason` is a clause for the note about it."""

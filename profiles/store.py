@@ -123,7 +123,7 @@ def _devices(connection: sqlite3.Connection) -> set[DeviceId]:
     for table in ("operators", "collectives"):
         for names in rows_of(connection, f"SELECT DISTINCT device, driver, torch FROM {table}"):
             if not all(isinstance(name, str) for name in names):
-                raise ValueError(f"cached device {names!r:.80}: its names must be texts")
+                raise _wrong(f"cached device {names!r:.80}", "its names must be texts")
             found.add(DeviceId(name=names[0], driver=names[1], torch=names[2]))
     return found
 
@@ -147,7 +147,7 @@ def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
     if len({(c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes) for c in found}) < len(
         found
     ):
-        raise ValueError("cached collectives: one of them is there twice")
+        raise _wrong("cached collectives", "one of them is there twice")
     return measurements
 
 
@@ -168,11 +168,16 @@ def _record(kind: type[T], values: Iterable[Any]) -> T:
     return kind(**dict(zip(_field_names(kind), values, strict=True)))
 
 
+def _wrong(place: str, what: str) -> MeshwrightError:
+    legal = "measurements as `meshwright profile` takes them"
+    return MeshwrightError(what, place=place, legal=legal, way_out="drop it, or measure again")
+
+
 def _check(measurements: Measurements, place: str) -> None:
     """Raise ValueError for a value that no measurement can have given."""
     for text, timing in measurements.operators.items():
         if not isinstance(text, str):
-            raise ValueError(f"{place} operator {text!r:.80}: its signature must be a text")
+            raise _wrong(f"{place} operator {text!r:.80}", "its signature must be a text")
         OpSignature.parse(text)
         where = f"{place} operator {text[:80]}"
         check_number(f"{where}: forward_s", timing.forward_s)
@@ -182,7 +187,7 @@ def _check(measurements: Measurements, place: str) -> None:
     for c in measurements.collectives:
         where = f"{place} {c.kind!r} of {c.nbytes!r} bytes"
         if not all(isinstance(text, str) for text in (c.kind, c.backend, c.source)):
-            raise ValueError(f"{where}: kind, backend and source must be texts")
+            raise _wrong(where, "kind, backend and source must be texts")
         for name in ("ranks", "size", "per_node", "nbytes", "repetitions"):
             check_whole(f"{where}: {name}", getattr(c, name))
         check_number(f"{where}: seconds", c.seconds)

@@ -41,7 +41,7 @@ from meshwright.executor.checkpoint.collected import Collected, collect, model_t
 from meshwright.executor.checkpoint.notes import read_notes, write_notes
 from meshwright.executor.checkpoint.weights import initialise_buffers
 from meshwright.executor.devices import synchronize
-from meshwright.executor.errors import SavedError, UnwrittenError
+from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
 from meshwright.executor.files import (
     MANIFEST,
     NOTES,
@@ -68,6 +68,7 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.stages import follow
+from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +107,11 @@ def _group(runtime: Runtime) -> dist.ProcessGroup | None:
 def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
     for name, x in extra.items():
         if not hasattr(x, verb):
-            raise ValueError(
-                f"extra[{name!r}] is of type {type(x).__name__}, which has no {verb}(); legal: "
-                "objects with state_dict() and load_state_dict(), such as schedulers; wrap other "
-                "values in one"
+            raise MeshwrightError(
+                f" is of type {type(x).__name__}, which has no {verb}()",
+                place=f"extra[{name!r}]",
+                legal="objects with state_dict() and load_state_dict(), such as schedulers",
+                way_out="wrap other values in one",
             )
 
 
@@ -169,13 +171,17 @@ def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: 
     shared."""
     if not runtime.loaded or runtime.uninitialised & runtime.persistent:
         raise SavedError(
-            "checkpoint: the model is on the meta device: it has no weights to save; call "
-            "init_weights, load_weights, load_state_dict or load_checkpoint first"
+            "the model is on the meta device: it has no weights to save",
+            place="checkpoint",
+            legal="a model with weights",
+            way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
         )
     if not saving.is_dir():
         raise SavedError(
-            f"checkpoint: rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 "
-            f"made; save to a file system that all hosts share"
+            f"rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 made",
+            place="checkpoint",
+            legal="a folder that all ranks see",
+            way_out="save to a file system that all hosts share",
         )
     return collect(runtime, optimizer)
 
@@ -255,11 +261,14 @@ def _opened(
     _check_extra(extra, "load_state_dict")
     folder = atomic_folder.published(atomic_folder.followed(path))
     if not folder.exists():
-        raise FileNotFoundError(f"{place}: there is none; it must be a path that was saved to")
+        raise NotThereError(
+            "there is none", place=place, way_out="it must be a path that was saved to"
+        )
     if not (folder / NOTES).is_file():
         raise SavedError(
-            f"{place}: has no {NOTES!r}, so it is no checkpoint of a ParallelModel; weights saved "
-            f"otherwise go through load_state_dict"
+            f"has no {NOTES!r}, so it is no checkpoint of a ParallelModel",
+            place=place,
+            way_out="weights saved otherwise go through load_state_dict",
         )
     with raising_runtime_error(f"{place}: damaged"):
         verified = check_files(folder)
@@ -275,7 +284,9 @@ def _opened(
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
     if missing := sorted(set(extra) - set(notes["extra"])):
         raise SavedError(
-            f"{place}: holds no state of {missing}; saved as extra: {sorted(notes['extra'])}"
+            f"holds no state of {missing}; saved as extra: {sorted(notes['extra'])}",
+            place=place,
+            way_out="give extra= those, or leave it out",
         )
     return folder, notes
 
@@ -299,14 +310,17 @@ def _prepared(
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
         raise SavedError(
-            f"{place}: {len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "
-            f"saved from a model that keeps fewer buffers"
+            f"{len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "
+            f"saved from a model that keeps fewer buffers",
+            place=place,
+            way_out="load an earlier one, or what fits by load_weights",
         )
     for fqn, x in needed.items():
         if stored[f"model.{fqn}"].shape != x.shape:
             raise SavedError(
-                f"{place}: {fqn!r} has shape {stored[f'model.{fqn}'].shape}, the model "
-                f"{tuple(x.shape)}"
+                f"{fqn!r} has shape {stored[f'model.{fqn}'].shape}, the model {tuple(x.shape)}",
+                place=place,
+                way_out="load it with the model that it was saved from",
             )
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
     if optimizer is None:
@@ -329,8 +343,10 @@ def _merged_options(
     if len({len(groups) for groups in options}) > 1:
         counts = [len(groups) for groups in options]
         raise SavedError(
-            f"{place}: the optimizer has {counts} groups on the ranks; "
-            f"make the same groups on all of them, empty where a rank has none of the parameters"
+            f"the optimizer has {counts} groups on the ranks",
+            place=place,
+            way_out="make the same groups on all of them, empty where a rank has none of the "
+            "parameters",
         )
     by_group = zip(*options, strict=True)
     return [next((x for x in known if x is not None), None) for known in by_group]

@@ -343,8 +343,8 @@ def _check_written(
     lacking = sorted(fqn for fqn in wanted if not _covered(tensors[fqn], written.get(fqn, ())))
     if lacking:
         raise StateError(
-            f"deferred initialisation: no initialiser writes {lacking}; define reset_parameters"
-            f"(self) in their modules (of buffers too), or load weights that hold them"
+            f"deferred initialisation: no initialiser writes {lacking}",
+            way_out="define reset_parameters(self) in their modules (of buffers too), or load them",
         )
 
 

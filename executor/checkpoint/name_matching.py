@@ -87,8 +87,9 @@ def _best_prefix(
     if len(best) > 1:
         ways = [f"{'without' if p.dropped else 'with'} {p.text!r}" for p in best]
         raise SavedError(
-            f"weights: {path!r}: stored names are the model's {' or '.join(ways)}, {most} each; "
-            f"save one model per file, or load_state_dict with the model's names"
+            f"stored names are the model's {' or '.join(ways)}, {most} each",
+            place=f"weights: {path!r}",
+            way_out="save one model per file, or load_state_dict with the model's names",
         )
     return best[0] if best else None
 
@@ -124,7 +125,9 @@ def _check(
     if misshapen:
         problems.append(f"{len(misshapen)} misshapen: {'; '.join(misshapen[:SHOWN])}")
     raise SavedError(
-        f"weights: {path!r} doesn't fit the model: {'; '.join(problems)}; it holds {len(shapes)} "
-        f"tensors, e.g. {', '.join(sorted(shapes)[:3])}; rename or convert them with what wrote "
-        f"the file, or pass a whole state dict to load_state_dict"
+        f" doesn't fit the model: {'; '.join(problems)}; it holds {len(shapes)} "
+        f"tensors, e.g. {', '.join(sorted(shapes)[:3])}",
+        place=f"weights: {path!r}",
+        way_out="rename or convert them with what wrote the file, or pass a whole state dict to "
+        "load_state_dict",
     )

@@ -47,8 +47,11 @@ def write_notes(
             torch.load(io.BytesIO(_serialized(value)), weights_only=True)
         except (pickle.PickleError, AttributeError, TypeError) as error:
             raise SavedError(
-                f"checkpoint: the state of {name!r} holds more than tensors, numbers, text and "
-                f"containers of these, so it could not be loaded safely: {error}"
+                f"the state of {name!r} holds more than tensors, numbers, text and "
+                f"containers of these, so it could not be loaded safely: {error}",
+                place="checkpoint",
+                legal="states of tensors, numbers, text and containers of these",
+                way_out="have its state_dict() return such",
             ) from error
     atomic_folder.write_synced(saving / NOTES, _serialized(described))
     atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
@@ -61,14 +64,20 @@ def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
         notes = torch.load(folder / NOTES, weights_only=True)
         version = _of(_of(notes, "it", dict).get("format"), "format", int)
     if version != FORMAT:
-        raise SavedError(f"{place}: has format {version}; this version reads {FORMAT}")
+        raise SavedError(
+            f"has format {version}; this version reads {FORMAT}",
+            place=place,
+            way_out="load it with the version that saved it, or its weights by load_weights",
+        )
     with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
         _check(notes)
     if notes["model"] != runtime.plan.model:
         raise SavedError(
-            f"{place}: is of another model (fingerprint {notes['model']}, this one "
-            f"{runtime.plan.model}); load it with the model that it was saved from, or read its "
-            f"weights by torch.distributed.checkpoint and give load_state_dict those that fit"
+            f"is of another model (fingerprint {notes['model']}, this one {runtime.plan.model})",
+            place=place,
+            legal="checkpoints of this model",
+            way_out="load it with the model that it was saved from, or read its weights by "
+            "torch.distributed.checkpoint and give load_state_dict those that fit",
         )
     return dict(notes)
 

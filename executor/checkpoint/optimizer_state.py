@@ -40,9 +40,10 @@ def collect(
     for parameter, state in optimizer.state.items():
         if state and id(parameter) not in names:
             raise SavedError(
-                f"checkpoint: the optimizer has states of a parameter of shape "
-                f"{tuple(parameter.shape)} that is none of the model's; give it an optimizer of "
-                f"its own, and save that by extra={{'name': it}}"
+                f"the optimizer has states of a parameter of shape {tuple(parameter.shape)} that "
+                "is none of the model's",
+                place="checkpoint",
+                way_out="give it an optimizer of its own, and save that by extra={'name': it}",
             )
     laid_out = shaped(optimizer)
     tensors: States = {}
@@ -78,14 +79,17 @@ def check_class(optimizer: torch.optim.Optimizer, saved: Notes | None, place: st
     """Raise ValueError where the checkpoint has no states of this optimizer's class."""
     if saved is None:
         raise SavedError(
-            f"{place}: it was saved without an optimizer; load it without one, and the optimizer "
-            f"starts anew"
+            "it was saved without an optimizer",
+            place=place,
+            way_out="load it without one, and the optimizer starts anew",
         )
     if saved["class"] != type(optimizer).__name__:
         raise SavedError(
-            f"{place}: its optimizer states are those of {saved['class']}, which "
-            f"{type(optimizer).__name__} can't take; use {saved['class']}, or load without an "
-            f"optimizer to begin with its states empty"
+            f"its optimizer states are those of {saved['class']}, which "
+            f"{type(optimizer).__name__} can't take",
+            place=place,
+            way_out=f"use {saved['class']}, or load without an optimizer to begin with its states "
+            "empty",
         )
 
 
@@ -103,8 +107,10 @@ def allocate(
     known = {fqn for _, fqns in saved["groups"] for fqn in fqns}
     if unknown := sorted(names[id(p)] for p in trained if names[id(p)] not in known):
         raise SavedError(
-            f"{place}: its optimizer lacks {len(unknown)} parameters that this one trains, e.g. "
-            f"{unknown[:3]}; give this one the same parameters, or load without one"
+            f"its optimizer lacks {len(unknown)} parameters that this one trains, e.g. "
+            f"{unknown[:3]}",
+            place=place,
+            way_out="give this one the same parameters, or load without one",
         )
     states: States = {}
     for p in trained:
@@ -115,7 +121,11 @@ def allocate(
             continue
         kinds = {name: stored.get(f"{fqn}.{name}") for name in names_of}
         if lost := [name for name, kind in kinds.items() if kind is None]:
-            raise SavedError(f"{place}: the states {lost} of {fqn!r} are missing; it is damaged")
+            raise SavedError(
+                f"the states {lost} of {fqn!r} are missing; it is damaged",
+                place=place,
+                way_out="load an earlier checkpoint, or load without an optimizer",
+            )
         states[fqn] = {name: _empty(p, kind) for name, kind in kinds.items() if kind is not None}
     return states
 
@@ -136,9 +146,10 @@ def options_of(
         for fqn in held[1:]:
             if by_name[fqn] != by_name[held[0]]:
                 raise SavedError(
-                    f"{place}: {held[0]!r} and {fqn!r} are both in group {k} of the optimizer, but "
-                    f"were saved with different options ({by_name[held[0]]} and {by_name[fqn]}); "
-                    f"group the parameters as they were"
+                    f"{held[0]!r} and {fqn!r} are both in group {k} of the optimizer, but "
+                    f"were saved with different options ({by_name[held[0]]} and {by_name[fqn]})",
+                    place=place,
+                    way_out="group the parameters as they were",
                 )
         chosen.append(by_name[held[0]] if held else None)
     return chosen

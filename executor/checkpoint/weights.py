@@ -35,9 +35,11 @@ def init_weights(state: RankState, seed: int = 0) -> None:
     graph = state.graph
     if not state.user.on_meta:
         raise StateError(
-            "init_weights: nothing of the model is on the meta device, its values are those that "
-            "it was planned with; build it under `with torch.device('meta'):` to have it "
-            "initialised here"
+            "nothing of the model is on the meta device, its values are those that it was planned "
+            "with",
+            place="init_weights",
+            legal="a model on the meta device",
+            way_out="build it under `with torch.device('meta'):` to have it initialised here",
         )
     used = {*graph.parameters.values(), *graph.buffers.values(), *state.unread}
     _initialise(state, seed, used, whole_stream=True)

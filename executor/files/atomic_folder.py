@@ -36,10 +36,14 @@ def followed(path: str | Path) -> Path:
         folder = Path(path).resolve()
     except (OSError, RuntimeError) as error:
         raise SavedError(
-            f"checkpoint {str(path)!r}: its links lead nowhere ({error}); give another path"
+            f"its links lead nowhere ({error})",
+            place=f"checkpoint {str(path)!r}",
+            way_out="give another path",
         ) from error
     if not folder.name:
-        raise SavedError(f"checkpoint {str(path)!r}: is the root folder; give one inside it")
+        raise SavedError(
+            "is the root folder", place=f"checkpoint {str(path)!r}", way_out="give one inside it"
+        )
     return folder
 
 
@@ -111,8 +115,9 @@ def _refuse_foreign(folder: Path, *, finished: bool) -> None:
     if names := foreign_files(folder, finished=finished):
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise SavedError(
-            f"checkpoint {str(folder)!r}: holds what no save wrote, {names[:SHOWN]}{more}, so it "
-            f"is not replaced; move that elsewhere, or save to another path"
+            f"holds what no save wrote, {names[:SHOWN]}{more}, so it is not replaced",
+            place=f"checkpoint {str(folder)!r}",
+            way_out="move that elsewhere, or save to another path",
         )
 
 

@@ -123,7 +123,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         check_file(folder, METADATA, files)
     path = folder / METADATA
     if not path.is_file():  # a pipe would be waited for
-        raise DamagedError(f"{str(path)!r} can't be read: it is no regular file")
+        raise DamagedError(" can't be read: it is no regular file", place=repr(str(path)))
     try:
         return _tensors(_Unpickler(io.BytesIO(path.read_bytes())).load(), folder)
     except _Misnamed as error:
@@ -131,8 +131,10 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # a damaged pickle raises any of them
         why = f"{type(error).__name__}: {error}"
         raise DamagedError(
-            f"{str(path)!r} can't be read ({why}); it must be as torch.distributed.checkpoint "
-            f"wrote it: load an earlier checkpoint, or get it anew from its source"
+            f" can't be read ({why})",
+            place=repr(str(path)),
+            way_out="it must be as torch.distributed.checkpoint wrote it: load an earlier "
+            "checkpoint, or get it anew from its source",
         ) from error
 
 

@@ -47,7 +47,8 @@ def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor])
                     try:
                         _read(file, chunk, copies, stored[name].dtype, buffer)
                     except Exception as error:
-                        raise DamagedError(f"{name!r} in {str(path)!r} {error}") from error
+                        where = f"{name!r} in {str(path)!r}"
+                        raise DamagedError(f" {error}", place=where) from error
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -66,8 +67,9 @@ def _stored_whole(path: Path, chunks: Chunks) -> int:
     for chunk, copies in chunks.values():
         if chunk.start + chunk.length > size:
             raise DamagedError(
-                f"{copies[0][0].name!r} in {str(path)!r} is not there: the file has {size} bytes, "
-                f"and {chunk.start + chunk.length} were saved"
+                f" is not there: the file has {size} bytes, and {chunk.start + chunk.length} were "
+                "saved",
+                place=f"{copies[0][0].name!r} in {str(path)!r}",
             )
     return max(chunk.length for chunk, _ in chunks.values())
 

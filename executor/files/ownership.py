@@ -20,6 +20,7 @@ from typing import Any
 
 from meshwright.executor.errors import DamagedError
 from meshwright.executor.files.checksums import checksum_of_file
+from meshwright.profiles.inputs import MAX_MEASURED_BYTES, read_json
 
 NOTES, PLAN, METADATA, MANIFEST = "training.pt", "plan.json", ".metadata", "manifest.json"
 FORMAT = 1
@@ -51,15 +52,16 @@ def read_manifest(folder: Path) -> dict[str, OwnFile] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes() if path.is_file() else b"")
+        found = read_json(path, most=MAX_MEASURED_BYTES)
         files = {name: OwnFile(**fields) for name, fields in found["files"].items()}
         sound = found["format"] == FORMAT and all(map(_sound, files.values()))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         sound = False
     if not sound:
         raise DamagedError(
-            f"{str(path)!r} is damaged: it must say format {FORMAT}, and of each of its files the "
-            f"bytes; load an earlier checkpoint"
+            f" is damaged: it must say format {FORMAT}, and of each of its files the bytes",
+            place=repr(str(path)),
+            way_out="load an earlier checkpoint",
         )
     return files
 
@@ -91,7 +93,7 @@ def check_file(folder: Path, name: str, files: Mapping[str, OwnFile]) -> None:
         fault = "is damaged: its checksum is not that of what was saved"
     else:
         return
-    raise DamagedError(f"{name!r} {fault}; load an earlier checkpoint")
+    raise DamagedError(f" {fault}", place=repr(name), way_out="load an earlier checkpoint")
 
 
 def foreign_files(folder: Path, *, finished: bool) -> list[str]:

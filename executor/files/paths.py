@@ -15,21 +15,26 @@ MAX_NAME = 255  # bytes, of which file systems take as many
 def inside(folder: Path, name: object, said_by: str) -> Path:
     """The file `name` of a folder. Raises ValueError for a name that leads out of it, as a path or
     by a link; the links of a hub's cache to the blobs beside its snapshots are followed."""
-    text = f"{said_by} names the file {shown(name)}, which"
+    place, text = said_by, f" names the file {shown(name)}, which"
     if not isinstance(name, str) or not _can_be(name):
-        raise SavedError(f"{text} is no name of a file; get it anew from its source")
+        raise SavedError(
+            f"{text} is no name of a file", place=place, way_out="get it anew from its source"
+        )
     path, root = folder / name, folder.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise SavedError(
-            f"{text} is outside of its folder; it may only name files inside it, relative to it"
+            f"{text} is outside of its folder; it may only name files inside it, relative to it",
+            place=place,
+            way_out="get it anew from its source",
         )
     roots = [root]
     if root.parent.name == HUB[0]:
         roots.append(root.parent.parent / HUB[1])
     if not any(path.resolve().is_relative_to(allowed) for allowed in roots):
         raise SavedError(
-            f"{text} is a link out of its folder, to {str(path.resolve())!r}; put the file itself "
-            f"there if you trust it"
+            f"{text} is a link out of its folder, to {str(path.resolve())!r}",
+            place=place,
+            way_out="put the file itself there if you trust it",
         )
     return path
 

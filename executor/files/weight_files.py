@@ -13,7 +13,6 @@ their checksums; the other formats have none that are read.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from meshwright.executor.files.dcp_reads import read_tensors
 from meshwright.executor.files.ownership import METADATA
 from meshwright.executor.files.paths import inside
 from meshwright.executor.ranks import launch
+from meshwright.profiles.inputs import MAX_MEASURED_BYTES, NotInstalledError, read_json
 
 log = logging.getLogger(__name__)
 FORMATS = (
@@ -61,7 +61,8 @@ def open_source(path: str | Path) -> WeightSource:
         return WeightFiles(_files_of(path))
     if path.is_file():
         return WeightFiles(_indexed(path) if path.name.endswith(".index.json") else [path])
-    raise SavedError(f"weights: {str(path)!r} does not exist; give {FORMATS}")
+    found = "is no regular file" if path.exists() else "does not exist"
+    raise SavedError(f" {found}", place=f"weights: {str(path)!r}", way_out=f"give {FORMATS}")
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -72,30 +73,43 @@ def _files_of(folder: Path) -> list[Path]:
             return _indexed(_only(folder, indexes))
         if files := sorted(folder.glob(f"*{ending}")):
             return [_only(folder, files)]
-    raise SavedError(f"weights: {str(folder)!r} holds none; give {FORMATS}")
+    raise SavedError(" holds none", place=f"weights: {str(folder)!r}", way_out=f"give {FORMATS}")
 
 
 def _only(folder: Path, paths: Sequence[Path]) -> Path:
     if len(paths) > 1:
         names = [path.name for path in paths]
-        raise SavedError(f"weights: {str(folder)!r} holds several, {names}; name one of them")
+        raise SavedError(
+            f" holds several, {names}",
+            place=f"weights: {str(folder)!r}",
+            way_out="name one of them",
+        )
     if not paths[0].is_file():  # a pipe would be waited for
-        raise SavedError(f"weights: {str(paths[0])!r} is no regular file; give {FORMATS}")
+        raise SavedError(
+            " is no regular file", place=f"weights: {str(paths[0])!r}", way_out=f"give {FORMATS}"
+        )
     return paths[0]
 
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = {*read_json(index, most=MAX_MEASURED_BYTES)["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
-            f"weights: {str(index)!r} is damaged ({type(error).__name__}: {error}); it must be an "
-            f'object with "weight_map": {{name of a tensor: name of its file}}'
+            f" is damaged ({type(error).__name__}: {error})",
+            place=f"weights: {str(index)!r}",
+            legal='it must be an object with "weight_map": {name of a tensor: name of its file}',
+            way_out="get it anew from its source",
         ) from error
     files = [inside(index.parent, name, f"weights: {str(index)!r}") for name in names]
     files.sort()
     if missing := [file.name for file in files if not file.is_file()]:
-        raise SavedError(f"weights: {str(index)!r} lists {missing}, which are not there")
+        raise SavedError(
+            f" lists {missing}, which are not there",
+            place=f"weights: {str(index)!r}",
+            legal="files beside the index, each a regular one",
+            way_out="get them from where the index is from",
+        )
     return files
 
 
@@ -140,8 +154,10 @@ def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
         try:
             safe_open = import_module("safetensors").safe_open
         except ImportError as error:
-            raise ImportError(
-                f"weights: {str(path)!r} needs the safetensors package: pip install safetensors"
+            raise NotInstalledError(
+                " needs the safetensors package",
+                place=f"weights: {str(path)!r}",
+                way_out="pip install safetensors",
             ) from error
         with _damage_named(path):
             file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
@@ -149,7 +165,12 @@ def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
     with _damage_named(path):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(state, Mapping):
-        raise SavedError(f"weights: {str(path)!r} holds a {type(state).__name__}, no state dict")
+        raise SavedError(
+            f" holds a {type(state).__name__}, no state dict",
+            place=f"weights: {str(path)!r}",
+            legal="tensors by name, in dicts of any depth",
+            way_out="save model.state_dict()",
+        )
     return dict(_flat(state))
 
 
@@ -161,8 +182,9 @@ def _damage_named(path: Path) -> Iterator[None]:
     except Exception as error:
         how = "would run code" if isinstance(error, pickle.UnpicklingError) else "is damaged"
         raise DamagedError(
-            f"weights: {str(path)!r} {how}, or is no such file ({error!s:.400}); get it anew, "
-            f"or give {FORMATS}"
+            f" {how}, or is no such file ({error!s:.400})",
+            place=f"weights: {str(path)!r}",
+            way_out=f"get it anew, or give {FORMATS}",
         ) from error
 
 

@@ -63,14 +63,18 @@ def _check_tools(device_type: str) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             raise StateError(
-                f"compile=True: torch.compile needs a C++ compiler for CPU ranks, and none was "
-                f"found; install g++ or clang++, or name yours in CXX; or {WAY_OUT}"
+                "torch.compile needs a C++ compiler for CPU ranks, and none was found",
+                place="compile=True",
+                legal="a machine with one",
+                way_out=f"install g++ or clang++, or name yours in CXX; or {WAY_OUT}",
             ) from error
     elif not has_triton():
         raise StateError(
-            f"compile=True: torch.compile needs Triton on {device_type} ranks, and it is not "
-            f"installed or does not support this device; install it (pip install triton), or "
-            f"{WAY_OUT}"
+            f"torch.compile needs Triton on {device_type} ranks, and it is not installed or does "
+            "not support this device",
+            place="compile=True",
+            legal="devices that Triton supports",
+            way_out=f"install it (pip install triton), or {WAY_OUT}",
         )
 
 
@@ -100,8 +104,9 @@ class CompiledBlock(nn.Module):
             return self.compiled(*args)
         except TorchDynamoException as error:
             raise StateError(
-                f"block {self.name!r}: torch.compile (backend {self.backend!r}) failed; {WAY_OUT}. "
-                f"The cause: {type(error).__name__}: {error}"
+                f"torch.compile (backend {self.backend!r}) failed; {WAY_OUT}. "
+                f"The cause: {type(error).__name__}: {error}",
+                place=f"block {self.name!r}",
             ) from error
 
 

@@ -146,8 +146,10 @@ def _bounds(op: Op, draw: Draw) -> tuple[float, float]:
         low, high = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
         if high - low >= 2**63:
             raise PlanError(
-                f"plan: {op.key} ({op.target}) draws integers from {low} below {high}; legal: "
-                "ranges of less than 2**63"
+                f"{op.key} ({op.target}) draws integers from {low} below {high}",
+                place="plan",
+                legal="ranges of less than 2**63",
+                way_out="draw from a smaller one",
             )
         return low, high
     if draw.kind == "flags":

@@ -136,9 +136,10 @@ class Emitter:
     def _check_at_home(self, name: str, source: Placement, target: Placement) -> None:
         if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in (source, target)):
             raise PlanError(
-                f"plan: ep > 1: {name} goes from {source} to {target} between dispatch and "
-                "combine, where copies of tokens stay with their experts; legal: splits of what "
-                "stands behind the copies' dims, or ep=1"
+                f"{name} goes from {source} to {target} between dispatch and "
+                "combine, where copies of tokens stay with their experts",
+                place="plan: ep > 1",
+                legal="splits of what stands behind the copies' dims, or ep=1",
             )
 
     def _call(self, module: nn.Module, args: Sequence[Any]) -> fx.Node:

@@ -106,9 +106,10 @@ def _drawn(call: Call, context: Context) -> Replacement | None:
     if math.prod(axis.size for axis in context.axes) == 1:
         return None
     raise PlanError(
-        f"plan: {op.key} ({op.target}) draws random numbers in a way of its own, which would "
-        "differ from rank to rank; legal: dropout, rand, randn, bernoulli and the like, or "
-        "dp=1 and tp=1"
+        f"{op.key} ({op.target}) draws random numbers in a way of its own, which would "
+        "differ from rank to rank",
+        place="plan",
+        legal="dropout, rand, randn, bernoulli and the like, or dp=1 and tp=1",
     )
 
 

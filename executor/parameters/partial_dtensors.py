@@ -120,10 +120,11 @@ class StageGradient(DTensor):
     ) -> Any:
         if func in NORMS and not Reduced.entered:
             raise StateError(
-                "a norm of gradients on one pipeline stage is not that of the model: clip by "
+                "a norm of gradients on one pipeline stage is not that of the model",
+                way_out="clip by "
                 "result.clip_grad_norm_(max_norm), which also returns the norm (max_norm=inf clips "
                 "nothing); an optimizer that takes the norm of each parameter steps inside "
-                "`with meshwright.Reduced():`"
+                "`with meshwright.Reduced():`",
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -45,8 +45,9 @@ class WholeTensors(torch.optim.Optimizer):
         given = [p for group in groups for p in group["params"]]
         if any(id(p) not in known for p in given):
             raise OptimizerError(
-                "whole_tensor_optimizer: parameters that are not this model's; legal: those of "
-                "named_parameters(), or groups of them"
+                "parameters that are not this model's",
+                place="whole_tensor_optimizer",
+                legal="those of named_parameters(), or groups of them",
             )
         self.place = place
         self.chosen = [known[id(p)] for p in given]
@@ -73,7 +74,9 @@ class WholeTensors(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every parameter with a gradient. ValueError for a closure."""
         if closure is not None:
-            raise OptimizerError("whole_tensor_optimizer: step() takes no closure; call train_step")
+            raise OptimizerError(
+                "step() takes no closure", place="whole_tensor_optimizer", way_out="call train_step"
+            )
         own = set(self._own())
         stepped = [k for k, p in enumerate(self.chosen) if p.api.grad is not None]
         for k in stepped:

@@ -83,9 +83,11 @@ def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:
         sharded_experts = stage.zero == 3 and mesh.experts > 1 and mesh.expert_shards > 1
         if sharded_experts and _ON_OTHER_MESH is None:
             raise PlanError(
-                f"plan: stage {k}: zero=3 with ep={stage.ep}: torch {torch.__version__} can't "
-                "shard the parameters of one block over different ranks; legal: zero 0, 1 or 2, an "
-                "ep that leaves no two ranks the same experts, or a newer torch"
+                f"torch {torch.__version__} can't shard the parameters of one block over different "
+                "ranks",
+                place=f"plan: stage {k}: zero=3 with ep={stage.ep}",
+                legal="zero 0, 1 or 2, an ep that leaves no two ranks the same experts, or a newer "
+                "torch",
             )
 
 

@@ -53,8 +53,10 @@ def place() -> tuple[int, int]:
     me, world = _number("RANK"), _number("WORLD_SIZE")
     if me >= world:
         raise StartError(
-            f"start: RANK={me} of WORLD_SIZE={world}; legal: 0 to WORLD_SIZE - 1, as torchrun sets "
-            "them; launch with torchrun"
+            f"={me} of WORLD_SIZE={world}",
+            place="start: RANK",
+            legal="0 to WORLD_SIZE - 1, as torchrun sets them",
+            way_out="launch with torchrun",
         )
     return me, world
 
@@ -64,13 +66,17 @@ def connected(rank: int, *, limit_s: float, timeout: timedelta) -> TCPStore:
     holds it within `limit_s`."""
     host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", most=65535)
     if not host:
-        raise StartError("start: MASTER_ADDR is not set; launch with torchrun, which sets it")
+        raise StartError(
+            " is not set", place="start: MASTER_ADDR", way_out="launch with torchrun, which sets it"
+        )
     try:
         host.encode("idna")
     except UnicodeError as error:
         raise StartError(
-            f"start: MASTER_ADDR={shown(host)} can't be a host ({error}); legal: a name or address "
-            "that all ranks reach; launch with torchrun"
+            f"={shown(host)} can't be a host ({error})",
+            place="start: MASTER_ADDR",
+            legal="a name or address that all ranks reach",
+            way_out="launch with torchrun",
         ) from error
     holds = rank == 0 and not agent_holds_store()
     if not holds:
@@ -82,8 +88,9 @@ def connected(rank: int, *, limit_s: float, timeout: timedelta) -> TCPStore:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise StartError(
-            f"start: no store at MASTER_ADDR={host}, MASTER_PORT={port}: {reason}; legal: a free "
-            "port of a host that all ranks reach"
+            f"no store at MASTER_ADDR={host}, MASTER_PORT={port}: {reason}",
+            place="start",
+            legal="a free port of a host that all ranks reach",
         ) from error
 
 
@@ -107,8 +114,10 @@ def agreed_prefix(store: Store, me: int, world: int, limit_s: float) -> str:
         raise
     except RuntimeError as error:  # of the store
         raise StartError(
-            f"start: {holder_of_store()}, which holds the store, was killed or has left before all "
-            "ranks were there; its own output says why"
+            f"{holder_of_store()}, which holds the store, was killed or has left before all "
+            "ranks were there",
+            place="start",
+            way_out="its own output says why",
         ) from error
 
 
@@ -175,9 +184,11 @@ class _Wait:
         """Sleep a little. Raises StartError where the wait is over for whom is `absent`."""
         if self.left_s < -patience_s:
             raise StartError(
-                f"start: no word from {absent} within {self.limit_s:g} s: killed, failed before "
-                "the start, or not launched; its own output says which. Way out: mend that, or set "
-                "MESHWRIGHT_TIMEOUT_S to more seconds where ranks are only slow to come"
+                f"no word from {absent} within {self.limit_s:g} s: killed, failed before "
+                "the start, or not launched",
+                place="start",
+                way_out="its own output says which. Way out: mend that, or set "
+                "MESHWRIGHT_TIMEOUT_S to more seconds where ranks are only slow to come",
             )
         if self.is_long:
             self.said = True
@@ -199,7 +210,9 @@ def _number(name: str, most: int = MAX_DEVICES) -> int:
     text = os.environ.get(name, "")
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > most:
         raise StartError(
-            f"start: {name}={shown(text)}; legal: a whole number from 0 to {most}, as torchrun "
-            "sets it; launch with torchrun"
+            f"={shown(text)}",
+            place=f"start: {name}",
+            legal=f"a whole number from 0 to {most}, as torchrun sets it",
+            way_out="launch with torchrun",
         )
     return int(text)

@@ -23,6 +23,7 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import background, joining
 from meshwright.executor.ranks.interrupts import Interrupts
 from meshwright.executor.ranks.joining import StartError
+from meshwright.executor.ranks.lifelines import Lifelines
 from meshwright.executor.ranks.watchdog import FIRST_STEP_FACTOR, Watchdog, progress, say
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -33,6 +34,7 @@ TIMEOUT_VARIABLE = "MESHWRIGHT_TIMEOUT_S"  # overrides it
 INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 
 _watchdog: Watchdog | None = None  # one per process, as is the process group
+_lifelines: Lifelines | None = None
 _interrupts: Interrupts | None = None
 
 
@@ -99,7 +101,7 @@ def start(backend: str) -> None:
     have the timeout to come. Raises RuntimeError where a rank has no GPU for nccl, or where the
     others don't come.
     """
-    global _watchdog, _interrupts
+    global _watchdog, _lifelines, _interrupts
     if running() or not under_torchrun():
         return
     if backend == "nccl":
@@ -107,8 +109,10 @@ def start(backend: str) -> None:
         if local_rank >= torch.cuda.device_count():
             raise StateError(
                 f"the cluster's backend is nccl, but local rank {local_rank} finds "
-                f"{torch.cuda.device_count()} "
-                "GPUs; use Cluster.local(n, 'cpu') to run on CPU processes"
+                f"{torch.cuda.device_count()} GPUs",
+                legal="a GPU for each rank of a host",
+                way_out="launch as many ranks as there are GPUs, or use Cluster.local(n, 'cpu') to "
+                "run on CPU processes",
             )
         torch.cuda.set_device(local_rank)
     limit_s = timeout_s()
@@ -129,6 +133,8 @@ def start(backend: str) -> None:
             holder=f"{joining.holder_of_store()}, which holds it,",
             first_step=lambda: _shorten_timeouts(limit_s),
         )
+        watched = PrefixStore(f"{prefix}/lifelines", shared)
+        _lifelines = Lifelines(watched, shared.host, me, _watchdog.lose)
         _interrupts = Interrupts(_end_interrupted)
     with progress.during("joining the process group", waits=True):
         dist.init_process_group(
@@ -170,12 +176,15 @@ def agree_on(decide: Callable[[], T]) -> T:
 def stop() -> None:
     """Destroy the process group when all ranks are done. The watchdog ends this process where that
     takes longer than the timeout."""
-    global _watchdog, _interrupts
+    global _watchdog, _lifelines, _interrupts
     if not running():
         return
     with progress.during("leaving the process group", waits=True):
         background.finish_all()  # it may need the group
         dist.barrier()
+    if _lifelines is not None:
+        _lifelines.close()
+        _lifelines = None
     if _watchdog is not None:
         _watchdog.close()
         _watchdog = None

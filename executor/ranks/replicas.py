@@ -60,9 +60,11 @@ def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
     if names := [name for name, ranks in differing.items() if ranks]:
         shown = "; ".join(f"{name!r} on ranks {differing[name]}" for name in names[:SHOWN])
         raise StateError(
-            f"check_replicas: {len(names)} of {len(tensors)} tensors of the model differ from "
-            f"rank 0's, e.g. {shown}; seed every rank alike before building the model, load the "
-            f"same weights, or leave check_replicas out: rank 0's weights are broadcast then"
+            f"{len(names)} of {len(tensors)} tensors of the model differ from rank 0's, e.g. "
+            f"{shown}",
+            place="check_replicas",
+            way_out="seed every rank alike before building the model, load the same weights, or "
+            "leave check_replicas out: rank 0's weights are broadcast then",
         )
 
 
@@ -78,7 +80,8 @@ def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
             shown = "; ".join(f"{n!r} is {a}, on rank 0 {b}" for n, a, b in names)
             raise StateError(
                 f"the model differs between ranks: on rank {rank} (shape, dtype, on meta) of "
-                f"{shown}; build the same model on every rank"
+                f"{shown}",
+                way_out="build the same model on every rank",
             )
 
 

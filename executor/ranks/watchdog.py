@@ -220,6 +220,15 @@ class Watchdog:
         speaker.join(timeout=GRACE_S)
         time.sleep(LINGER_S)
 
+    def lose(self, rank: int) -> None:
+        """Announce a rank that ended without a word, unless who waits for it does so first."""
+        if self.closing.wait(GRACE_S) or self.failing.is_set():
+            return
+        with suppress(RuntimeError):  # of the store: lost with it, which the listener sees
+            if self.store.add("failures", 1) == 1:
+                cause = f"{progress.name(rank)} ended without a word: killed, or left by os._exit"
+                self.store.set("cause", cause)
+
     # --- the threads ---
 
     def _clock(self) -> None:

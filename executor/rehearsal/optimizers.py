@@ -32,7 +32,7 @@ def line_of(error: BaseException) -> str:
 def made_of(make: MakeOptimizer, parameters: Sequence[nn.Parameter]) -> optim.Optimizer:
     """The optimizer of a rank's parameters. Raises ValueError where none is made of them."""
     legal = (
-        "legal: a function of a list of parameters (DTensors where ranks hold parts) that returns "
+        "a function of a list of parameters (DTensors where ranks hold parts) that returns "
         "a torch.optim.Optimizer, e.g. optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
     )
     try:
@@ -41,11 +41,11 @@ def made_of(make: MakeOptimizer, parameters: Sequence[nn.Parameter]) -> optim.Op
         raise
     except Exception as error:  # whatever the user's function does
         raise RehearsalError(
-            f"rehearse: optimizer={make!r} raises {type(error).__name__}: {error}"
-            f"{line_of(error)}; {legal}"
+            f"rehearse: optimizer={make!r} raises {type(error).__name__}: {error}{line_of(error)}",
+            legal=legal,
         ) from error
     if not isinstance(made, optim.Optimizer):
-        raise RehearsalError(f"rehearse: optimizer={make!r} returns {made!r}; {legal}")
+        raise RehearsalError(f"rehearse: optimizer={make!r} returns {made!r}", legal=legal)
     return made
 
 
@@ -59,7 +59,7 @@ def step(optimizer: optim.Optimizer) -> None:
         lines = str(error).strip().splitlines() or [""]
         raise RehearsalError(
             f"rehearse: {type(optimizer).__name__}.step() raises {type(error).__name__}: "
-            f"{lines[0][:300]}{line_of(error)}; it would on the plan's ranks. Legal: an optimizer "
-            "that needs no closure and can step DTensors; others on whole tensors, by "
-            "whole_tensor_optimizer, which a rehearsal does not have"
+            f"{lines[0][:300]}{line_of(error)}; it would on the plan's ranks",
+            legal="an optimizer that needs no closure and can step DTensors",
+            way_out="others on whole tensors, by whole_tensor_optimizer, which no rehearsal has",
         ) from error

@@ -56,7 +56,7 @@ def rehearse(
     """
     if dist.is_initialized():
         raise RehearsalError(
-            f"rehearse: {world_size()} ranks are running: start it without torchrun"
+            f"rehearse: {world_size()} ranks are running", way_out="start it without torchrun"
         )
     started = time.monotonic()
     plan = checked.plan

@@ -77,9 +77,8 @@ def rank_log(
         except DataDependentOutputException as error:
             raise RehearsalError(
                 f"rehearse: {progress.activity.raised or 'the optimizer'} reads the value of a "
-                f"tensor{line_of(error)} ({error}), and in a rehearsal tensors have none: "
-                "rehearse another optimizer (optimizer=), or declare the part of the model that "
-                "does as a leaf"
+                f"tensor{line_of(error)} ({error}), and in a rehearsal tensors have none",
+                way_out="rehearse another optimizer (optimizer=), or make that part a leaf",
             ) from error
         except NotSteadyError:
             runtime = None
@@ -87,8 +86,9 @@ def rank_log(
             if not mixes_devices(error):
                 raise
             raise RehearsalError(
-                f"rehearse: rank {rank}, {progress.activity}, block {made.block or '(none)'}: "
-                f"a tensor was left on another device: {getattr(error, 'func', '')} {error}"
+                f"a tensor was left on another device: {getattr(error, 'func', '')} {error}",
+                place=f"rehearse: rank {rank}, {progress.activity}, block {made.block or '(none)'}",
+                way_out="make it on the device of what it meets",
             ) from error
     if runtime is None:
         again = partial(rank_log, checked, model, batch, optimizer, rank=rank, recorder=recorder)

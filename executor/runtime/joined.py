@@ -22,9 +22,10 @@ def join_plan(checked: CheckedPlan, device: torch.device) -> Place:
         return single_process(device, meshes)
     if world_size() != plan.num_ranks:
         raise PlanError(
-            f"plan: made for {plan.num_ranks} ranks, but {world_size()} are running; launch "
-            f"{plan.num_ranks} with torchrun, take a plan file for {world_size()} ranks, or plan "
-            f"again for a cluster of {world_size()} devices"
+            f"made for {plan.num_ranks} ranks, but {world_size()} are running",
+            place="plan",
+            way_out=f"launch {plan.num_ranks} with torchrun, take a plan file for {world_size()} "
+            f"ranks, or plan again for a cluster of {world_size()} devices",
         )
     edges = [e for e in crossings(plan, graph) if meshes[e[0]].ranks != meshes[e[1]].ranks]
     tied = sorted({o for o in stages_of_parameters(plan, graph).values() if len(o) > 1})

@@ -139,8 +139,10 @@ class Runtime(RankState):
         self._check_ready()
         if not torch.is_grad_enabled():
             raise StateError(
-                "train_step under no_grad or inference_mode makes no gradients; use eval_step for "
-                "the loss alone"
+                " under no_grad or inference_mode makes no gradients",
+                place="train_step",
+                legal="grad enabled",
+                way_out="use eval_step for the loss alone",
             )
         step, inputs = self._prepared(batch, local)
         self.follow_buffers()
@@ -248,8 +250,10 @@ class Runtime(RankState):
         if batch is None:
             reads = "reads data" if local else "gives no batch"
             raise BatchError(
-                f"batch: it is None, and this rank {reads}; with local=True, ranks may leave it "
-                "out whose result.data_parallel.reads is False"
+                f"it is None, and this rank {reads}",
+                place="batch",
+                way_out="with local=True, ranks may leave it out whose result.data_parallel.reads "
+                "is False",
             )
         return self.planned.batches.checked(batch)
 
@@ -259,7 +263,7 @@ class Runtime(RankState):
             return self.planned
         if shape not in self.other_steps:
             if self.at_shape is None:
-                raise StateError("plan for this batch")
+                raise StateError("plan for this batch", place="batch", way_out="plan for it")
             progress.enter("lowering the plan for another shape of batches", waits=True)
             with self.user.as_passed():
                 checked = self.at_shape(shape, batch)
@@ -280,7 +284,9 @@ class Runtime(RankState):
         if not same:
             raise StateError(
                 "with this shape the model reads other inputs, or weights in other parts, than "
-                "planned: plan for this batch"
+                "planned",
+                place="batch",
+                way_out="plan for this batch",
             )
 
     def _check_ready(self) -> None:
@@ -288,18 +294,20 @@ class Runtime(RankState):
         replaced, or another plan has taken the model over."""
         if self.retired:
             raise StateError(
-                "this plan was replaced by replan(), which took the model over: use its result"
+                "this plan was replaced by replan(), which took the model over",
+                way_out="use its result",
             )
         if not self.loaded:
             raise StateError(
-                "the model is on the meta device: it has no weights to train; call init_weights, "
-                "load_weights, load_state_dict or load_checkpoint first"
+                "the model is on the meta device: it has no weights to train",
+                way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
             )
         changed = [p.fqn for p in self.stage_parameters if p.api.requires_grad != p.trainable]
         if changed:
             raise StateError(
-                f"requires_grad of {changed[:3]} (of {len(changed)}) was changed after planning: "
-                "freeze or thaw the model's parameters before auto_parallelize, which plans with it"
+                f"requires_grad of {changed[:3]} (of {len(changed)}) was changed after planning",
+                way_out="freeze or thaw the model's parameters before auto_parallelize, which "
+                "plans with it",
             )
         self.user.check_places(self.stage_parameters)
 
@@ -351,9 +359,11 @@ class _BackwardIsDone(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise StateError(
-            "loss.backward(): train_step has run the backward already, and added the gradients to "
-            ".grad; drop this line (and a GradScaler: train_step scales and unscales), and step "
-            "the optimizer"
+            "train_step has run the backward already, and added the gradients to .grad",
+            place="loss.backward()",
+            legal="the loss' value",
+            way_out="drop this line (and a GradScaler: train_step scales and unscales), and step "
+            "the optimizer",
         )
 
 

@@ -151,10 +151,11 @@ class RankState:
         """
         if valueless := sorted(self.held_buffers.keys() & self.uninitialised - set(state)):
             raise SavedError(
-                f"state dict: buffers {valueless} have no value: the model is on the meta device "
-                f"and they are not in the state (registered with persistent=False); call "
-                f"init_weights first, which gives them theirs, read a file by load_weights, or add "
-                f"them to the state"
+                f"buffers {valueless} have no value: the model is on the meta device "
+                "and they are not in the state (registered with persistent=False)",
+                place="state dict",
+                way_out="call init_weights first, which gives them theirs, read a file by "
+                "load_weights, or add them to the state",
             )
         unread = {
             name: _entry(state, [name], x.shape)
@@ -194,12 +195,15 @@ def _entry(
     name = next((n for n in names if n in state), None)
     if name is None:
         raise SavedError(
-            f"state dict: missing {names[0]!r}; it has {len(state)} names, e.g. {sorted(state)[:3]}"
+            f"missing {names[0]!r}; it has {len(state)} names, e.g. {sorted(state)[:3]}",
+            place="state dict",
+            way_out="give the whole model's, under the model's own names",
         )
     if tuple(state[name].shape) != tuple(shape):
         raise SavedError(
-            f"state dict: {names[0]!r} has shape {tuple(state[name].shape)}, the model "
-            f"{tuple(shape)}"
+            f"{names[0]!r} has shape {tuple(state[name].shape)}, the model {tuple(shape)}",
+            place="state dict",
+            way_out="give whole tensors of this model, not parts",
         )
     return state[name]
 

@@ -71,14 +71,18 @@ class Batches:
         unknown = sorted(path for path in leaves.keys() - known if leaves[path] is not None)
         if unknown:
             raise BatchError(
-                f"batch: {unknown} were not among example_inputs; the model was planned with "
-                f"inputs {sorted(known)}: drop them, or plan again with them"
+                f"{unknown} were not among example_inputs; the model was planned with "
+                f"inputs {sorted(known)}",
+                place="batch",
+                way_out="drop them, or plan again with them",
             )
         missing = sorted(set(self.graph.inputs.values()) - set(leaves))
         if missing:
             raise BatchError(
-                f"batch: missing {missing}; the model was planned with inputs "
-                f"{sorted(self.graph.inputs.values())}: give all of them, or plan again without"
+                f"missing {missing}; the model was planned with inputs "
+                f"{sorted(self.graph.inputs.values())}",
+                place="batch",
+                way_out="give all of them, or plan again without",
             )
         self._check_fixed(leaves)
         return {
@@ -119,9 +123,11 @@ class Batches:
             given = leaves.get(path)
             if not same_entry(planned, given):
                 raise BatchError(
-                    f"batch: {path!r} was {planned!r:.60} when the model was planned, and is "
+                    f"{path!r} was {planned!r:.60} when the model was planned, and is "
                     f"{given!r:.60} now: the plan is for one value of it, because the forward's "
-                    "course depends on it; give that, or plan again"
+                    "course depends on it",
+                    place="batch",
+                    way_out="give that, or plan again",
                 )
 
     def _tensor(self, name: str, path: str, given: Any) -> torch.Tensor:
@@ -130,19 +136,23 @@ class Batches:
         if isinstance(given, torch.Tensor):
             if given.is_floating_point() != planned.dtype.is_floating_point:
                 raise BatchError(
-                    f"batch: {path!r} is {given.dtype}, but the model was planned with "
-                    f"{planned.dtype}; convert it, or plan with inputs like it"
+                    f"{path!r} is {given.dtype}, but the model was planned with {planned.dtype}",
+                    place="batch",
+                    way_out="convert it, or plan with inputs like it",
                 )
             return given
         if not is_number(given) or planned.shape:
             raise BatchError(
-                f"batch: {path!r} is a {type(given).__name__}; the model was planned with a "
-                f"{planned.dtype} of shape {planned.shape}"
+                f"{path!r} is a {type(given).__name__}; the model was planned with a "
+                f"{planned.dtype} of shape {planned.shape}",
+                place="batch",
+                way_out="give such a tensor, or plan again with inputs like it",
             )
         if isinstance(given, float) and not planned.dtype.is_floating_point:
             raise BatchError(
-                f"batch: {path!r} is {given!r}, but the model was planned with an int; give an "
-                "int, or plan with a float in example_inputs"
+                f"{path!r} is {given!r}, but the model was planned with an int",
+                place="batch",
+                way_out="give an int, or plan with a float in example_inputs",
             )
         return torch.tensor(given, dtype=planned.dtype)
 
@@ -201,9 +211,10 @@ class Batches:
                 chunks = tensor.split(len(self.share) // len(parts))
             else:
                 raise BatchError(
-                    f"batch: with local=True, but the plan has every rank read all rows of "
-                    f"{self.graph.inputs[name]!r}, which don't divide among {axis.size}: give the "
-                    "global batch, or plan with a global_batch_size that divides"
+                    f"with local=True, but the plan has every rank read all rows of "
+                    f"{self.graph.inputs[name]!r}, which don't divide among {axis.size}",
+                    place="batch",
+                    way_out="give the global batch, or plan with a global_batch_size that divides",
                 )
             for part, chunk in zip(parts, chunks, strict=True):
                 part[name] = self._moved(name, chunk)

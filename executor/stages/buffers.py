@@ -74,8 +74,10 @@ class HeldBuffer:
         if now is not self.whole:
             if now.shape != self.whole.shape:
                 raise StateError(
-                    f"buffer {self.fqn!r} was replaced by one of shape {tuple(now.shape)}, planned "
-                    f"{tuple(self.whole.shape)}: keep its shape, or call auto_parallelize again"
+                    f" was replaced by one of shape {tuple(now.shape)}, planned "
+                    f"{tuple(self.whole.shape)}",
+                    place=f"buffer {self.fqn!r}",
+                    way_out="keep its shape, or call auto_parallelize again",
                 )
             self.whole.copy_(now)
             user.put(self.fqn, self.whole)

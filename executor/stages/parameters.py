@@ -77,8 +77,10 @@ class RankParameters:
         if self._states[value] != state:
             fqn = self.graph.parameters[value]
             raise PlanError(
-                f"plan: stages {here} lie on one device group and share {fqn!r}, sharded "
-                f"{self._states[value][1]} and {state[1]}: shard it alike in both"
+                f"stages {here} lie on one device group and share {fqn!r}, sharded "
+                f"{self._states[value][1]} and {state[1]}",
+                place="plan",
+                way_out="shard it alike in both",
             )
 
     def _make(self, k: int, value: str, state: State, *, gatherable: bool) -> StageParameter:
@@ -87,8 +89,10 @@ class RankParameters:
         experts = value in self.experts and self.place.exchange is not None
         if experts and len(owners) > 1:
             raise PlanError(
-                f"plan: stages {list(owners)} share the experts {fqn!r}; legal "
-                "with ep > 1: experts of one stage; put their readers into one"
+                f"stages {list(owners)} share the experts {fqn!r}; legal "
+                "with ep > 1: experts of one stage",
+                place="plan",
+                way_out="put their readers into one",
             )
         if experts and self.place.here.folded:
             on_tensor = Placement("S", 0)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.costmodel.graph import Graph
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
@@ -154,9 +154,10 @@ class UserModel:
         for p in parameters:
             if self.tensor(p.fqn) is not p.api:
                 raise StateError(
-                    f"parameter {p.fqn!r} was replaced after planning, which train_step can't "
-                    f"see: write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
-                    f"auto_parallelize again"
+                    " was replaced after planning, which train_step can't see",
+                    place=f"parameter {p.fqn!r}",
+                    way_out="write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
+                    "auto_parallelize again",
                 )
             if self.whole and not share_memory(p.api, p.stored):
                 now = p.api.detach()
@@ -164,10 +165,12 @@ class UserModel:
                     p.stored.dtype, p.stored.device, p.stored.shape,
                 ):  # fmt: skip
                     raise StateError(
-                        f"parameter {p.fqn!r} is {now.dtype} on {now.device} of shape "
+                        f" is {now.dtype} on {now.device} of shape "
                         f"{tuple(now.shape)}, was planned {p.stored.dtype} on {p.stored.device} "
-                        f"of {tuple(p.stored.shape)}: do not move or cast the model after "
-                        f"planning (it trains fp32 masters), or call auto_parallelize again"
+                        f"of {tuple(p.stored.shape)}",
+                        place=f"parameter {p.fqn!r}",
+                        way_out="do not move or cast the model after planning (it trains fp32 "
+                        "masters), or call auto_parallelize again",
                     )
                 with torch.no_grad():
                     p.stored.copy_(now)
@@ -249,24 +252,38 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             if optimizer.state.get(p):
                 raise StateError(
                     f"{type(optimizer).__name__} has states of a parameter of shape "
-                    f"{tuple(new.shape)} whose layout was changed by planning: give the optimizer "
-                    f"to `replan(optimizer=...)`, or make it anew over model.parameters()"
+                    f"{tuple(new.shape)} whose layout was changed by planning",
+                    place="optimizer",
+                    way_out="give the optimizer to `replan(optimizer=...)`, or make it anew over "
+                    "model.parameters()",
                 )
             params[k] = new
 
 
-def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError for an optimizer that has no parameter of the model: it was made over
-    another one, or over copies."""
+def check_trains(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Raise ValueError for an optimizer that has a parameter which is not the model's: of another
+    one, a copy, or one of the user's own. Its values and states would be saved nowhere."""
     known = {id(p) for p in model.parameters()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if given and not any(id(current(p)) in known for p in given):
-        raise StateError(
-            f"optimizer: none of the {len(given)} parameters of this {type(optimizer).__name__} is "
-            f"the model's, e.g. one of shape {tuple(given[0].shape)}; legal: an optimizer over the "
-            "result's parameters(), or the model's. Way out: make it over those; one of another "
-            "model, or of whole_tensor_optimizer, is saved by extra={'name': it}"
-        )
+    groups = [group["params"] for group in optimizer.param_groups] if optimizer else []
+    foreign = {
+        k: found
+        for k, params in enumerate(groups)
+        if (found := [p for p in params if id(current(p)) not in known])
+    }
+    if not foreign:
+        return
+    number, given = sum(map(len, foreign.values())), sum(map(len, groups))
+    of = f"of the {given} parameters of this {type(optimizer).__name__}"
+    many = f"none {of} is" if number == given else f"{number} {of} are not"
+    where = ", ".join(f"{len(found)} in group {k}" for k, found in foreign.items())
+    example = tuple(next(iter(foreign.values()))[0].shape)
+    raise OptimizerError(
+        f"{many} the model's ({where}), e.g. one of shape {example}",
+        place="optimizer",
+        legal="an optimizer over the result's parameters(), the model's, or some of them",
+        way_out="make it over those; give others an optimizer of their own, which extra={'name': "
+        "it} saves, as it does one of whole_tensor_optimizer",
+    )
 
 
 @cache
@@ -293,9 +310,10 @@ def _refusal_of_calls(user: UserModel) -> Callable[..., None]:
     def refuse(module: nn.Module, args: Any) -> None:
         if module is user.module and not user._calls_allowed:
             raise StateError(
-                "the model is parallelized: this rank holds only its part of the weights. Call "
-                "result.forward(...) for its output and result.eval_step(batch) for its loss, on "
-                "all ranks; or load result.full_state_dict() into a model of its own"
+                "the model is parallelized: this rank holds only its part of the weights",
+                place="a call of the model",
+                way_out="call result.forward(...) for its output and result.eval_step(batch) for "
+                "its loss, on all ranks; or load result.full_state_dict() into a model of its own",
             )
 
     setattr(refuse, REFUSES_CALLS, True)

@@ -25,9 +25,10 @@ def one_at_a_time() -> Iterator[None]:
     if not _PLANNING.acquire(blocking=False):
         if launch.world_size() > 1:
             raise StateError(
-                f"thread {threading.current_thread().name!r} plans while another one does, on "
-                "ranks that must plan together; legal: one thread of a rank that plans at a time. "
-                "Way out: plan in one thread, or join each before the next"
+                " plans while another one does, on ranks that must plan together",
+                place=f"thread {threading.current_thread().name!r}",
+                legal="one thread of a rank that plans at a time",
+                way_out="Way out: plan in one thread, or join each before the next",
             )
         _PLANNING.acquire()
     try:

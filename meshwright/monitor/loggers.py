@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.profiles.inputs import NotInstalledError
+
 Metrics = Mapping[str, float]
 
 
@@ -46,9 +48,10 @@ def _writer(folder: str | Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            f"TensorBoardLogger({str(folder)!r}): the package tensorboard is not installed; "
-            "`pip install meshwright[tensorboard]`, or JsonLinesLogger(path)"
+        raise NotInstalledError(
+            "the package tensorboard is not installed",
+            place=f"TensorBoardLogger({str(folder)!r})",
+            way_out="`pip install meshwright[tensorboard]`, or JsonLinesLogger(path)",
         ) from error
     return SummaryWriter(str(folder))
 

@@ -28,6 +28,7 @@ from meshwright.executor.stages import Phase
 from meshwright.monitor.deviation import TERMS, Deviation, deviation
 from meshwright.monitor.loggers import Metrics, MetricsLogger
 from meshwright.planner.report import Report
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,11 @@ class Monitor:
 
     def log_to(self, logger: MetricsLogger, every: int = 1) -> None:
         """Hand every so manyth step's metrics to a logger, when the next step or the process ends
-        it."""
-        if every < 1:
-            raise ValueError(f"log_to: every={every}; legal: an integer from 1")
+        it. Raises ValueError for an `every` that counts no steps."""
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise MeshwrightError(
+                f"={shown(every)}", place="log_to: every", legal="an integer from 1"
+            )
         if not self._loggers:
             atexit.register(self.close)
         self._loggers.append((logger, every))

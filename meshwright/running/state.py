@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.executor.checkpoint import Saving, checkpoint, weights
 from meshwright.executor.parameters import WholeTensors
+from meshwright.executor.ranks import background, gloo_group, progress, run_on_all
 from meshwright.executor.stages import check_trains
 from meshwright.running.planned import PlannedModel
 
@@ -21,9 +22,14 @@ class State(PlannedModel):
     _saving: Saving | None = None
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise ValueError for an optimizer of another model."""
-        if optimizer is not None and not self._why_not:
-            check_trains(optimizer, self.runtime.model)
+        """Raise ValueError, on all ranks, for an optimizer of more than the model. Collective."""
+        if self._why_not or (optimizer is None and self._runtime is None):
+            return  # nothing runs; where ranks do, all of them have a runtime
+        runtime = self.runtime
+        background.finish_all()  # a save may use the group
+        group = None if runtime.place.mesh is None else gloo_group()
+        with progress.during("checking the optimizer"):
+            run_on_all(group, lambda: check_trains(optimizer, runtime.model))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by the user's FQNs: the model's own objects where every rank holds
@@ -102,10 +108,10 @@ class State(PlannedModel):
         disk, and the next save or load, and the end of the process, wait for it. An error in the
         background is raised by `.wait()` or the next save.
         """
-        self._check_optimizer(optimizer)
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
+        self._check_optimizer(optimizer)
         self._saving = checkpoint.save(
             self.runtime, path, optimizer, extra=extra, asynchronous=asynchronous
         )

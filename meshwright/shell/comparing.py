@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
 from meshwright.planner.report import Report, table
+from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,18 @@ def compared(
     """Plan for each cluster by name, and choose. One price is for all, else there is one for each.
     Raises ValueError where prices are missing for what is asked."""
     if len(prices) not in (0, 1, len(planned)):
-        raise ValueError(
-            f"--price was given {len(prices)} times for {len(planned)} clusters; legal: once for "
-            "all, or once for each, in their order"
+        raise MeshwrightError(
+            f" was given {len(prices)} times for {len(planned)} clusters",
+            place="--price",
+            legal="once for all, or once for each, in their order",
         )
     if by == "cost" and not prices:
-        raise ValueError("--by cost: no price was given; legal with --price MONEY, per device-hour")
+        raise MeshwrightError(
+            "no price was given",
+            place="--by cost",
+            legal="with --price MONEY, per device-hour",
+            way_out="give one, or choose --by time",
+        )
     each: list[float | None] = [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
     rows = [
         _row(name, plan, {"price_per_hour": price, "tokens": tokens, "power_watts": watts})

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
 from meshwright.planner.report import SCHEMA, Report
+from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.shell.asking import asked_costs
 from meshwright.shell.named import add_price, saved_json
 
@@ -67,9 +68,11 @@ def report_data(path: str) -> dict[str, Any] | None:
     if not isinstance(data, dict) or "schema" not in data:
         return None
     if data["schema"] != SCHEMA or "device_groups" not in data:
-        raise ValueError(
-            f"report {path!r}: schema {data['schema']!r}; legal: {SCHEMA}, with the data of the "
-            f"rank that priced the plan; {WAY_OUT}"
+        raise MeshwrightError(
+            f"schema {shown(data['schema'])}",
+            place=f"report {path!r}",
+            legal=f"{SCHEMA}, with the data of the rank that priced the plan",
+            way_out=WAY_OUT,
         )
     return data
 
@@ -77,9 +80,11 @@ def report_data(path: str) -> dict[str, Any] | None:
 def write_page(data: dict[str, Any], args: argparse.Namespace) -> None:
     """The page of a report that was read. Raises ValueError for what a report can't answer."""
     if asked_costs(args):
-        raise ValueError(
-            f"report {args.plan!r}: --tokens, --price and --watts are for plans, whose prices are "
-            "found anew; give the plan and its model"
+        raise MeshwrightError(
+            "--tokens, --price and --watts are for plans, whose prices are found anew",
+            place=f"report {args.plan!r}",
+            legal="a report alone",
+            way_out="give the plan and its model, or leave them out",
         )
     Path(args.output).write_text(render_page(data), encoding="utf-8")
 
@@ -89,9 +94,12 @@ def fill_from_plan(args: argparse.Namespace) -> None:
     ValueError without a model."""
     plan = Plan.load(args.plan)
     if args.model is None:
-        raise ValueError(
-            f"report {args.plan!r}: a plan has no prices; name its model, module:function, and its "
-            f"--cluster, or give a report; {WAY_OUT}"
+        raise MeshwrightError(
+            "a plan has no prices",
+            place=f"report {args.plan!r}",
+            legal="a report, or a plan with its model",
+            way_out="name its model, module:function, and its --cluster, or give a report; "
+            + WAY_OUT,
         )
     args.batch = args.batch or plan.global_batch_size
     args.precision = args.precision or plan.precision

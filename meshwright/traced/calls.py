@@ -12,10 +12,8 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.stages import REFUSES_CALLS
 from meshwright.planner.tracing import CALL_HOOKS, TENSOR_HOOKS
 
-_PLANNED = (
-    "train_step and eval_step run what was traced: remove it for them, or call auto_parallelize "
-    "again"
-)
+_PLANNED = "train_step and eval_step run what was traced"
+_WAY_OUT = "remove it for them, or call auto_parallelize again"
 
 
 class Calls:
@@ -48,21 +46,32 @@ class Calls:
         for what, table, name, child in self._children:
             if table.get(name) is not child():
                 raise StateError(
-                    f"module {what!r} was replaced after planning, which train_step can't see: "
-                    f"call auto_parallelize again"
+                    " was replaced after planning, which train_step can't see",
+                    place=f"module {what!r}",
+                    way_out="call auto_parallelize again",
                 )
         for path, own, forward in self._forwards:
             if own.get("forward") is not forward:
-                raise StateError(f"{_named(path)} has another forward than planned, and {_PLANNED}")
+                raise StateError(
+                    f" has another forward than planned, and {_PLANNED}",
+                    place=_named(path),
+                    way_out=_WAY_OUT,
+                )
         for path, hooks, known in self._hooks:
             if (hooks or known) and _numbers(hooks) != known:
-                raise StateError(f"{_named(path)} has other hooks than planned, and {_PLANNED}")
+                raise StateError(
+                    f" has other hooks than planned, and {_PLANNED}",
+                    place=_named(path),
+                    way_out=_WAY_OUT,
+                )
         for what, table, name in self._parameters:
             p = table.get(name)
             if p is not None and any(getattr(p, hooks, None) for hooks in TENSOR_HOOKS):
                 raise StateError(
-                    f"parameter {what!r} has a hook, and {_PLANNED}; gradients can be changed "
-                    f"between train_step and the optimizer's step"
+                    f" has a hook, and {_PLANNED}",
+                    place=f"parameter {what!r}",
+                    way_out=f"{_WAY_OUT}; gradients can be changed between train_step and the "
+                    "optimizer's step",
                 )
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
+from meshwright.planner.errors import SolverError
+
 HANDING = 0.5  # of the seconds that making a program takes, what handing it to HiGHS takes
 
 
@@ -171,7 +173,7 @@ def _flow(
 
 
 def _solver(time_limit_s: float | None) -> tuple[pulp.LpSolver, str]:
-    """HiGHS through highspy, else CBC, and its name; RuntimeError where neither is there."""
+    """HiGHS through highspy, else CBC, and its name; SolverError where neither is there."""
     for name in ("HiGHS", "PULP_CBC_CMD", "COIN_CMD"):
         solver = getattr(pulp, name, None)
         if solver is None:
@@ -179,6 +181,6 @@ def _solver(time_limit_s: float | None) -> tuple[pulp.LpSolver, str]:
         instance = solver(msg=False, timeLimit=time_limit_s) if time_limit_s else solver(msg=False)
         if instance.available():
             return instance, name
-    raise RuntimeError(
-        "no LP solver found; `pip install highspy` (HiGHS), or a CBC binary on the PATH"
+    raise SolverError(
+        "no LP solver found", way_out="`pip install highspy` (HiGHS), or a CBC binary on the PATH"
     )

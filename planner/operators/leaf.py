@@ -18,9 +18,21 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.profiles.inputs import MeshwrightError
 
-class UnseenWrite(RuntimeError):
+
+class UnseenWrite(MeshwrightError, RuntimeError):
     """A leaf writes to a buffer of which the trace knows nothing."""
+
+    PLACE = "a leaf"
+    LEGAL = "writes to the buffers that it wrote to when it was traced"
+
+
+class LostGradientError(MeshwrightError, RuntimeError):
+    """A leaf whose result has no gradient where the trace saw one."""
+
+    PLACE = "a leaf"
+    LEGAL = "results that have gradients as when the model was traced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +75,15 @@ class Program:
         output, after = self.run(given[:tensors], state)
         changed = {n for n, x in state.items() if after[n] is not x or x._version != versions[n]}
         if more := changed - set(self.written):
-            found = f"leaf {self.name} writes to {', '.join(sorted(more))}, which "
+            found = f" writes to {', '.join(sorted(more))}, which "
+            unseen = "a trace can't see of a leaf with result=, because it does not run it"
             raise UnseenWrite(
-                f"{found}a trace can't see of a leaf with result=, because it does not run it; "
-                "return the new value and write it outside of the leaf, or leave result= out"
+                found + (unseen if self.unseen else "it did not when it was traced"),
+                place=f"leaf {self.name}",
+                way_out="return the new value and write it outside of the leaf, or leave result= "
+                "out"
                 if self.unseen
-                else f"{found}it did not when it was traced; keep what depends on data out of its "
-                "buffers"
+                else "keep what depends on data out of its buffers",
             )
         taken = {id(x) for x in (*given, *state.values())}
         given_back = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
@@ -91,10 +105,11 @@ class Program:
             if g and not x.requires_grad
         ]
         if lost:
-            raise RuntimeError(
-                f"leaf {self.name} gives result {lost[0]} without gradient where the trace expects "
-                "one; give a kernel its backward by a torch.autograd.Function, and add 0 * x.sum() "
-                "of an input x to what depends on none"
+            raise LostGradientError(
+                f" gives result {lost[0]} without gradient where the trace expects one",
+                place=f"leaf {self.name}",
+                way_out="give a kernel its backward by a torch.autograd.Function, and add "
+                "0 * x.sum() of an input x to what depends on none",
             )
 
     def run(

@@ -23,6 +23,7 @@ from meshwright.planner.page.plans import compared, without_plan
 from meshwright.planner.page.tables import facts, tables
 from meshwright.planner.page.words import WORDS
 from meshwright.planner.plan import counted, seconds
+from meshwright.profiles.inputs import NotInstalledError
 
 Row = Mapping[str, Any]
 
@@ -104,9 +105,10 @@ def _needed(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"the report's page needs {', '.join(NEEDED)}, and {error.name or name} is not "
-            "installed; `pip install 'meshwright[report]'` installs them, print(report) needs none"
+        raise NotInstalledError(
+            f" needs {', '.join(NEEDED)}, and {error.name or name} is not installed",
+            place="the report's page",
+            way_out="`pip install 'meshwright[report]'` installs them, print(report) needs none",
         ) from error
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.planner.published.models import Latent
+from meshwright.profiles.inputs import MeshwrightError
 
 _LATENT = Latent(q_rank=1536)
 
@@ -59,7 +60,12 @@ def facts_of(name: str) -> Mapping[str, Any]:
     that the reference models don't cover."""
     for pattern, reason in _OTHER:
         if re.search(pattern, name, re.I):
-            raise ValueError(f"model {name!r} has {reason}, which no reference model has")
+            raise MeshwrightError(
+                f" has {reason}, which no reference model has",
+                place=f"model {name!r}",
+                legal="decoders of attention and MLPs, dense or with experts",
+                way_out="leave the row out, or plan for the model itself",
+            )
     for pattern, facts in _FACTS:
         if re.search(pattern, name, re.I):
             return MappingProxyType(dict(facts))

@@ -23,6 +23,7 @@ from meshwright.costmodel.targets import (
     MEGATRON_MOE,
     TORCHTITAN,
 )
+from meshwright.profiles.inputs import MeshwrightError
 
 # The part that FSDP of torch 2.1 and earlier, under Composer's limit of gathers in flight, hides of
 # what it could: fitted to llm-foundry on A100 and H100 (scripts/fits/fit_fsdp.py, 182 rows of half
@@ -186,8 +187,11 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
     text = f"{name}; {gpu}; {model}"
     framework = next((known for pattern, known in _KNOWN if re.search(pattern, text)), None)
     if framework is None:
-        raise ValueError(
-            f"framework {name!r} is not known; known: {', '.join(part for part, _ in _KNOWN)}"
+        raise MeshwrightError(
+            " is not known",
+            place=f"framework {name!r}",
+            legal=f"names that contain one of: {', '.join(part for part, _ in _KNOWN)}",
+            way_out="name one of those, or add its habits here",
         )
     if framework in (_FSDP, _TITAN) and re.search(r"\bcompile\b", f"{name}; {notes}"):
         target = replace(framework.target, fusion="full", host_scale=COMPILED_HOST)

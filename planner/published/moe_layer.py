@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.planner.operators import combine, dispatch, grouped_linear
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 
 class GroupedLinear(nn.Module):
@@ -44,7 +45,11 @@ class MoE(nn.Module):
     def __init__(self, *, hidden: int, ffn: int, experts: int, topk: int, shared: int = 0) -> None:
         super().__init__()
         if not 1 <= topk <= experts:
-            raise ValueError(f"MoE: topk={topk} of experts={experts}; legal: 1 to {experts}")
+            raise MeshwrightError(
+                f"={shown(topk)} of experts={shown(experts)}",
+                place="MoE: topk",
+                legal=f"1 to {shown(experts)}",
+            )
         self.topk = topk
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = nn.ModuleDict({

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.costmodel.graph import Block, Graph, Op, Ref, map_refs
+from meshwright.profiles.inputs import MeshwrightError
 
 
 def deepen(graph: Graph, stack: str, count: int) -> Graph:
@@ -24,15 +25,22 @@ def deepen(graph: Graph, stack: str, count: int) -> Graph:
     numbered = re.compile(rf"{re.escape(stack)}\.\d+")
     places = [k for k, block in enumerate(graph.blocks) if numbered.fullmatch(block.name)]
     if len(places) < 3 or count < len(places):
-        raise ValueError(
-            f"stack {stack!r} has {len(places)} blocks; legal: three or more to copy from, and no "
-            f"more than the {count} wanted"
+        raise MeshwrightError(
+            f" has {len(places)} blocks",
+            place=f"stack {stack!r}",
+            legal=f"three or more to copy from, and no more than the {count} wanted",
+            way_out="trace more layers, or ask for more",
         )
     *_, source, last = (graph.blocks[k] for k in places)
     before = graph.blocks[places[-3]]
     same = before.class_id == source.class_id
     if not same or len(source.inputs) != 1 or len(source.outputs) != 1:
-        raise ValueError(f"stack {stack!r}: block {source.name} is not one of a chain of equals")
+        raise MeshwrightError(
+            f"block {source.name} is not one of a chain of equals",
+            place=f"stack {stack!r}",
+            legal="blocks of one class, each with one input and one output",
+            way_out="trace the whole model",
+        )
     values, parameters = dict(graph.values), dict(graph.parameters)
     blocks = list(graph.blocks[: places[-1]])
     previous = source.outputs[0]

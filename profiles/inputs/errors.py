@@ -49,6 +49,14 @@ class MeshwrightError(ValueError):
         return "; ".join(filter(None, (where, legal and f"legal: {legal}", way_out)))
 
 
+class NotInstalledError(MeshwrightError, ImportError):
+    """A package that only some calls need, and that is not there."""
+
+    PLACE = "the Python environment"
+    LEGAL = "one with the package"
+    WAY_OUT = "install it with pip"
+
+
 def _joined(clause: str) -> str:
     """A clause after its place."""
     return clause if not clause or clause.startswith(_GOES_ON) else f": {clause}"

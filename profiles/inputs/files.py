@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -86,9 +87,12 @@ def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -
 def read_text(
     path: str | os.PathLike[str], *, error: Error = MeshwrightError, most: int = MAX_MEASURED_BYTES
 ) -> str:
-    """A file's text, read no further than it may be long."""
+    """A file's text, read no further than it may be long. Raises `error` for a folder, a pipe, a
+    socket or a device, which it does not open."""
     legal, way_out = "a readable text file in UTF-8", "name another file"
     try:
+        if kind := irregular(Path(path)):  # a pipe would be waited for, a device has no end
+            raise error(f" is {kind}", place=path, legal=legal, way_out=way_out)
         with Path(path).open("rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
@@ -105,6 +109,14 @@ def read_text(
         if isinstance(found, MeshwrightError):
             raise
         raise error(str(found), place=shown(str(path)), legal=legal, way_out=way_out) from None
+
+
+def irregular(path: Path) -> str:
+    """What is at a path, links followed, where that is no regular file; empty where it is one.
+    Raises OSError where there is nothing."""
+    mode = path.stat().st_mode
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return "" if stat.S_ISREG(mode) else kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def _too_long(error: Error, place: object, found: int, most: int) -> MeshwrightError:

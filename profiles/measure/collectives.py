@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.profiles.measure.errors import MeasuringError
 from meshwright.profiles.timings import CollectiveTiming
 
 SIZES_BYTES = tuple(4**k * 2**10 for k in range(9))  # 1 KiB to 64 MiB
@@ -113,9 +114,10 @@ def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[Collectiv
             finally:
                 _end(process)
         if not output.exists():
-            raise RuntimeError(
+            raise MeasuringError(
                 f"measuring collectives on {ranks} {backend} ranks failed "
-                f"(exit {process.returncode}): {_cause(log.read_text(errors='replace'))}"
+                f"(exit {process.returncode}): {_cause(log.read_text(errors='replace'))}",
+                way_out="mend that, give --budget more seconds, or leave --collectives out",
             )
         return [CollectiveTiming(**row) for row in json.loads(output.read_text(encoding="utf-8"))]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from meshwright.profiles.measure.errors import MeasuringError
 from meshwright.profiles.measure.operators import measure
 from meshwright.profiles.op_signature import OpSignature
 
@@ -44,7 +45,11 @@ def neighbours(count: int, signatures: Sequence[OpSignature]) -> Iterator[None]:
             process.start()
         for event in started:
             if not event.wait(START_S):
-                raise RuntimeError(f"neighbours of a measurement did not start in {START_S:.0f} s")
+                raise MeasuringError(
+                    f"neighbours of a measurement did not start in {START_S:.0f} s",
+                    place="profile: operators",
+                    way_out="measure again when the machine is less busy",
+                )
         yield
     finally:
         for process in processes:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.op_signature import OpSignature, is_floating
 from meshwright.profiles.timings import Timing
 
@@ -110,7 +111,12 @@ def operator(target: str) -> Callable[..., Any]:
     for name in target.split("."):
         namespace = getattr(namespace, name, None)
     if not callable(namespace):
-        raise ValueError(f"operator {target!r}: torch {torch.__version__} has none of that name")
+        raise MeshwrightError(
+            f"torch {torch.__version__} has none of that name",
+            place=f"operator {target!r}",
+            legal="operators of this torch, e.g. aten.linear.default",
+            way_out="drop the row, or measure with the torch that has it",
+        )
     function: Callable[..., Any] = namespace
     return function
 

@@ -15,6 +15,7 @@ from torch import nn
 from meshwright import Cluster, ParallelModel, auto_parallelize
 from meshwright.decisions import one_at_a_time
 from meshwright.executor.ranks import launch
+from meshwright.profiles.inputs import MeshwrightError
 from tests.helpers.tiny import ROWS, batch, net, planned
 
 
@@ -97,7 +98,19 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, given_to: str)
     with pytest.raises(ValueError, match=r"none of the \d+ parameters of this SGD is the model's"):
         take[given_to]()
     assert not (tmp_path / "new").exists()
+    own = nn.Parameter(torch.ones(3))  # of the user, beside the model
+    mixed = torch.optim.SGD([{"params": [*result.parameters()]}, {"params": [own]}], lr=0.1)
+    foreign.param_groups[:] = mixed.param_groups
+    said = r"1 of the \d+ parameters of this SGD are not the model's \(1 in group 1\), .*\(3,\)"
+    with pytest.raises(ValueError, match=said) as refused:
+        take[given_to]()
+    assert isinstance(refused.value, MeshwrightError)
+    assert "an optimizer of their own" in refused.value.way_out
+    assert not (tmp_path / "new").exists()
     result.train_step(batch(ROWS))  # this plan goes on
+    some = torch.optim.SGD([*result.parameters()][:2], lr=0.1)  # a part of the model may train
+    result.save_checkpoint(tmp_path / "new", some)
+    result.replan(optimizer=some)
 
 
 # --- several threads ------------------------------------------------------------------------------

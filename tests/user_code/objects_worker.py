@@ -211,6 +211,9 @@ def refused(layout: str) -> dict[str, Any]:
     head, model.head = model.head, nn.Linear(WIDTH, CLASSES)
     found["module"] = said(lambda: result.train_step(batch(0)))
     model.head = head
+    own = [nn.Parameter(torch.ones(3))] if launch.rank() == 2 else []
+    mixed = adam([*result.parameters(), *own])
+    found["optimizer"] = said(lambda: result.replan(optimizer=mixed))
     given = batch(0) if launch.rank() != 2 else (batch(0)[0], batch(1)[1])
     found["batch"] = said(lambda: result.train_step(given))
     found["trained"] = any(p.grad is not None for p in result.parameters())

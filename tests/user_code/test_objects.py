@@ -32,6 +32,7 @@ SAID = {
     "batch": r"BatchError: batch: it differs from rank 0's in '1' on ranks \[2\].*same whole batch",
     "short": r"BatchError: batch: it is not as planned on ranks \[1\]",
     "module": "module 'head' was replaced after planning",
+    "optimizer": r"OptimizerError: optimizer: 1 of the \d+ .* are not the model's \(1 in group 0\)",
     "backward": "train_step has run the backward already",
 }
 

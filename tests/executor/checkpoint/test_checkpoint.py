@@ -169,7 +169,7 @@ def test_a_save_that_nobody_waits_for_is_finished(launched: Launched) -> None:
 def test_a_mistake_is_told_alike_on_all_ranks(launched: Launched) -> None:
     result = launched["errors"]
     says = {
-        "missing": r"FileNotFoundError: checkpoint '.*nowhere': there is none",
+        "missing": r"NotThereError: checkpoint '.*nowhere': there is none",
         "no checkpoint": r"\w+edError: .*has no 'training.pt'",
         "not replaced": r"\w+edError: .*no save wrote, \['file'\], so it is not replaced",
         "other model": r"\w+edError: .*is of another model \(fingerprint \w+, this one \w+\)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from torch import nn
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.checkpoint.name_matching import Matched, Wanted, match_names
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files.chunks import ChunkRead
 from meshwright.executor.files.weight_files import open_source
 from meshwright.executor.runtime.runtime import Runtime
+from meshwright.profiles.inputs import MAX_MEASURED_BYTES
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
 from tests.helpers.tiny import Net, net, planned
@@ -348,6 +351,26 @@ def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(RuntimeError, match=r"index.json' is damaged .*it must be an object with"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 900 + "]" * 900, " " * MAX_MEASURED_BYTES], ids=["deep", "long"]
+)
+def test_an_index_has_limits(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": ' + text + "}}")
+    with pytest.raises(DamagedError, match=r"nested too deeply|has 33,\d+,\d+ bytes") as caught:
+        open_source(tmp_path)
+    assert caught.value.place and caught.value.legal and caught.value.way_out
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "zero.pt").symlink_to("/dev/zero")
+    for path in (tmp_path / name, tmp_path / "zero.pt"):
+        with pytest.raises(SavedError, match="is no regular file") as caught:
+            open_source(path)
+        assert caught.value.place == f"weights: {str(path.resolve())!r}" and caught.value.way_out
 
 
 class Calls:

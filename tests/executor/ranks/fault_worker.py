@@ -35,6 +35,7 @@ PIPELINE = Overrides(pp=2, num_microbatches=2, schedule="1f1b")
 HEALTHY_STEPS = 2
 STEPS = 4
 OPTIMIZER = "optimizer step"  # the user's own code: to the runtime it is no phase
+APART = "user code, while the others are in theirs"  # nobody waits for the one that fails
 SAVING = "saving a checkpoint"
 
 
@@ -105,8 +106,10 @@ def once(fault: str, failing_rank: str, phase: str, folder: str) -> None:
             strike_at(phase, strikes)
         optimizer.zero_grad()
         result.train_step(batch(ROWS, step))
-        if failing and phase == OPTIMIZER:
+        if failing and phase in (OPTIMIZER, APART):
             strikes()
+        elif phase == APART and step == HEALTHY_STEPS:
+            hangs()
         optimizer.step()
         if phase == SAVING:
             result.save_checkpoint(Path(folder, "last"), optimizer)

@@ -30,7 +30,7 @@ from meshwright.executor.ranks.watchdog import (
     is_out_of_memory,
     memory_advice,
 )
-from tests.executor.ranks.fault_worker import OPTIMIZER, SAVING, STEPS
+from tests.executor.ranks.fault_worker import APART, OPTIMIZER, SAVING, STEPS
 from tests.helpers.launching import ROOT, Launch, launch
 from tests.helpers.tiny import ROWS, net, planned
 
@@ -95,6 +95,12 @@ def test_rank_killed_in_backward(tmp_path: Path) -> None:
     assert run.ranks[1].returncode == KILLED
     said = _line(run.ranks[0].stderr, "rank 0 (stage 0) failed in recv_gradient of stage 0")
     assert said.endswith("no word from rank 1 (stage 1): killed, or frozen")
+
+
+def test_rank_killed_while_nobody_waits_for_it(tmp_path: Path) -> None:
+    run = _run(tmp_path, "kill", 1, APART)
+    said = _line(run.ranks[0].stderr, "rank 0 (stage 0) stops: ")
+    assert said.startswith("rank 0 (stage 0) stops: rank 1 (stage 1) ended without a word: killed")
 
 
 def test_rank_that_holds_the_store_killed_in_a_save(tmp_path: Path) -> None:

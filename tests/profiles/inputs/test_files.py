@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.planner.plan import Plan, PlanError
+from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, parse_json, read_json, read_text, read_toml
 from meshwright.profiles.inputs.files import MAX_BYTES
 from meshwright.profiles.inputs.limits import MAX_DEPTH
@@ -83,6 +85,20 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="1,000,000,000 bytes; legal: up to"):
         Plan.load(path)
     assert time.process_time() - before < LATE_S
+
+
+def test_what_would_block_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "socket"))
+    kinds = {"pipe": "a pipe", "link": "a pipe", "socket": "a socket", "/dev/zero": "a device"}
+    for name, kind in (kinds | {".": "a folder"}).items():
+        for read in (Plan.load, Cluster.load, read_toml, read_json, read_text):
+            with pytest.raises(MeshwrightError, match=f" is {kind}; legal: a readable") as caught:
+                read(tmp_path / name)
+            assert name in caught.value.place and caught.value.way_out
+    listener.close()
 
 
 @pytest.mark.parametrize("name", ["missing", ".", "\0", "x" * 5000])

@@ -1,0 +1,129 @@
+"""What the product raises: errors with a place, legal values and a way out.
+
+Read from the syntax trees: what is raised by name must be a `MeshwrightError`, or stand in `INSIDE`
+with the reason why no user is given it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.source_files import PRODUCT, SourceFile, called_name, files_in
+
+BASE = "MeshwrightError"
+CAUGHT = "the caller catches it"
+PROTOCOL = "what Python expects of the method"
+OWN_TABLES = "its tables are made by the search, never by a user"
+
+# classes of signals between our own functions -> who takes them
+SIGNALS = {
+    "AssertionError": "for our own bugs",
+    "ArgumentTypeError": "argparse makes the command's message of it",
+    "CannotForkError": "the rehearsal goes on in one process",
+    "Irregular": "the model is traced in full",
+    "KeptTensors": "the model is traced again",
+    "Misfit": "the rule is refused, or does not hold",
+    "MixedDevicesError": "the rehearsal names rank, phase and block",
+    "NotSteadyError": "the rehearsal runs every micro-batch",
+    "TooLarge": "the operator is skipped, and said to be",
+    "UnpicklingError": "the reader names the file",
+    "Unusable": "the cache warns, and is left alone or moved aside",
+}
+# file and class -> why no user is given it
+INSIDE = {
+    ("profiles/op_signature.py", "ValueError"): "parse, which alone calls it, names the signature",
+    ("profiles/inputs/cache_file.py", "OSError"): "the cache warns, and is left alone",
+    ("planner/tracing/leaves/trial.py", "ValueError"): CAUGHT,
+    ("planner/intra_op/solvers.py", "TimeoutError"): CAUGHT,
+    ("planner/intra_op/elimination.py", "KeyError"): PROTOCOL,
+    ("planner/inter_op/partition.py", "ValueError"): OWN_TABLES,
+    ("planner/inter_op/equal_meshes.py", "ValueError"): OWN_TABLES,
+    ("executor/files/checksums.py", "EOFError"): CAUGHT,
+    ("executor/stand_in/parts.py", "IndexError"): PROTOCOL,
+    ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
+}
+
+
+# files of the executor some of whose errors say all in `what`, and why
+WHOLE = {
+    "executor/checkpoint/notes.py": "the reader of the checkpoint names it around them",
+    "executor/files/dcp_metadata.py": "the reader of the file names it around them",
+    "executor/files/dcp_reads.py": "the reader of the file names it around them",
+    "executor/ranks/joining.py": "rank 0's own text, told by the others",
+    "executor/ranks/replicas.py": "made of what all ranks say",
+    "executor/runtime/evaluation.py": "a text that the report has too",
+}
+
+
+def raised(file: SourceFile) -> Iterator[tuple[int, str]]:
+    """Line and class of what is raised by a class' name; `raise error` and `raise of(...)` are of
+    errors made elsewhere."""
+    for node in file.nodes:
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            call = node.exc
+            name = called_name(call) if isinstance(call, ast.Call) else getattr(call, "id", "")
+            if name[:1].isupper():
+                yield node.lineno, name
+
+
+def structured(files: tuple[SourceFile, ...]) -> set[str]:
+    """The names of the classes of the product that are a `MeshwrightError`."""
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for file in files
+        for node in file.nodes
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {BASE}
+    while more := {name for name, of in bases.items() if name not in found and found & {*of}}:
+        found |= more
+    return found
+
+
+def bare(file: SourceFile, legal: set[str]) -> list[tuple[int, str]]:
+    """What a file raises that is neither a `MeshwrightError` nor a signal."""
+    return [(k, name) for k, name in raised(file) if name not in legal | SIGNALS.keys()]
+
+
+def test_what_is_raised_is_structured() -> None:
+    files = files_in(*PRODUCT)
+    legal = structured(files)
+    found = {(file.path, name): line for file in files for line, name in bare(file, legal)}
+    assert not [f"{path}:{found[path, name]} {name}" for path, name in found.keys() - INSIDE]
+    assert not INSIDE.keys() - found.keys()  # no reason for what is not there
+    assert not SIGNALS.keys() - {name for file in files for _, name in raised(file)}
+
+
+def unplaced(file: SourceFile) -> list[int]:
+    """Lines of structured errors that have the fields of their class alone."""
+    own = {"place", "legal", "way_out"}
+    return [
+        node.lineno
+        for node in file.nodes
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and called_name(node.exc).endswith("Error")
+        and called_name(node.exc) not in SIGNALS
+        and not own & {keyword.arg for keyword in node.exc.keywords}
+    ]
+
+
+def test_errors_of_the_executor_have_fields_of_their_own() -> None:
+    found = {file.path for file in files_in("executor") if unplaced(file)}
+    assert found - {path for path, _ in INSIDE} == WHOLE.keys()
+    text = "raise StateError('no')\nraise StateError('no', way_out='go')\nraise x\n"
+    assert unplaced(SourceFile("executor/x.py", text)) == [1]
+
+
+@pytest.mark.parametrize("name", ["ValueError", "RuntimeError", "KeyError", "TypeError"])
+def test_bare_errors_are_found(name: str) -> None:
+    text = (
+        f"def f(x):\n    raise {name}\n    raise {name}('no') from x\n    raise PlanError('no')\n"
+    )
+    legal = structured(files_in(*PRODUCT))
+    assert bare(SourceFile("planner/x.py", text), legal) == [(2, name), (3, name)]
+    assert issubclass(getattr(builtins, name), Exception)
