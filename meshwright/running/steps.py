@@ -42,7 +42,7 @@ class Steps(PlannedModel):
         `.grad`: zero them before, step your optimizer after. Where any of them on any rank is not
         finite, all are dropped (`skipped_steps`).
         """
-        self._traced.check_unchanged(training=True)
+        self._traced.check_unchanged(batch, training=True)
         runtime, given = self.runtime, _with_targets(batch, targets)
 
         def rows() -> int:
@@ -106,7 +106,7 @@ class Steps(PlannedModel):
         """
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
-        self._traced.check_unchanged(training=True)
+        self._traced.check_unchanged(batch, training=True)
         return timed_step(self.runtime, _with_targets(batch, targets), path, self.report.timeline)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ class Steps(PlannedModel):
         dropout; `local` as in `train_step`. Weights, buffers and gradients stay as they are.
         ValueError for models with batch norm, which is planned with the batch's own statistics.
         Collective."""
-        self._traced.check_unchanged(training=False)
+        self._traced.check_unchanged(batch, training=False)
         return self.runtime.eval_step(_with_targets(batch, targets), local=local)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

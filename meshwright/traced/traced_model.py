@@ -27,6 +27,7 @@ from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing import trace
+from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
@@ -54,6 +55,7 @@ class TracedModel:
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
         _check_parameters(model)
+        check_positions(model, example)
         progress.debug("tracing the model")
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
@@ -64,9 +66,10 @@ class TracedModel:
         self.attributes = Attributes(model, loss_fn, self.graph)
         self.calls = Calls(model)
 
-    def check_unchanged(self, *, training: bool) -> None:
-        """Raise ValueError where the model is not what was traced; modes matter to `training`
-        only."""
+    def check_unchanged(self, batch: Any, *, training: bool) -> None:
+        """Raise ValueError where the model is not what was traced (modes matter to `training`
+        only), or would not do with a batch what its trace does."""
+        check_positions(self.model, batch)
         self.calls.check()
         self.attributes.check(training=training)
 
