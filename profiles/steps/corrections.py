@@ -1,0 +1,135 @@
+"""Corrections of prices by measured steps: one factor for each component.
+
+Of plan p and term t let y be the measured seconds, a_k the seconds of component k in its price
+without corrections, and r the rest of that price, which nothing corrects. Factors f minimise
+
+    Σ_p,t  w_p · huber((y - r - Σ_k a_k f_k) / s_p)  +  RIDGE · Σ_k (f_k - 1)²
+
+s_p is the geometric mean of the plan's measured and priced step, so that residuals are parts of a
+step and a plan that is off n-fold weighs as much whichever way. w_p = n / (n + HALF_WEIGHT) of n
+samples: more of them don't make a plan say more of others. The ridge is the prior belief that a
+price is right within a factor of two, where a measured plan tells a component within 10 % of its
+step. Huber's loss (Robust Estimation of a Location Parameter, 1964), by reweighting, keeps a plan
+that went wrong from deciding. A factor that the rows don't tell is 1: where the posterior variance
+1 - RIDGE · (H⁻¹)_kk of it is less than `TOLD` below the prior one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.profiles.steps.timing import COMPONENTS, STEP, StepTiming
+
+Floats = NDArray[np.float64]
+
+RIDGE = 0.01  # (10 % / a factor of 2)²
+HALF_WEIGHT = 5.0  # samples of which a plan has half of its weight
+TOLD = 0.25
+TUNING = 1.345  # Huber's: 95 % of the efficiency of least squares where nothing is wrong
+LEAST_DEVIATION = 0.02  # of a step: below it a residual is noise
+FARTHEST = 16.0  # no factor is above this, or below its inverse
+ROUNDS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """A factor of a component's seconds, and how many plans and samples of steps it rests on."""
+
+    factor: float
+    plans: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrections:
+    """Corrections by component; a component without one is priced as it is."""
+
+    found: Mapping[str, Correction] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def factor(self, component: str) -> float:
+        """What a component's seconds are multiplied by."""
+        own = self.found.get(component)
+        return own.factor if own is not None else 1.0
+
+    def lines(self) -> list[str]:
+        """Each in words, as the report says it."""
+        return [
+            f"{name} × {own.factor:.3g}, measured on {own.plans} plan{'s' * (own.plans > 1)}, "
+            f"{own.samples} steps"
+            for name, own in self.found.items()
+        ]
+
+
+NO_CORRECTIONS = Corrections()
+
+
+def fitted(rows: Iterable[StepTiming]) -> Corrections:
+    """The corrections that measured steps ask for, of one device and one kind of run."""
+    usable = _with_steps(list(rows))
+    if not usable:
+        return NO_CORRECTIONS
+    steps = {row.plan: row for row in usable if row.term == STEP}
+    scales = {p: math.sqrt(row.measured_s * row.predicted_s) for p, row in steps.items()}
+    scale = np.array([scales[row.plan] for row in usable])
+    made = np.array([[row.parts.get(name, 0.0) for name in COMPONENTS] for row in usable])
+    asked = np.array([row.measured_s - row.predicted_s for row in usable]) / scale
+    weights = np.array([row.samples / (row.samples + HALF_WEIGHT) for row in usable])
+    made /= scale[:, None]
+    told = np.flatnonzero(_told(made, weights))
+    changes = _changes(made[:, told], asked, weights)
+    found = {}
+    for k, change in zip(told, changes, strict=True):
+        own = {row.plan for row in usable if row.parts.get(COMPONENTS[k])}
+        samples = sum(steps[plan].samples for plan in own)
+        found[COMPONENTS[k]] = Correction(factor=float(1 + change), plans=len(own), samples=samples)
+    return Corrections(found=found)
+
+
+def _with_steps(rows: Sequence[StepTiming]) -> list[StepTiming]:
+    """The rows of plans whose whole step is known, measured and priced."""
+    whole = {r.plan for r in rows if r.term == STEP and min(r.measured_s, r.predicted_s) > 0}
+    return [row for row in rows if row.plan in whole]
+
+
+def _told(made: Floats, weights: Floats) -> NDArray[np.bool_]:
+    """Which components' factors the rows tell."""
+    normal = made.T @ (weights[:, None] * made) + RIDGE * np.eye(made.shape[1])
+    told: NDArray[np.bool_] = 1 - RIDGE * np.diag(np.linalg.inv(normal)) >= TOLD
+    return told
+
+
+def _changes(made: Floats, asked: Floats, weights: Floats) -> Floats:
+    """f - 1 of the components, by reweighted least squares."""
+    changes, now = np.zeros(made.shape[1]), weights
+    for _ in range(ROUNDS):
+        before = changes
+        changes = _bounded(made.T @ (now[:, None] * made), made.T @ (now * asked), before)
+        off = np.abs(asked - made @ changes)
+        limit = TUNING * max(1.4826 * float(np.median(off)), LEAST_DEVIATION)
+        now = weights * np.minimum(1.0, limit / np.maximum(off, 1e-12))
+        if np.allclose(changes, before, rtol=0, atol=1e-6):
+            break
+    return changes
+
+
+def _bounded(normal: Floats, asked: Floats, start: Floats) -> Floats:
+    """The ridge solution within the bounds, one coordinate after the other until none moves: the
+    program is convex."""
+    changes, low, high = start.copy(), 1 / FARTHEST - 1, FARTHEST - 1
+    for _ in range(20 * ROUNDS):
+        moved = 0.0
+        for k in range(len(changes)):
+            rest = asked[k] - normal[k] @ changes + normal[k, k] * changes[k]
+            new = float(np.clip(rest / (normal[k, k] + RIDGE), low, high))
+            moved, changes[k] = max(moved, abs(new - changes[k])), new
+        if moved < 1e-9:
+            break
+    return changes
