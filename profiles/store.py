@@ -15,7 +15,7 @@ import platform
 import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -166,6 +166,9 @@ def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
         steps=tuple(_record(StepTiming, values) for values in steps),
     )
     _check(measurements, "cached")
+    measurements = replace(
+        measurements, steps=tuple(sorted(measurements.steps, key=lambda step: step.key))
+    )
     found = measurements.collectives
     if len({(c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes) for c in found}) < len(
         found

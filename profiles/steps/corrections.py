@@ -3,15 +3,17 @@
 Of plan p and term t let y be the measured seconds, a_k the seconds of component k in its price
 without corrections, and r the rest of that price, which nothing corrects. Factors f minimise
 
-    Σ_p,t  w_p · huber((y - r - Σ_k a_k f_k) / s_p)  +  RIDGE · Σ_k (f_k - 1)²
+    Σ_p  w_p · huber(‖e_p‖)  +  RIDGE · Σ_k (f_k - 1)²,    e_pt = (y - r - Σ_k a_k f_k) / s_p
 
 s_p is the geometric mean of the plan's measured and priced step, so that residuals are parts of a
 step and a plan that is off n-fold weighs as much whichever way. w_p = n / (n + HALF_WEIGHT) of n
 samples: more of them don't make a plan say more of others. The ridge is the prior belief that a
-price is right within a factor of two, where a measured plan tells a component within 10 % of its
-step. Huber's loss (Robust Estimation of a Location Parameter, 1964), by reweighting, keeps a plan
-that went wrong from deciding. A factor that the rows don't tell is 1: where the posterior variance
-1 - RIDGE · (H⁻¹)_kk of it is less than `TOLD` below the prior one.
+price is right within a factor of two, where a measured plan tells a component within 5 % of its
+step. Huber's loss (Robust Estimation of a Location Parameter, 1964) of a plan's residuals together,
+by reweighting, keeps a plan that went wrong from deciding: beside two others at least. Components
+that stand in one proportion in all plans share what is found. A component that the rows say nothing
+of keeps 1: where its share of the steps is so small that they would move it by less than `TOLD` of
+the way.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from meshwright.profiles.steps.timing import COMPONENTS, STEP, StepTiming
 
 Floats = NDArray[np.float64]
 
-RIDGE = 0.01  # (10 % / a factor of 2)²
+RIDGE = 0.0025  # (5 % / a factor of 2)²
 HALF_WEIGHT = 5.0  # samples of which a plan has half of its weight
 TOLD = 0.25
 TUNING = 1.345  # Huber's: 95 % of the efficiency of least squares where nothing is wrong
-LEAST_DEVIATION = 0.02  # of a step: below it a residual is noise
+LEAST_DEVIATION = 0.05  # of a step: below it a plan's residual is noise
 FARTHEST = 16.0  # no factor is above this, or below its inverse
 ROUNDS = 50
 
@@ -84,7 +86,8 @@ def fitted(rows: Iterable[StepTiming]) -> Corrections:
     weights = np.array([row.samples / (row.samples + HALF_WEIGHT) for row in usable])
     made /= scale[:, None]
     told = np.flatnonzero(_told(made, weights))
-    changes = _changes(made[:, told], asked, weights)
+    _, plan = np.unique([row.plan for row in usable], return_inverse=True)
+    changes = _changes(made[:, told], asked, weights, plan)
     found = {}
     for k, change in zip(told, changes, strict=True):
         own = {row.plan for row in usable if row.parts.get(COMPONENTS[k])}
@@ -100,21 +103,23 @@ def _with_steps(rows: Sequence[StepTiming]) -> list[StepTiming]:
 
 
 def _told(made: Floats, weights: Floats) -> NDArray[np.bool_]:
-    """Which components' factors the rows tell."""
-    normal = made.T @ (weights[:, None] * made) + RIDGE * np.eye(made.shape[1])
-    told: NDArray[np.bool_] = 1 - RIDGE * np.diag(np.linalg.inv(normal)) >= TOLD
+    """Which components' factors the rows tell, if they were alone."""
+    own = weights @ np.square(made)
+    told: NDArray[np.bool_] = own >= TOLD * (own + RIDGE)
     return told
 
 
-def _changes(made: Floats, asked: Floats, weights: Floats) -> Floats:
-    """f - 1 of the components, by reweighted least squares."""
+def _changes(made: Floats, asked: Floats, weights: Floats, plan: NDArray[np.int64]) -> Floats:
+    """f - 1 of the components, by least squares in which plans that are far off lose weight;
+    `plan` numbers the plan of each row."""
     changes, now = np.zeros(made.shape[1]), weights
     for _ in range(ROUNDS):
         before = changes
         changes = _bounded(made.T @ (now[:, None] * made), made.T @ (now * asked), before)
-        off = np.abs(asked - made @ changes)
+        off = np.sqrt(np.bincount(plan, weights=np.square(asked - made @ changes)))
         limit = TUNING * max(1.4826 * float(np.median(off)), LEAST_DEVIATION)
-        now = weights * np.minimum(1.0, limit / np.maximum(off, 1e-12))
+        if len(off) > 2:  # of two nobody knows which went wrong
+            now = weights * np.minimum(1.0, limit / np.maximum(off, 1e-12))[plan]
         if np.allclose(changes, before, rtol=0, atol=1e-6):
             break
     return changes
