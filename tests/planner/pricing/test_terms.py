@@ -52,7 +52,8 @@ def test_corrected_prices_are_the_parts_times_their_factors(
     plan = plan_for(own.graph, stages=stages, dp=dp, tp=tp)
     if stages > 1 and zero:
         pytest.skip("one stage is enough for ZeRO")
-    plan = replace(plan, stages=tuple(replace(s, zero=zero) for s in plan.stages))
+    split = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if tp > 1 else {}
+    plan = replace(plan, stages=tuple(replace(s, zero=zero, shardings=split) for s in plan.stages))
     empty = no_profile(own.cluster)
     terms = priced_terms(plan, own, empty)
     assert set(terms) == set(TERMS)
