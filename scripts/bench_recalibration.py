@@ -36,7 +36,7 @@ from meshwright.shell.profile_command import Effort, profile_model
 from scripts.ranks.measure import KEEPS_FREED, run_ranks
 from scripts.ranks.small_models import CASES
 
-BATCH, STEPS = 8, 16
+BATCH, STEPS = 8, 12
 PLANS: dict[int, dict[str, Overrides]] = {
     1: {
         "1 micro-batch": Overrides(num_microbatches=1, recompute="none"),

@@ -3,12 +3,12 @@
 Of plan p and term t let y be the measured seconds, a_k the seconds of component k in its price
 without corrections, and r the rest of that price, which nothing corrects. Factors f minimise
 
-    Σ_p  w_p · huber(‖e_p‖)  +  RIDGE · Σ_k (f_k - 1)²,    e_pt = (y - r - Σ_k a_k f_k) / s_p
+    Σ_p  w_p · huber(‖e_p‖)  +  RIDGE · Σ_k (ln f_k)²,    e_pt = (y - r - Σ_k a_k f_k) / s_p
 
 s_p is the geometric mean of the plan's measured and priced step, so that residuals are parts of a
 step and a plan that is off n-fold weighs as much whichever way. w_p = n / (n + HALF_WEIGHT) of n
 samples: more of them don't make a plan say more of others. The ridge is the prior belief that a
-price is right within a factor of two, where a measured plan tells a component within 5 % of its
+price is right within a factor of e, where a measured plan tells a component within 5 % of its
 step. Huber's loss (Robust Estimation of a Location Parameter, 1964) of a plan's residuals together,
 by reweighting, keeps a plan that went wrong from deciding: beside two others at least. Components
 that stand in one proportion in all plans share what is found. A component that the rows say nothing
@@ -29,7 +29,7 @@ from meshwright.profiles.steps.timing import COMPONENTS, STEP, StepTiming
 
 Floats = NDArray[np.float64]
 
-RIDGE = 0.0025  # (5 % / a factor of 2)²
+RIDGE = 0.0025  # (5 %)², where ln f is 0 ± 1
 HALF_WEIGHT = 5.0  # samples of which a plan has half of its weight
 TOLD = 0.25
 TUNING = 1.345  # Huber's: 95 % of the efficiency of least squares where nothing is wrong
@@ -115,7 +115,8 @@ def _changes(made: Floats, asked: Floats, weights: Floats, plan: NDArray[np.int6
     changes, now = np.zeros(made.shape[1]), weights
     for _ in range(ROUNDS):
         before = changes
-        changes = _bounded(made.T @ (now[:, None] * made), made.T @ (now * asked), before)
+        normal = made.T @ (now[:, None] * made)
+        changes = _bounded(normal, made.T @ (now * asked), _ridge(before), before)
         off = np.sqrt(np.bincount(plan, weights=np.square(asked - made @ changes)))
         limit = TUNING * max(1.4826 * float(np.median(off)), LEAST_DEVIATION)
         if len(off) > 2:  # of two nobody knows which went wrong
@@ -125,7 +126,15 @@ def _changes(made: Floats, asked: Floats, weights: Floats, plan: NDArray[np.int6
     return changes
 
 
-def _bounded(normal: Floats, asked: Floats, start: Floats) -> Floats:
+def _ridge(changes: Floats) -> Floats:
+    """What of a square of f - 1 is as much as RIDGE of one of ln f, at these factors."""
+    near = np.abs(changes) < 1e-6
+    slopes = np.log1p(changes) / np.where(near, 1.0, changes)
+    ridge: Floats = RIDGE * np.square(np.where(near, 1.0, slopes))
+    return ridge
+
+
+def _bounded(normal: Floats, asked: Floats, ridge: Floats, start: Floats) -> Floats:
     """The ridge solution within the bounds, one coordinate after the other until none moves: the
     program is convex."""
     changes, low, high = start.copy(), 1 / FARTHEST - 1, FARTHEST - 1
@@ -133,7 +142,7 @@ def _bounded(normal: Floats, asked: Floats, start: Floats) -> Floats:
         moved = 0.0
         for k in range(len(changes)):
             rest = asked[k] - normal[k] @ changes + normal[k, k] * changes[k]
-            new = float(np.clip(rest / (normal[k, k] + RIDGE), low, high))
+            new = float(np.clip(rest / (normal[k, k] + ridge[k]), low, high))
             moved, changes[k] = max(moved, abs(new - changes[k])), new
         if moved < 1e-9:
             break

@@ -94,15 +94,15 @@ def test_true_factors_are_found_and_no_others() -> None:
     assert {(own.plans, own.samples) for own in found.values()} == {(8, 8 * 15)}
 
 
-@pytest.mark.parametrize("plans", [1, 2, 5])
-def test_held_out_plans_are_predicted_better(plans: int) -> None:
+@pytest.mark.parametrize(("plans", "left"), [(1, 0.6), (2, 0.5), (5, 0.5)])
+def test_held_out_plans_are_predicted_better(plans: int, left: float) -> None:
     held_out = runs(99, 30)
     found = fitted(runs(2, plans))
     before, after = (
         sum(errors(held_out, factors)) / 30
         for factors in ({}, {name: found.factor(name) for name in COMPONENTS})
     )
-    assert after < 0.5 * before
+    assert after < left * before
 
 
 def test_one_plan_that_went_wrong_does_not_decide() -> None:
@@ -150,9 +150,20 @@ def test_steps_as_priced_say_that_prices_are_right() -> None:
     assert all(own.factor == pytest.approx(1.0) for own in fitted(exact).found.values())
 
 
-def test_no_factor_is_beyond_all_reason() -> None:
-    wild = [replace(each, measured_s=1e6 * each.measured_s) for each in runs(8, 3)]
-    assert all(own.factor <= 16.0 for own in fitted(wild).found.values())
+@pytest.mark.parametrize("times", [1e-6, 1e6])
+def test_no_factor_is_beyond_all_reason(times: float) -> None:
+    wild = [replace(each, measured_s=times * each.measured_s) for each in runs(8, 3)]
+    assert all(1 / 16 <= own.factor <= 16.0 for own in fitted(wild).found.values())
+
+
+def test_what_a_component_takes_is_not_made_nothing_to_mend_another() -> None:
+    """A term that is below its compute leaves of a small part of it less, not nothing."""
+    parts = {FORWARD: 1.0, TENSOR: 0.1}
+    rows = [
+        row(f"{k}", term, parts, measured_s=0.9) for k in range(2) for term in ("forward", STEP)
+    ]
+    found = fitted(rows)
+    assert found.factor(TENSOR) > 0.8 and found.factor(FORWARD) < 0.9
 
 
 def test_words_say_what_a_factor_rests_on() -> None:
