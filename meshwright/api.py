@@ -27,6 +27,7 @@ from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
+from meshwright.profiles.steps import RunKind
 from meshwright.traced import TracedModel
 
 
@@ -80,17 +81,18 @@ def auto_parallelize(
     `costmodel/targets.py` ("megatron", "fsdp", "torchtitan", ...), says what software is planned
     for: its prices, and only what it can run; None means what `train_step` runs: "compiled" with
     `compile`, else "eager". `profile` uses what `meshwright profile` measured on this kind of
-    device, where it did. `objective="robust"` chooses, of the plans that prices can't tell from the
-    best, the simplest; "fastest" the one of the least predicted step. `memory_margin` is the part
-    of a device's memory that the plan leaves free, for what prices of memory miss: by default 5 %.
-    After `time_limit_s`, wall seconds counted from the end of the trace, which can't be
-    interrupted, the best plan found so far is returned, and the report says by how much it may miss
-    the best; where none was found by then, a first one is still looked for on few meshes. Answers
-    that the report finds when it is read have as much time again. `executable` leaves the search
-    only what `train_step` runs so far; None means: where ranks are running, for one device, and for
-    CPU processes (gloo), and everything that can be planned elsewhere. `expert_imbalance` says how
-    uneven a mixture of experts routes: tokens of the busiest of the ranks that share experts out,
-    over the mean. It multiplies what such ranks compute, exchange and keep; 1.0 is balanced.
+    device, where it did, and what `recalibrate` kept of steps that ran on it. `objective="robust"`
+    chooses, of the plans that prices can't tell from the best, the simplest; "fastest" the one of
+    the least predicted step. `memory_margin` is the part of a device's memory that the plan leaves
+    free, for what prices of memory miss: by default 5 %. After `time_limit_s`, wall seconds counted
+    from the end of the trace, which can't be interrupted, the best plan found so far is returned,
+    and the report says by how much it may miss the best; where none was found by then, a first one
+    is still looked for on few meshes. Answers that the report finds when it is read have as much
+    time again. `executable` leaves the search only what `train_step` runs so far; None means: where
+    ranks are running, for one device, and for CPU processes (gloo), and everything that can be
+    planned elsewhere. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the
+    busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
+    compute, exchange and keep; 1.0 is balanced.
 
     Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
     running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):
@@ -147,6 +149,7 @@ def problem_of(
     rows_meet: str,
 ) -> Problem:
     """What is planned, from arguments of `auto_parallelize`."""
+    run = RunKind(precision=precision, target=target)
     return Problem(
         graph=traced.graph,
         factors=traced.factors,
@@ -154,6 +157,6 @@ def problem_of(
         precision=precision,
         optimizer=optimizer,
         target=replace(target_named(target), expert_imbalance=expert_imbalance),
-        profile=load_profile(cluster) if profile else None,
+        profile=load_profile(cluster, run=run) if profile else None,
         meetings=traced.use.meetings if rows_meet == "exact" else (),
     )

@@ -36,9 +36,15 @@ from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.report import Report, sensitivity_lines
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import repeated
-from meshwright.shell import asking, override_flags, page_command, profile_command, progress_shown
+from meshwright.shell import (
+    asking,
+    override_flags,
+    page_command,
+    profile_command,
+    profile_run,
+    progress_shown,
+)
 from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
@@ -318,35 +324,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace) -> int:
     cluster = cluster_named(args.cluster)
-    if args.imported:
-        imported = profile_command.import_profile(
-            cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
-        )
-        if args.model is None:
-            _export(args, cluster)
-            _print(json.dumps(imported.to_dict(), indent=2) if args.json else str(imported))
-            return 0
-        _say(str(imported))
-    if args.model is None or args.batch is None:
-        raise MeshwrightError(
-            "a model and --batch are missing",
-            place="profile",
-            legal="MODEL --batch N, or --import FILE",
-        )
-    model, example, *rest = model_named(args.model)
-    summary = profile_command.profile_model(
-        model,
-        example,
-        rest[0] if rest else None,
-        cluster,
-        batch=args.batch,
-        precision=args.precision or default_precision(cluster),
-        effort=profile_command.Effort(
-            budget_s=args.budget, collectives=args.collectives, again=args.again
-        ),
-    )
-    _export(args, cluster)
-    _print(json.dumps(summary.to_dict(), indent=2) if args.json else str(summary))
+    precision = args.precision or default_precision(cluster)
+    found = profile_run.profile(args, cluster, precision, say=_say)
+    _print(json.dumps(found.to_dict(), indent=2) if args.json else str(found))
     return 0
 
 
@@ -365,12 +345,6 @@ def _judged(found: Rehearsal, report: Report) -> int:
     if code == 2:
         _say(f"infeasible: the plan was rehearsed, and does not fit: {report.memory}")
     return code
-
-
-def _export(args: argparse.Namespace, cluster: Cluster) -> None:
-    if args.export:
-        count = profile_command.export_profile(cluster, args.export)
-        _say(f"{count} measurements written to {args.export}")
 
 
 def _print(text: str) -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.decisions import one_at_a_time
+from meshwright.decisions import Decision, one_at_a_time
 from meshwright.executor.checkpoint import hand_over, take_over
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.planner.overrides import Overrides
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
-from meshwright.running import State, Steps
+from meshwright.running import Recalibration, State, Steps, recalibrated, with_corrections
 
 
 class ParallelModel(Steps, State):
@@ -61,6 +61,31 @@ class ParallelModel(Steps, State):
         if launch.running():
             assert self.runtime is not None
         return self
+
+    @one_at_a_time()
+    def recalibrate(self) -> Recalibration:
+        """Fold the steps that ran into what prices of this cluster rest on. Collective.
+
+        The medians of forward, backward, gradient reduction and whole `train_step`, over the steps
+        that `metrics()` observed, are kept beside their prices in the cache of `meshwright
+        profile`, once per plan. All that is kept of this device, torch, precision, backend and
+        target gives a factor for each component that it tells (compute of either pass, collectives
+        of either axis, messages, by link; the host), which multiplies measured and modelled seconds
+        alike from then on: in `replan` and in the next `auto_parallelize`. The centre of a
+        prediction moves; the interval around it keeps its relative width. `Store().forget_steps`
+        or `meshwright profile --forget-steps` takes it back.
+
+        Raises RuntimeError before five steps were observed, and where no ranks run. A cache that
+        can't be written is a warning: the factors hold in this process.
+        """
+        found = recalibrated(self.plan, self._problem, self.monitor, self.runtime.place.device)
+        self._problem = with_corrections(self._problem, found.corrections)
+        # what the search knows is at the old prices
+        before = self._decision
+        self._decision = Decision(
+            plan=before.plan, report=before.report, prediction=before.prediction
+        )
+        return found
 
     @one_at_a_time()
     def rehearse(self, *, every: bool = False, optimizer: MakeOptimizer | None = None) -> Rehearsal:

@@ -28,6 +28,7 @@ import torch
 from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.steps import NO_CORRECTIONS, Corrections, RunKind, StepTiming, fitted
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.profiles.timings import CollectiveTiming, Timing
 
@@ -52,6 +53,7 @@ class Profile:
     ranks: int
     backend: str
     slowdown: float = 1.0
+    corrections: Corrections = NO_CORRECTIONS
     _answers: dict[str, Answer | None] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -72,6 +74,30 @@ class Profile:
             if (c.ranks, c.backend) == (self.ranks, self.backend):
                 curves[c.kind, c.size, c.per_node].append((c.nbytes, c.seconds))
         return {key: sorted(points) for key, points in curves.items()}
+
+    @property
+    def basis(self) -> str:
+        """What prices rest on: steps say nothing of prices that rest on something else."""
+        shared = f", {self.slowdown:g} ranks a core" if self.slowdown > 1 else ""
+        operators, curves = (
+            "measured" if known else "modelled"
+            for known in (self.measurements.operators, self._curves)
+        )
+        return f"operators {operators}, collectives {curves}{shared}"
+
+    def correction(self, component: str) -> float:
+        """What the seconds of a component of a step are multiplied by."""
+        return self.corrections.factor(component)
+
+    def corrected_by(self) -> list[str]:
+        """The corrections in words, as the report says them."""
+        return self.corrections.lines()
+
+    def corrected(self, steps: Iterable[StepTiming], run: RunKind) -> Profile:
+        """The same with the corrections that those of the steps ask for that were priced on the
+        same basis, of runs of this kind."""
+        alike = (self.backend, run.precision, run.target, self.basis)
+        return replace(self, corrections=fitted(s for s in steps if s.key[:4] == alike))
 
     def op(self, signature_text: str) -> Answer | None:
         """Seconds of an operator's forward and backward, and the label; None where it was neither
@@ -115,34 +141,50 @@ class Profile:
         return before_s + (nbytes - a) * (after_s - before_s) / (b - a), INTERPOLATED
 
 
-def load_profile(cluster: Cluster, store: Store | None = None) -> Profile | None:
-    """The profile of a cluster's device from the cache; None where it has none.
+def load_profile(
+    cluster: Cluster, store: Store | None = None, run: RunKind | None = None
+) -> Profile | None:
+    """The profile of a cluster's device from the cache, with the corrections for a kind of run, if
+    one is given; None where it has none.
 
     A CPU's measurements hold for this machine, driver and torch alone; a GPU's for that GPU: where
     several drivers or torch versions were measured, this machine's, else the latest. Curves that
-    others measured on such nodes stand in for those that were not measured here. A cache that can't
+    others measured on such nodes stand in for those that were not measured here. Steps count where
+    the device's name is the same, and torch's version but for its last number. A cache that can't
     be had (locked, another user's, a full disk) is as good as none, with a warning.
     """
     store = store or Store()
     if not store.path.exists():
         return None
     try:
-        return _loaded(cluster, store)
+        return _loaded(cluster, store, run)
     except OSError as error:
         log.warning("left alone, and nothing in it is used: %s", error)
         return None
 
 
-def _loaded(cluster: Cluster, store: Store) -> Profile | None:
+def _loaded(cluster: Cluster, store: Store, run: RunKind | None) -> Profile | None:
     accepted = [d for d in store.devices() if is_device_of(cluster, d.name)]
-    here = _here(cluster)
-    chosen = here if here in accepted else None
-    if chosen is None and cluster.device.kind == "cuda" and accepted:
-        chosen = max(accepted, key=lambda d: (d.torch, d.driver))
+    found = {d: store.read(d) for d in accepted}
+    timed = [d for d, own in found.items() if own.operators or own.collectives]
+    here = device_here(cluster)
+    chosen = here if here in timed else None
+    if chosen is None and cluster.device.kind == "cuda" and timed:
+        chosen = max(timed, key=lambda d: (d.torch, d.driver))
     published = store.read(published_id(cluster))
-    if chosen is None:
-        return profile_of(cluster, published) if published.collectives else None
-    return profile_of(cluster, _completed(store.read(chosen), published.collectives))
+    own = published if chosen is None else _completed(found[chosen], published.collectives)
+    profile = profile_of(cluster, own)
+    if run is not None:
+        version = _minor(torch.__version__)
+        steps = [s for d, own in found.items() if _minor(d.torch) == version for s in own.steps]
+        profile = profile.corrected(steps, run)
+    known = own.operators or own.collectives or profile.corrections
+    return profile if known else None
+
+
+def _minor(version: str) -> list[str]:
+    """A version without its last number, e.g. of "2.13.0+cpu"."""
+    return version.split("+")[0].split(".")[:2]
 
 
 def _completed(measurements: Measurements, published: Iterable[CollectiveTiming]) -> Measurements:
@@ -154,6 +196,11 @@ def _completed(measurements: Measurements, published: Iterable[CollectiveTiming]
 
 def _curve_of(c: CollectiveTiming) -> tuple[str, str, int, int, int]:
     return c.backend, c.kind, c.ranks, c.size, c.per_node
+
+
+def no_profile(cluster: Cluster) -> Profile:
+    """The profile of a device of which nothing was measured."""
+    return profile_of(cluster, Measurements(device=published_id(cluster)))
 
 
 def profile_of(cluster: Cluster, measurements: Measurements) -> Profile:
@@ -197,7 +244,8 @@ def cores_busy(cluster: Cluster) -> int:
     return min(cluster.devices_per_node, os.cpu_count() or 1)
 
 
-def _here(cluster: Cluster) -> DeviceId | None:
+def device_here(cluster: Cluster) -> DeviceId | None:
+    """The cache key of this machine's device of the cluster's kind; None where it has none."""
     if cluster.device.kind == "cuda" and not torch.cuda.is_available():
         return None
     return DeviceId.here(cluster.device.kind, cores_busy(cluster))

@@ -15,20 +15,22 @@ import platform
 import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from meshwright.profiles.device import check_number, check_whole
-from meshwright.profiles.inputs import MeshwrightError, read_json
+from meshwright.profiles.inputs import MeshwrightError, parse_json, read_json
 from meshwright.profiles.inputs.cache_file import CacheFile, rows_of
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.steps import COMPONENTS, TERMS, StepTiming
 from meshwright.profiles.timings import CollectiveTiming, Timing
 
-T = TypeVar("T", Timing, CollectiveTiming)
+T = TypeVar("T", Timing, CollectiveTiming, StepTiming)
+Record: TypeAlias = Timing | CollectiveTiming | StepTiming
 
 FORMAT = 1  # of the JSON
 KIND = "meshwright profile"
@@ -57,11 +59,13 @@ class DeviceId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """The measurements of one device: operators by signature text, and collectives."""
+    """The measurements of one device: operators by signature text, collectives, and steps of plans
+    that ran on it."""
 
     device: DeviceId
-    operators: Mapping[str, Timing]
-    collectives: tuple[CollectiveTiming, ...]
+    operators: Mapping[str, Timing] = field(default_factory=dict)
+    collectives: tuple[CollectiveTiming, ...] = ()
+    steps: tuple[StepTiming, ...] = ()
 
 
 def default_path() -> Path:
@@ -108,19 +112,37 @@ class Store:
             for text, t in measurements.operators.items()
         ]
         collectives = [(*key, *_values(c)) for c in measurements.collectives]
+        steps = [(*key, *_values(step)) for step in measurements.steps]
 
         def write(connection: sqlite3.Connection) -> None:
-            for table, rows in (("operators", operators), ("collectives", collectives)):
+            tables = ("operators", operators), ("collectives", collectives), ("steps", steps)
+            for table, rows in tables:
                 if rows:
                     marks = ", ".join("?" * len(rows[0]))
                     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
 
         self._file.write(write)
 
+    def forget_steps(self, of: Callable[[str], bool]) -> int:
+        """Delete the measured steps of all devices of such names; how many plans those were of."""
+        forgotten = [device for device in self.devices() if of(device.name)]
+        plans = {(device, *s.key[:-1]) for device in forgotten for s in self.read(device).steps}
+
+        def delete(connection: sqlite3.Connection) -> None:
+            names = [(device.name, device.driver, device.torch) for device in forgotten]
+            connection.executemany(f"DELETE FROM steps {_MINE}", names)
+
+        if plans:
+            self._file.write(delete)
+        return len(plans)
+
+
+_MINE = "WHERE device = ? AND driver = ? AND torch = ?"
+
 
 def _devices(connection: sqlite3.Connection) -> set[DeviceId]:
     found = set()
-    for table in ("operators", "collectives"):
+    for table in ("operators", "collectives", "steps"):
         for names in rows_of(connection, f"SELECT DISTINCT device, driver, torch FROM {table}"):
             if not all(isinstance(name, str) for name in names):
                 raise _wrong(f"cached device {names!r:.80}", "its names must be texts")
@@ -129,43 +151,54 @@ def _devices(connection: sqlite3.Connection) -> set[DeviceId]:
 
 
 def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
-    mine = "WHERE device = ? AND driver = ? AND torch = ?"
     key = (device.name, device.driver, device.torch)
     operators = rows_of(
-        connection, f"SELECT signature, {_columns(Timing)} FROM operators {mine}", key
+        connection, f"SELECT signature, {_columns(Timing)} FROM operators {_MINE}", key
     )
-    collectives = rows_of(
-        connection, f"SELECT {_columns(CollectiveTiming)} FROM collectives {mine}", key
+    collectives, steps = (
+        rows_of(connection, f"SELECT {_columns(kind)} FROM {table} {_MINE}", key)
+        for table, kind in (("collectives", CollectiveTiming), ("steps", StepTiming))
     )
     measurements = Measurements(
         device=device,
         operators={text: _record(Timing, values) for text, *values in operators},
         collectives=tuple(_record(CollectiveTiming, values) for values in collectives),
+        steps=tuple(_record(StepTiming, values) for values in steps),
     )
     _check(measurements, "cached")
+    measurements = replace(
+        measurements, steps=tuple(sorted(measurements.steps, key=lambda step: step.key))
+    )
     found = measurements.collectives
     if len({(c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes) for c in found}) < len(
         found
     ):
         raise _wrong("cached collectives", "one of them is there twice")
+    if len({step.key for step in measurements.steps}) < len(measurements.steps):
+        raise _wrong("cached steps", "one of them is there twice")
     return measurements
 
 
-def _field_names(kind: type[Timing | CollectiveTiming]) -> list[str]:
+def _field_names(kind: type[Record]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def _columns(kind: type[Timing | CollectiveTiming]) -> str:
+def _columns(kind: type[Record]) -> str:
     return ", ".join(_field_names(kind))
 
 
-def _values(record: Timing | CollectiveTiming) -> tuple[Any, ...]:
-    return tuple(getattr(record, name) for name in _field_names(type(record)))
+def _values(record: Record) -> tuple[Any, ...]:
+    """A record's fields as the cache has them: what a step is made of is a JSON text."""
+    found = (getattr(record, name) for name in _field_names(type(record)))
+    return tuple(json.dumps(x) if isinstance(x, Mapping) else x for x in found)
 
 
 def _record(kind: type[T], values: Iterable[Any]) -> T:
     """A record from its fields' values, in order."""
-    return kind(**dict(zip(_field_names(kind), values, strict=True)))
+    given = dict(zip(_field_names(kind), values, strict=True))
+    if isinstance(parts := given.get("parts"), str):
+        given["parts"] = parse_json(parts, place="parts of a step")
+    return kind(**given)
 
 
 def _wrong(place: str, what: str) -> MeshwrightError:
@@ -192,6 +225,26 @@ def _check(measurements: Measurements, place: str) -> None:
             check_whole(f"{where}: {name}", getattr(c, name))
         check_number(f"{where}: seconds", c.seconds)
         check_number(f"{where}: spread", c.spread, zero=True)
+    _check_steps(measurements.steps, place)
+
+
+def _check_steps(steps: Iterable[StepTiming], place: str) -> None:
+    """Raise ValueError for a value that no step can have given."""
+    for step in steps:
+        where = f"{place} step of plan {step.plan!r:.40}"
+        if not all(isinstance(text, str) for text in step.key):
+            raise ValueError(f"{where}: what it is of must be texts")
+        if step.term not in TERMS:
+            raise ValueError(f"{where}: term {step.term!r:.40}; legal: {', '.join(TERMS)}")
+        check_number(f"{where}: measured_s", step.measured_s, zero=True)
+        check_number(f"{where}: predicted_s", step.predicted_s, zero=True)
+        check_whole(f"{where}: samples", step.samples)
+        if not isinstance(step.parts, Mapping) or not set(step.parts) <= set(COMPONENTS):
+            raise ValueError(f"{where}: parts must be of {', '.join(COMPONENTS)}")
+        for name, seconds in step.parts.items():
+            # what passes behind something else may cost less than nothing
+            size = abs(seconds) if isinstance(seconds, int | float) else seconds
+            check_number(f"{where}: {name}", size, zero=True)
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -204,12 +257,14 @@ def export_json(measurements: Measurements, path: str | Path) -> None:
         for text, timing in sorted(measurements.operators.items())
     ]
     collectives = [asdict(c) for c in sorted(measurements.collectives, key=_values)]
+    steps = [asdict(step) for step in sorted(measurements.steps, key=lambda step: step.key)]
     lines = [
         f'  "format": {FORMAT},',
         f'  "kind": {json.dumps(KIND)},',
         f'  "device": {json.dumps(asdict(measurements.device))},',
         '  "operators": ' + _listed(operators) + ",",
-        '  "collectives": ' + _listed(collectives),
+        '  "collectives": ' + _listed(collectives) + ",",
+        '  "steps": ' + _listed(steps),
     ]
     Path(path).write_text("{\n" + "\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -244,6 +299,7 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
                 for row in data["operators"]
             },
             collectives=tuple(_from_row(CollectiveTiming, row) for row in data["collectives"]),
+            steps=tuple(_from_row(StepTiming, row) for row in data.get("steps", ())),
         )
         _check(measurements, "imported")
     if not accepts(device.name):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class OpProfile(Protocol):
-    """Measured seconds, where there are any: (forward, backward, label) and (seconds, label)."""
+    """Measured seconds, where there are any: (forward, backward, label) and (seconds, label); and
+    by how much a step that runs takes longer than these, or than what is modelled."""
 
     def op(self, signature_text: str) -> tuple[float, float, str] | None: ...
 
     def collective(
         self, kind: str, nbytes: float, size: int, per_node: int
     ) -> tuple[float, str] | None: ...
+
+    def correction(self, component: str) -> float:
+        """What the seconds of a component are multiplied by, whoever says them: a name of
+        `profiles.steps.COMPONENTS`."""
+        return 1.0
+
+    def corrected_by(self) -> Sequence[str]:
+        """Its corrections in words."""
+        return ()

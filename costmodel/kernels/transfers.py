@@ -17,6 +17,7 @@ from meshwright.costmodel.kernels.collectives import collective_time, group_for,
 from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.steps import MESSAGES, linked
 
 
 def send_seconds(
@@ -46,7 +47,8 @@ def send_seconds(
             p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
         )
     gathering = group_for(cluster, size=parts, stride=1)
-    return seconds + float(collective_time("all_gather", nbytes, gathering, cluster))
+    seconds += float(collective_time("all_gather", nbytes, gathering, cluster))
+    return seconds * (profile.correction(linked(MESSAGES, crosses=crosses)) if profile else 1.0)
 
 
 def crosses_node(source: Sequence[int], destination: Sequence[int], devices_per_node: int) -> bool:

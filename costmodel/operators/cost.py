@@ -11,6 +11,7 @@ from meshwright.costmodel.kernels import Group, OpProfile, collective_time, grou
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.steps import DATA_AXIS, linked
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -67,13 +68,20 @@ class Setting:
         axes = (data > 1) + 2 * parts + (self.tp > 1) + 2 * (self.ep > 1)
         return 1 + axes + neighbours
 
-    def collective_s(self, kind: str, nbytes: float, group: Group) -> float:
-        """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled."""
+    def collective_s(self, kind: str, nbytes: float, group: Group, axis: str = DATA_AXIS) -> float:
+        """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled, and
+        corrected by the steps that ran with collectives of this axis."""
+        component = linked(axis, crosses=group.per_node < group.size)
         if self.profile and (
             found := self.profile.collective(kind, nbytes, group.size, group.per_node)
         ):
-            return found[0]
-        return float(collective_time(kind, nbytes, group, self.cluster))
+            return found[0] * self.correction(component)
+        seconds = float(collective_time(kind, nbytes, group, self.cluster))
+        return seconds * self.correction(component)
+
+    def correction(self, component: str) -> float:
+        """What the seconds of a component are multiplied by, by the steps that ran."""
+        return self.profile.correction(component) if self.profile else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memory import optimizer_step_bytes
 from meshwright.costmodel.operators.cost import DTYPE_BYTES, NOTHING, Cost, Setting
 from meshwright.costmodel.sharding import FactorTable, Placement
+from meshwright.profiles.steps import BACKWARD
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +86,9 @@ class ParameterPricer:
             return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, shards)
 
         return Cost(
-            backward_s=stream_seconds(device, 2 * reduced + weights) * adds,
+            backward_s=setting.correction(BACKWARD)
+            * stream_seconds(device, 2 * reduced + weights)
+            * adds,
             reduce_s=copied + share("all_reduce", reduced, "bucket", holders),
             scatter_s=copied + share("reduce_scatter", reduced, target.unit, shards),
             gather_s=share("all_gather", weights, target.unit, shards),

@@ -33,6 +33,7 @@ from meshwright.costmodel.operators.resharding import ReshardPricer
 from meshwright.costmodel.operators.streams import leaf, stream
 from meshwright.costmodel.rules import IMPLEMENTATIONS, leaf_of, takes_batch_statistics, traits_of
 from meshwright.costmodel.sharding import Placement, Strategy, signature
+from meshwright.profiles.steps import BACKWARD, FORWARD, HOST
 
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
@@ -105,8 +106,10 @@ class Pricer(ReshardPricer):
         if measured := self._measured(op, strategy):
             weight *= measured[1] / backward if backward else 0.0
             forward, backward, label = measured
-        backward *= differentiable
-        weight *= differentiable and target.defers_weights
+        forward *= self.setting.correction(FORWARD)
+        corrected = self.setting.correction(BACKWARD) * differentiable
+        backward *= corrected
+        weight *= corrected * target.defers_weights
         inner = self._implementation_seconds(op, strategy)
         context = context_exchange(self, op, strategy, forward)
         tokens = expert_exchange(self, op, strategy)
@@ -137,7 +140,7 @@ class Pricer(ReshardPricer):
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
         if traits.leaf:
             issued = float(leaf_of(op).work.kernels)
-        host = issued * device.host_overhead_s * target.host_scale
+        host = issued * device.host_overhead_s * target.host_scale * self.setting.correction(HOST)
         return host * target.expert_host if traits.experts else host
 
     def _measured(self, op: Op, strategy: Strategy) -> tuple[float, float, str] | None:

@@ -11,6 +11,7 @@ from meshwright.costmodel.operators.beside import exposed_seconds, products_besi
 from meshwright.costmodel.operators.cost import NOTHING, Cost
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.sharding import Placement, R, stays_with_experts, transition
+from meshwright.profiles.steps import HOST, TENSOR_AXIS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +36,9 @@ class ReshardPricer(LocalSizes):
             return 0.0
         key = (kind, nbytes)
         if key not in self._comm:
-            self._comm[key] = self.setting.collective_s(kind, nbytes, self.tensor_group)
+            self._comm[key] = self.setting.collective_s(
+                kind, nbytes, self.tensor_group, TENSOR_AXIS
+            )
         return self._comm[key]
 
     def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
@@ -59,6 +62,7 @@ class ReshardPricer(LocalSizes):
             return NOTHING
         f, b = (self._exposed(value, kind, nbytes) for kind in (forward, backward))
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
+        host *= self.setting.correction(HOST)
         return Cost(
             forward_s=f,
             backward_s=b,

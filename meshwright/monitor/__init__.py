@@ -8,9 +8,9 @@ from meshwright.monitor.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from meshwright.monitor.metrics import Monitor, Predicted
+from meshwright.monitor.metrics import WARM_UP, Monitor, Predicted
 
 __all__ = [
-    "Deviation", "JsonLinesLogger", "Metrics", "MetricsLogger", "Monitor", "Predicted",
+    "WARM_UP", "Deviation", "JsonLinesLogger", "Metrics", "MetricsLogger", "Monitor", "Predicted",
     "TensorBoardLogger", "WandbLogger",
 ]  # fmt: skip

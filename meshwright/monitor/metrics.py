@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import logging
 import resource
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -170,6 +171,12 @@ class Monitor:
         if own.tokens_per_row:
             predicted["tokens_per_s"] = predicted["rows_per_s"] * own.tokens_per_row
         return found | {f"predicted_{name}": value for name, value in predicted.items()}
+
+    def medians(self) -> tuple[int, dict[str, float]]:
+        """How many steps of whole batches were observed, and the medians of their numbers."""
+        names = self._observed[0] if self._observed else ()
+        found = {name: statistics.median(each[name] for each in self._observed) for name in names}
+        return len(self._observed), found
 
     def _observes(self, step: int) -> bool:
         return WARM_UP < step <= TELL_AFTER or step % OBSERVE_EVERY == 0

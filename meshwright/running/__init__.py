@@ -2,7 +2,11 @@
 
 from meshwright.running.data_parallel import DataParallel
 from meshwright.running.planned import PlannedModel
+from meshwright.running.recalibrated import Recalibration, recalibrated, with_corrections
 from meshwright.running.state import State
 from meshwright.running.steps import Steps, repeated
 
-__all__ = ["DataParallel", "PlannedModel", "State", "Steps", "repeated"]
+__all__ = [
+    "DataParallel", "PlannedModel", "Recalibration", "State", "Steps", "recalibrated", "repeated",
+    "with_corrections",
+]  # fmt: skip

@@ -135,6 +135,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take in measurements first: what --export wrote, an nccl-tests log (.log, .txt) or a "
         "table of collectives (.csv)",
     )
+    parser.add_argument(
+        "--forget-steps", action="store_true", help="forget what recalibrate() kept of the device"
+    )
     log = parser.add_argument_group("of the imported log, where it doesn't say so itself")
     log.add_argument("--ranks", type=int, metavar="N", help="GPUs of the run")
     log.add_argument("--nodes", type=int, metavar="K", help="nodes of the run")
@@ -218,7 +221,7 @@ def export_profile(cluster: Cluster, path: str | Path, store: Store | None = Non
         )
     found = store.read(max(devices, key=lambda d: (d.torch, d.driver)))
     export_json(found, path)
-    return len(found.operators) + len(found.collectives)
+    return len(found.operators) + len(found.collectives) + len(found.steps)
 
 
 def import_profile(
@@ -250,7 +253,7 @@ def import_profile(
             place, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
         )
         store.add(found)
-        taken = len(found.operators) + len(found.collectives)
+        taken = len(found.operators) + len(found.collectives) + len(found.steps)
         return Imported(path=str(place), taken=taken, skipped={}, sources=())
     if cluster.backend != "nccl":
         raise MeshwrightError(

@@ -18,11 +18,12 @@ from meshwright.planner.pricing.stage_costs import (
     mesh_key,
     stage_setting,
 )
+from meshwright.planner.pricing.terms import PricedTerm, priced_terms, terms_of
 from meshwright.planner.pricing.work import KINDS_OF_BYTES, Traffic, Work, priced_work, traffic
 
 __all__ = [
     "KINDS_OF_BYTES", "Amount", "AxisAndKind", "Degrees", "Evaluation", "Evaluator", "MemoryParts",
-    "MeshKey", "Prediction", "RehearsedMemory", "StageCoster", "Traffic", "Work",
-    "bytes_beside_tensors", "evaluate", "memory_parts", "mesh_key", "price_stages", "priced_work",
-    "stage_setting", "step_amounts", "traffic",
+    "MeshKey", "Prediction", "PricedTerm", "RehearsedMemory", "StageCoster", "Traffic", "Work",
+    "bytes_beside_tensors", "evaluate", "memory_parts", "mesh_key", "price_stages", "priced_terms",
+    "priced_work", "stage_setting", "step_amounts", "terms_of", "traffic",
 ]  # fmt: skip

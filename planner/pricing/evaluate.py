@@ -160,7 +160,11 @@ class Evaluator:
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same on another cluster."""
-        return Evaluator(replace(self.problem, cluster=cluster), self._checked)
+        return self.under(replace(self.problem, cluster=cluster))
+
+    def under(self, problem: Problem) -> Evaluator:
+        """The same under other prices of the model: another cluster or profile."""
+        return Evaluator(problem, self._checked)
 
 
 def evaluate(

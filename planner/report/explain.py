@@ -166,6 +166,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         "catalog's efficiency curves (`meshwright profile` measures)",
         _software(target, hides=problem.cluster.device.kind != "cpu"),
     ]
+    if problem.profile is not None:
+        lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     ops = {op.short for op in problem.graph.ops}
     if "batch_norm" in ops:
         lines.append(

@@ -31,8 +31,14 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-SCHEMA = 2  # 1 had no column for the source of a collective
-TABLES = """
+SCHEMA = 3  # 1 had no column for the source of a collective, 2 no steps
+_STEPS = """
+CREATE TABLE steps (
+    device TEXT, driver TEXT, torch TEXT, backend TEXT, precision TEXT, target TEXT, basis TEXT,
+    plan TEXT, term TEXT, measured_s REAL, predicted_s REAL, parts TEXT, samples INTEGER,
+    PRIMARY KEY (device, driver, torch, backend, precision, target, basis, plan, term));
+"""
+TABLES = f"""
 CREATE TABLE operators (
     device TEXT, driver TEXT, torch TEXT, dtype TEXT, signature TEXT,
     forward_s REAL, backward_s REAL, repetitions INTEGER, spread REAL,
@@ -42,9 +48,10 @@ CREATE TABLE collectives (
     per_node INTEGER, nbytes INTEGER, seconds REAL, repetitions INTEGER, spread REAL,
     source TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (device, driver, torch, backend, kind, ranks, size, per_node, nbytes));
-"""
+{_STEPS}"""
 _SOURCE = "source TEXT NOT NULL DEFAULT ''"
-_UPGRADE = f"ALTER TABLE collectives ADD COLUMN {_SOURCE}"
+_ADD_SOURCE = f"ALTER TABLE collectives ADD COLUMN {_SOURCE};"
+_UPGRADES = {1: _ADD_SOURCE + _STEPS, 2: _STEPS}  # from a schema to this one
 
 # far above what a file of ours can need
 MAX_FILE_BYTES = 2**28
@@ -252,19 +259,20 @@ def _is_of_content(error: sqlite3.Error) -> bool:
 
 
 def _check_tables(connection: sqlite3.Connection) -> None:
-    """Raise Unusable unless the file holds our tables and nothing else; a file of schema 1 gets the
-    column that it lacks."""
+    """Raise Unusable unless the file holds our tables and nothing else; a file of an older schema
+    gets what it lacks."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (1, SCHEMA):
+    if version not in (*_UPGRADES, SCHEMA):
         raise Unusable(f"format {version}; this version reads {SCHEMA}")
     found = _schema_objects(connection)
     if found not in _ours(version):
         raise Unusable("it holds other tables, views or triggers than a profile cache")
-    if version == 1:
+    if version in _UPGRADES:
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            if connection.execute("PRAGMA user_version").fetchone()[0] == 1:
-                connection.execute(_UPGRADE)
+            if connection.execute("PRAGMA user_version").fetchone()[0] == version:
+                for statement in filter(str.strip, _UPGRADES[version].split(";")):
+                    connection.execute(statement)
                 connection.execute(f"PRAGMA user_version={SCHEMA}")
 
 
@@ -284,9 +292,14 @@ def _schema_objects(connection: sqlite3.Connection) -> frozenset[tuple[str, ...]
 @cache
 def _ours(version: int) -> tuple[frozenset[tuple[str, ...]], ...]:
     """What files of a schema define: those made so, and those upgraded."""
-    first = TABLES.replace(f"    {_SOURCE},\n", "")
-    scripts = [[first]] if version == 1 else [[TABLES], [first, _UPGRADE]]
-    return tuple(_made_by(statements) for statements in scripts)
+    second = TABLES.replace(_STEPS, "")
+    first = second.replace(f"    {_SOURCE},\n", "")
+    scripts = {
+        1: [[first]],
+        2: [[second], [first, _ADD_SOURCE]],
+        SCHEMA: [[TABLES], [first, _UPGRADES[1]]],
+    }
+    return tuple(_made_by(statements) for statements in scripts[version])
 
 
 def _made_by(statements: list[str]) -> frozenset[tuple[str, ...]]:

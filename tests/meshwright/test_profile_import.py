@@ -362,7 +362,8 @@ def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 # --- caches of before -----------------------------------------------------------------------------
 
 
-def test_a_cache_without_sources_is_kept(store: Store) -> None:
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_cache_of_an_older_schema_is_kept(store: Store, schema: int) -> None:
     device = DeviceId(name="a chip", driver="1", torch="2")
     timing = CollectiveTiming(
         backend="gloo",
@@ -378,8 +379,10 @@ def test_a_cache_without_sources_is_kept(store: Store) -> None:
     found = Measurements(device=device, operators={}, collectives=(timing,))
     store.add(found)
     with closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("ALTER TABLE collectives DROP COLUMN source")
-        connection.execute("PRAGMA user_version=1")
+        connection.execute("DROP TABLE steps")
+        if schema == 1:
+            connection.execute("ALTER TABLE collectives DROP COLUMN source")
+        connection.execute(f"PRAGMA user_version={schema}")
         connection.commit()
     assert store.read(device) == found
     assert list(store.path.parent.glob("*unusable*")) == []

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.profiles.op_signature import OpSignature
+from meshwright.profiles.steps import BACKWARD, FORWARD, STEP, StepTiming
 from meshwright.profiles.store import (
     DeviceId,
     Measurements,
@@ -55,11 +56,28 @@ def collective(nbytes: int = 1024, seconds: float = 1e-4) -> CollectiveTiming:
     )
 
 
+def step(plan: str = "a plan", **changes: Any) -> StepTiming:
+    given: dict[str, Any] = {
+        "backend": "gloo",
+        "precision": "fp32",
+        "target": "eager",
+        "basis": "modelled",
+        "plan": plan,
+        "term": STEP,
+        "measured_s": 0.5,
+        "predicted_s": 0.25,
+        "parts": {FORWARD: 0.125, BACKWARD: -0.0625},
+        "samples": 15,
+    }
+    return StepTiming(**given | changes)
+
+
 def some(device: DeviceId = HERE) -> Measurements:
     return Measurements(
         device=device,
         operators={call(4): timing(), call(8): timing(2e-3)},
         collectives=(collective(), collective(4096)),
+        steps=(step(term="forward"), step(), step("another")),
     )
 
 
@@ -263,3 +281,57 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, content: str) -> None:
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         import_json(tmp_path / "none.json", accepts=HERE.name.__eq__, expected=HERE.name)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_plan_replace_those_before_and_can_be_forgotten(store: Store) -> None:
+    store.add(Measurements(device=HERE, steps=(step(), step("another"))))
+    store.add(Measurements(device=HERE, steps=(step(measured_s=2.0),)))
+    assert store.devices() == [HERE]
+    assert set(s.measured_s for s in store.read(HERE).steps) == {0.5, 2.0}
+    store.add(some(OTHER))
+    assert store.forget_steps(lambda name: name == HERE.name) == 2
+    assert store.read(HERE).steps == () and store.read(OTHER) == some(OTHER)
+    assert store.forget_steps(lambda name: name == HERE.name) == 0
+
+
+def test_an_export_without_steps_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    export_json(some(), path)
+    data = json.loads(path.read_text())
+    assert len(data.pop("steps")) == 3
+    path.write_text(json.dumps(data))
+    found = import_json(path, accepts=lambda name: True, expected="any")
+    assert found.steps == () and found.operators == some().operators
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"term": "sideways"},
+        {"measured_s": -1.0},
+        {"predicted_s": float("nan")},
+        {"samples": 0},
+        {"plan": 7},
+        {"parts": {"nonsense": 1.0}},
+        {"parts": {FORWARD: float("inf")}},
+        {"parts": [1.0]},
+    ],
+)
+def test_steps_that_nobody_measured_are_refused(store: Store, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        store.add(Measurements(device=HERE, steps=(step(**wrong),)))
+    assert not store.path.exists()
+
+
+@pytest.mark.parametrize("parts", ["not JSON", "[]", '{"nonsense": 1}', '{"host": 1e999}'])
+def test_a_cached_step_that_is_wrong_is_not_believed(
+    store: Store, parts: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.add(some())
+    with closing(sqlite3.connect(store.path)) as connection, connection:
+        connection.execute("UPDATE steps SET parts = ?", (parts,))
+    assert store.read(HERE).steps == ()
+    assert len(aside(store)) == 1 and "can't be used" in caplog.text

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs.cache_file import SCHEMA
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from tests.profiles.test_store import HERE, aside, call, collective, some, timing
@@ -157,7 +158,9 @@ def test_a_database_in_another_encoding_is_one(store: Store) -> None:
         script = "\n".join(connection.iterdump())
     store.path.unlink()
     with closing(sqlite3.connect(store.path)) as connection:
-        connection.executescript(f"PRAGMA encoding='UTF-16le';{script}PRAGMA user_version=2;")
+        connection.executescript(
+            f"PRAGMA encoding='UTF-16le';{script}PRAGMA user_version={SCHEMA};"
+        )
     assert store.read(HERE) == some()
 
 

@@ -1,0 +1,88 @@
+"""What `meshwright profile` was asked: to measure, to take in or write a file, to forget steps."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.profile import device_name, is_device_of
+from meshwright.profiles.store import Store
+from meshwright.shell.named import model_named
+from meshwright.shell.profile_command import (
+    Effort,
+    Imported,
+    Summary,
+    export_profile,
+    import_profile,
+    profile_model,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forgotten:
+    """Of how many plans the measured steps were forgotten, on which device."""
+
+    device: str
+    plans: int
+    cache: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        several = "s" * (self.plans != 1)
+        return (
+            f"forgotten: steps of {self.plans} plan{several} on {self.device}; cache {self.cache}"
+        )
+
+
+def forget_steps(cluster: Cluster, store: Store | None = None) -> Forgotten:
+    """Delete all measured steps of the cluster's device, of any driver and torch. Raises OSError
+    where the cache can't be had."""
+    store = store or Store()
+    plans = store.forget_steps(lambda name: is_device_of(cluster, name))
+    return Forgotten(device=device_name(cluster), plans=plans, cache=str(store.path))
+
+
+def profile(
+    args: argparse.Namespace, cluster: Cluster, precision: str, *, say: Callable[[str], None]
+) -> Summary | Imported | Forgotten:
+    """Do what the command's flags ask; `say` tells what was done beside."""
+    if args.forget_steps:
+        return forget_steps(cluster)
+    if args.imported:
+        imported = import_profile(
+            cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
+        )
+        if args.model is None:
+            _export(args, cluster, say)
+            return imported
+        say(str(imported))
+    if args.model is None or args.batch is None:
+        raise MeshwrightError(
+            "a model and --batch are missing",
+            place="profile",
+            legal="MODEL --batch N, or --import FILE",
+        )
+    model, example, *rest = model_named(args.model)
+    summary = profile_model(
+        model,
+        example,
+        rest[0] if rest else None,
+        cluster,
+        batch=args.batch,
+        precision=precision,
+        effort=Effort(budget_s=args.budget, collectives=args.collectives, again=args.again),
+    )
+    _export(args, cluster, say)
+    return summary
+
+
+def _export(args: argparse.Namespace, cluster: Cluster, say: Callable[[str], None]) -> None:
+    if args.export:
+        count = export_profile(cluster, args.export)
+        say(f"{count} measurements written to {args.export}")

@@ -1,0 +1,23 @@
+"""Steps of plans that were run here: what they took by term, and what that says of prices."""
+
+from meshwright.profiles.steps.corrections import NO_CORRECTIONS, Correction, Corrections, fitted
+from meshwright.profiles.steps.timing import (
+    BACKWARD,
+    COMPONENTS,
+    DATA_AXIS,
+    FORWARD,
+    HOST,
+    MESSAGES,
+    STEP,
+    TENSOR_AXIS,
+    TERMS,
+    RunKind,
+    StepTiming,
+    linked,
+)
+
+__all__ = [
+    "BACKWARD", "COMPONENTS", "DATA_AXIS", "FORWARD", "HOST", "MESSAGES", "NO_CORRECTIONS", "STEP",
+    "TENSOR_AXIS", "TERMS", "Correction", "Corrections", "RunKind", "StepTiming", "fitted",
+    "linked",
+]  # fmt: skip

@@ -1,0 +1,184 @@
+"""Steps that ran correct the next prediction: kept, used without being told, and forgotten."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import Cluster, Overrides, ParallelModel
+from meshwright.cli import main
+from meshwright.executor.errors import StateError
+from meshwright.monitor import WARM_UP
+from meshwright.profiles.profile import cores_busy, load_profile, no_profile
+from meshwright.profiles.steps import RunKind
+from meshwright.profiles.store import DeviceId, Measurements, Store
+from meshwright.running.recalibrated import LEAST_STEPS, step_timings
+from tests.helpers.launching import results_of
+from tests.helpers.tiny import ROWS, batch, host, net, planned
+
+RANKS_SCRIPT = Path(__file__).with_name("recalibrated_ranks.py")
+RUN = RunKind(precision="fp32", target="eager")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def measured(times: float, **changes: object) -> ParallelModel:
+    """A model on one device whose steps took `times` of what was predicted."""
+    result = planned(net(), **changes)
+    own = result.monitor.predicted
+    seconds = {"train_step_s": own.train_step_s, **own.terms}
+    result.monitor._observed += [{name: times * s for name, s in seconds.items()}] * 15
+    return result
+
+
+def test_the_next_prediction_is_nearer_without_being_told() -> None:
+    first = measured(3.0, overrides=Overrides(num_microbatches=1))
+    other = measured(1.0, overrides=Overrides(num_microbatches=4))  # not recalibrated on
+    before_s = other.prediction.step_time_s
+    found = first.recalibrate()
+    assert found.measured_s == pytest.approx(3 * found.before_s)
+    assert abs(found.after_s / found.measured_s - 1) < 0.2
+    again = planned(net(), overrides=Overrides(num_microbatches=4))
+    assert 2.2 < again.prediction.step_time_s / before_s < 3.2
+    assert any("forward compute × " in line for line in again.report.assumptions)
+    assert planned(
+        net(), overrides=Overrides(num_microbatches=4), profile=False
+    ).prediction.step_time_s == pytest.approx(before_s)
+    replanned = first.replan(Overrides(num_microbatches=4))
+    assert replanned.prediction.step_time_s == pytest.approx(again.prediction.step_time_s)
+    assert first.plan and first.prediction.step_time_s < found.after_s  # as it was then
+
+
+def test_to_recalibrate_twice_does_not_square_a_factor() -> None:
+    first = measured(3.0)
+    once = first.recalibrate()
+    twice = first.recalibrate()
+    assert twice.corrections == once.corrections and twice.before_s == once.before_s
+    corrected = planned(net(), plan=first.plan)
+    assert corrected.monitor.predicted.train_step_s == pytest.approx(once.after_s)
+    corrected.monitor._observed += first.monitor._observed  # it takes as long as it did
+    thrice = corrected.recalibrate()
+    assert thrice.before_s == pytest.approx(once.before_s)
+    assert thrice.corrections == once.corrections
+
+
+def test_steps_that_ran_are_kept_once_a_plan() -> None:
+    result = planned(net())
+    with pytest.raises(
+        StateError, match=rf"0 steps.*{LEAST_STEPS} observed steps, after {WARM_UP}"
+    ):
+        result.recalibrate()
+    for _ in range(WARM_UP + LEAST_STEPS):
+        result.train_step(batch(ROWS))
+    found = result.recalibrate()
+    assert found.samples == LEAST_STEPS and 0 < found.measured_s < 60
+    result.train_step(batch(ROWS))
+    assert result.recalibrate().samples == LEAST_STEPS + 1
+    (device,) = Store().devices()
+    kept = Store().read(device).steps
+    assert {s.samples for s in kept} == {LEAST_STEPS + 1} and len(kept) == 4
+
+
+def test_what_is_forgotten_no_longer_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    first = measured(3.0)
+    first.recalibrate()
+    assert main(["profile", "--cluster", "local:1", "--forget-steps"]) == 0
+    assert "steps of 1 plan on" in capsys.readouterr().out
+    again = planned(net(), plan=first.plan)
+    assert again.prediction.step_time_s == first.prediction.step_time_s
+    assert not any("corrected" in line for line in again.report.assumptions)
+
+
+def test_a_process_without_the_ranks_has_nothing_to_keep() -> None:
+    with pytest.raises(StateError, match=r"needs 2 ranks.*torchrun"):
+        planned(net(), 2).recalibrate()
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("a file where the folder should be")
+    first = measured(3.0)
+    with caplog.at_level(logging.WARNING):
+        found = first.recalibrate()
+    assert "in this process alone" in caplog.text and found.cache is None
+    assert found.corrections
+    again = first.replan()
+    assert 2.2 < again.prediction.step_time_s / first.prediction.step_time_s < 3.2
+
+
+def stored(times: float, name: str, version: str, target: str = "eager") -> None:
+    """Steps of a plan that took `times` its price, kept as another device's or version's."""
+    first = measured(times)
+    own = first.monitor.medians()[1]
+    profile = load_profile(host(1), run=RUN)
+    assert profile is None or not profile.corrections
+    steps = step_timings(first.plan, first._problem, no_profile(host(1)), [own], 15)
+    steps = tuple(replace(step, target=target) for step in steps)
+    Store().add(Measurements(device=DeviceId(name=name, driver="1", torch=version), steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "target", "counts"),
+    [
+        ("here", torch.__version__, "eager", True),
+        ("here", ".".join(torch.__version__.split(".")[:2]) + ".77", "eager", True),
+        ("here", "1.0.0", "eager", False),
+        ("here", torch.__version__, "compiled", False),
+        ("elsewhere", torch.__version__, "eager", False),
+    ],
+)
+def test_steps_of_this_device_torch_and_target_count(
+    name: str, version: str, target: str, counts: bool
+) -> None:
+    cluster = host(1)
+    here = DeviceId.here("cpu", cores_busy(cluster)).name
+    stored(3.0, here if name == "here" else name, version, target)
+    found = load_profile(cluster, run=RUN)
+    assert (found is not None and bool(found.corrections)) == counts
+
+
+def test_steps_on_a_gpu_correct_plans_for_more_of_it() -> None:
+    stored_on = "NVIDIA H100 80GB HBM3"
+    cluster = Cluster.from_catalog("h100-sxm", num_nodes=2)
+    first = measured(3.0)
+    steps = step_timings(
+        first.plan, first._problem, no_profile(host(1)), [first.monitor.medians()[1]], 15
+    )
+    nccl = tuple(replace(step, backend="nccl") for step in steps)
+    device = DeviceId(name=stored_on, driver="1", torch=torch.__version__)
+    Store().add(Measurements(device=device, steps=nccl))
+    found = load_profile(cluster, run=RUN)
+    assert found is not None and found.corrections
+    assert load_profile(cluster) is None  # no kind of run, no measurement
+
+
+def test_steps_priced_on_another_basis_do_not_count() -> None:
+    stored(3.0, DeviceId.here("cpu", 1).name, torch.__version__)
+    store, (device,) = Store(), Store().devices()
+    other = tuple(replace(s, basis="operators measured") for s in store.read(device).steps)
+    store.forget_steps(lambda _: True)
+    store.add(Measurements(device=device, steps=other))
+    assert load_profile(host(1), run=RUN) is None
+
+
+def test_ranks_recalibrate_together(tmp_path: Path) -> None:
+    assert os.environ["MESHWRIGHT_CACHE"]  # the ranks' too
+    found = results_of(RANKS_SCRIPT, tmp_path, ranks=2, timeout_s=240)
+    assert found["ranks agree"]["found"]
+    for number, name in enumerate(("dp", "tp", "pp"), 1):
+        own = found[name]
+        assert own["samples"] == 6 and own["plans"] == number
+        assert own["measured_s"] > own["before_s"]  # microseconds of work, gloo's milliseconds
+        assert own["before_s"] < own["after_s"] < 3 * own["measured_s"]
+        assert own["again_s"] == pytest.approx(own["after_s"], rel=0.01)  # of a rank, of the mean
+    assert "messages between stages inside a node" in found["pp"]["parts"]

@@ -1,0 +1,83 @@
+"""Terms of a step and their parts: what a correction of a component changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.pricing import Evaluator, priced_terms, terms_of
+from meshwright.profiles.profile import no_profile
+from meshwright.profiles.steps import (
+    BACKWARD,
+    DATA_AXIS,
+    FORWARD,
+    MESSAGES,
+    STEP,
+    TENSOR_AXIS,
+    TERMS,
+    Correction,
+    Corrections,
+    linked,
+)
+from tests.helpers.tiny import cut, host, net, plan_for
+
+FACTORS = {
+    FORWARD: 1.5,
+    BACKWARD: 0.5,
+    linked(TENSOR_AXIS, crosses=False): 3.0,
+    linked(DATA_AXIS, crosses=False): 2.0,
+    linked(MESSAGES, crosses=False): 4.0,
+}
+CORRECTIONS = Corrections(
+    found={name: Correction(factor=f, plans=1, samples=9) for name, f in FACTORS.items()}
+)
+
+
+def problem(devices: int) -> Problem:
+    graph, table = cut(net(), rows=4)
+    cluster = host(devices)
+    return Problem(graph=graph, factors=table, cluster=cluster, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("stages", "dp", "tp"), [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 1), (2, 2, 1)]
+)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_corrected_prices_are_the_parts_times_their_factors(
+    stages: int, dp: int, tp: int, zero: int
+) -> None:
+    own = problem(stages * dp * tp)
+    plan = plan_for(own.graph, stages=stages, dp=dp, tp=tp)
+    if stages > 1 and zero:
+        pytest.skip("one stage is enough for ZeRO")
+    split = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if tp > 1 else {}
+    plan = replace(plan, stages=tuple(replace(s, zero=zero, shardings=split) for s in plan.stages))
+    empty = no_profile(own.cluster)
+    terms = priced_terms(plan, own, empty)
+    assert set(terms) == set(TERMS)
+    corrected = replace(own, profile=replace(empty, corrections=CORRECTIONS))
+    found = terms_of(Evaluator(corrected).price(plan))
+    plain = terms_of(Evaluator(own).price(plan))
+    for term in TERMS if stages == 1 else ("forward", "backward", "reduction"):
+        parts = terms[term].parts
+        assert terms[term].seconds == plain[term]
+        changed = sum(
+            (FACTORS[name] - 1) * seconds for name, seconds in parts.items() if name in FACTORS
+        )
+        assert found[term] == pytest.approx(plain[term] + changed, rel=1e-6, abs=1e-12)
+    shown = {name for term in terms.values() for name in term.parts}
+    assert {FORWARD, BACKWARD} <= shown
+    assert (linked(TENSOR_AXIS, crosses=False) in shown) == (tp > 1)
+    assert (linked(MESSAGES, crosses=False) in terms[STEP].parts) == (stages > 1)
+    if dp > 1:
+        assert linked(DATA_AXIS, crosses=False) in shown
+
+
+def test_corrections_of_the_profile_change_nothing_of_what_is_kept() -> None:
+    own = problem(2)
+    plan, empty = plan_for(own.graph, dp=2, tp=1), no_profile(own.cluster)
+    once = priced_terms(plan, own, empty)
+    again = priced_terms(plan, own, replace(empty, corrections=CORRECTIONS))
+    assert once == again
