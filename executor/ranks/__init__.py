@@ -38,8 +38,9 @@ from meshwright.executor.ranks.watchdog import progress
 
 __all__ = [
     "BACKWARD", "FORWARD", "OBJECTS", "WAITING", "Background", "BatchCheck", "Edge", "Holders",
-    "Place", "StageMesh", "StopRequests", "all_gather_object", "background", "broadcast_object", "check_equal",
-    "device_here", "device_mesh", "distributed", "gather_object", "gloo_group", "join_groups",
-    "launch", "make_equal", "phase", "progress", "raising_runtime_error", "run_on_all",
-    "run_on_first", "same_random_state", "single_process", "stage_meshes", "world_size",
+    "Place", "StageMesh", "StopRequests", "all_gather_object", "background", "broadcast_object",
+    "check_equal", "device_here", "device_mesh", "distributed", "gather_object", "gloo_group",
+    "join_groups", "launch", "make_equal", "phase", "progress", "raising_runtime_error",
+    "run_on_all", "run_on_first", "same_random_state", "single_process", "stage_meshes",
+    "world_size",
 ]  # fmt: skip

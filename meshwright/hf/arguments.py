@@ -13,26 +13,86 @@ import torch
 
 from meshwright.profiles.inputs import MeshwrightError
 
-TAKEN = frozenset("""
-    output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps
-    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1
-    adam_beta2 adam_epsilon max_grad_norm bf16 fp16 tf32 torch_compile torch_compile_backend
-    logging_strategy logging_steps report_to eval_strategy eval_steps save_strategy save_steps
-    save_total_limit seed data_seed use_cpu dataloader_drop_last dataloader_num_workers
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    remove_unused_columns label_names resume_from_checkpoint
-""".split())
+TAKEN = frozenset(
+    [
+        "output_dir",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "optim",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "bf16",
+        "fp16",
+        "tf32",
+        "torch_compile",
+        "torch_compile_backend",
+        "logging_strategy",
+        "logging_steps",
+        "report_to",
+        "eval_strategy",
+        "eval_steps",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "seed",
+        "data_seed",
+        "use_cpu",
+        "dataloader_drop_last",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "remove_unused_columns",
+        "label_names",
+        "resume_from_checkpoint",
+    ]
+)
 
 # what says nothing of a run here: how other code logs, shows and launches, what the plan decides
-WITHOUT_EFFECT = frozenset("""
-    average_tokens_across_devices activation_checkpointing gradient_checkpointing
-    gradient_checkpointing_kwargs activation_checkpointing_kwargs logging_first_step
-    log_on_each_node logging_nan_inf_filter log_level log_level_replica disable_tqdm run_name
-    project logging_dir per_device_eval_batch_size prediction_loss_only eval_do_concat_batches
-    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
-    ddp_timeout debug skip_memory_metrics do_train do_eval do_predict local_rank use_cache
-    torch_empty_cache_steps
-""".split())
+WITHOUT_EFFECT = frozenset(
+    [
+        "average_tokens_across_devices",
+        "activation_checkpointing",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
+        "logging_first_step",
+        "log_on_each_node",
+        "logging_nan_inf_filter",
+        "log_level",
+        "log_level_replica",
+        "disable_tqdm",
+        "run_name",
+        "project",
+        "logging_dir",
+        "per_device_eval_batch_size",
+        "prediction_loss_only",
+        "eval_do_concat_batches",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "debug",
+        "skip_memory_metrics",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "local_rank",
+        "use_cache",
+        "torch_empty_cache_steps",
+    ]
+)
 
 INSTEAD = {
     "deepspeed": "the plan decides on ZeRO; force it by overrides=Overrides(zero=3)",

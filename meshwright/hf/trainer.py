@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshwright.api import auto_parallelize
+from meshwright.data import data_loader
 from meshwright.hf.arguments import (
     check_arguments,
     every,
@@ -33,7 +34,7 @@ from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.training import Fitted, fit
+from meshwright.training import Fitted, evaluated, fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,9 @@ class Trainer:
                       else resume_from_checkpoint)  # fmt: skip
         epoch = self._epoch_steps
         total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * epoch)
-        evaluate_every = every(args.eval_strategy, args.eval_steps or args.logging_steps, epoch, total)
+        evaluate_every = every(
+            args.eval_strategy, args.eval_steps or args.logging_steps, epoch, total
+        )
         done = fit(
             self.result,
             self.train_dataset,
@@ -119,18 +122,10 @@ class Trainer:
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
-        from meshwright.data import data_loader
-
         loading = {**self._loading, "shuffle": False, "drop_last": False}
         batches = data_loader(eval_dataset or self.eval_dataset, self.result, **loading)
-        found = self.result.evaluate(batches)
-        return {"eval_loss": found.loss, "eval_perplexity": found.perplexity}
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model for `from_pretrained`, and the processing class beside. Collective."""
-        self.result.save_pretrained(
-            output_dir or self.args.output_dir, beside=[self.processing_class]
-        )
+        loss = evaluated(self.result, batches)
+        return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
 
     # --- what the arguments say ---
 
@@ -185,16 +180,16 @@ class Trainer:
     def _output(self, done: Fitted) -> TrainOutput:
         metrics = {} if done.eval_loss is None else {"eval_loss": done.eval_loss}
         return TrainOutput(
-            global_step=done.steps, training_loss=done.loss, metrics={**metrics, **self.result.metrics()}
+            global_step=done.steps,
+            training_loss=done.loss,
+            metrics={**metrics, **self.result.metrics()},
         )
 
 
 class _Collate:
     """Collates samples to a batch of the columns that the model takes."""
 
-    def __init__(
-        self, collate: Callable[[list[Any]], Any], columns: frozenset[str] | None
-    ) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], columns: frozenset[str] | None) -> None:
         self.collate, self.columns = collate, columns
 
     def __call__(self, samples: list[Any]) -> Any:

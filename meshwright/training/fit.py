@@ -102,9 +102,6 @@ def fit(
         log_every=log_every,
     )
     result = _planned(model, data, planning, loading)
-    loggers = _loggers(log_to)
-    for logger in loggers:
-        result.log_to(logger, every=log_every)
     made = optimizer(result)
     loader = _loader(result, data, loading)
     evaluations = None
@@ -120,7 +117,8 @@ def fit(
         max_grad_norm=max_grad_norm,
         saves=_saves(folder, keep, save_every, resume),
         evaluations=evaluations,
-        loggers=loggers,
+        loggers=_loggers(log_to),
+        log_every=log_every,
     )
     ended = loop.run()
     return Fitted(
@@ -182,9 +180,7 @@ def _loggers(log_to: MetricsLogger | str | Path | None) -> tuple[MetricsLogger, 
     return (JsonLinesLogger(log_to),) if isinstance(log_to, str | Path) else (log_to,)
 
 
-def _saves(
-    folder: str | Path | None, keep: int, every: int | None, resume: bool
-) -> Saves | None:
+def _saves(folder: str | Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
     if folder is None:
         return None
     kept = KeptCheckpoints(folder=Path(folder), keep=keep)
@@ -202,6 +198,8 @@ def _check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and not (type(count) is int and 1 <= count <= MAX_ROWS):
             raise MeshwrightError(
-                f"={count!r:.80}", place=f"fit: {name}", legal="an integer from 1, or None",
+                f"={count!r:.80}",
+                place=f"fit: {name}",
+                legal="an integer from 1, or None",
                 way_out="leave it out for the default",
             )

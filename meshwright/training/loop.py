@@ -1,10 +1,10 @@
 """The loop of a training run, over what any user can call of a parallel model.
 
-    resume the newest checkpoint
-    for each batch:
-        train_step, clip, optimizer, schedule
-        evaluate every so many steps, and stop where that no longer improves
-        save every so many steps, and where a signal asks for it
+resume the newest checkpoint
+for each batch:
+    train_step, clip, optimizer, schedule
+    evaluate every so many steps, and stop where that no longer improves
+    save every so many steps, and where a signal asks for it
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from meshwright.executor.ranks import StopRequests
+from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
-from meshwright.monitor import MetricsLogger
+from meshwright.monitor import Metrics, MetricsLogger
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Loop:
     saves: Saves | None
     evaluations: Evaluations | None
     loggers: tuple[MetricsLogger, ...] = ()
+    log_every: int = 1
     progress: Progress = field(default_factory=Progress)
     loss: torch.Tensor | None = None
     saved_step: int | None = None
@@ -86,9 +89,12 @@ class Loop:
             self.saved_step = self.saves.checkpoints.resume(self._load)
             if self.saved_step is not None:
                 log.info("resumed at step %d", self.saved_step)
+        for each in self.loggers:
+            self.result.log_to(partial(_log, each, self.progress.step), every=self.log_every)
         requests = StopRequests()
         with requests.listening():
             ended = self._run(requests)
+        self.result.monitor.close()
         if self.saves is not None and self.saved_step != self.progress.step:
             self._save()
         return ended
@@ -133,14 +139,12 @@ class Loop:
         self.progress.step += 1
 
     def _evaluate(self, evaluations: Evaluations) -> None:
-        found = self.result.evaluate(evaluations.batches)
-        progress = self.progress
-        progress.eval_loss = found.loss
-        better = found.loss < progress.best_loss
-        progress.best_loss = min(progress.best_loss, found.loss)
-        progress.worse = 0 if better else progress.worse + 1
-        for each in self.loggers:
-            each({"step": progress.step, "eval_loss": found.loss})
+        found, progress = evaluated(self.result, evaluations.batches), self.progress
+        progress.worse = 0 if found < progress.best_loss else progress.worse + 1
+        progress.eval_loss, progress.best_loss = found, min(progress.best_loss, found)
+        if launch.rank() == 0:
+            for each in self.loggers:
+                each({"step": progress.step, "eval_loss": found})
 
     # --- checkpoints ---
 
@@ -159,3 +163,26 @@ class Loop:
 
     def _load(self, path: Any) -> None:
         self.result.load_checkpoint(path, self.optimizer, extra=self._extra)
+
+
+def _log(logger: MetricsLogger, before: int, metrics: Metrics) -> None:
+    """Log the metrics of a step of this process, after so many steps `before` it."""
+    logger({**metrics, "step": before + metrics["step"]})
+
+
+def is_local(loader: Any) -> bool:
+    """Whether a loader gives this rank's rows, as those of `data_loader` do, not global batches."""
+    return bool(getattr(loader, "local", False))
+
+
+def evaluated(result: ParallelModel, batches: Any) -> float:
+    """The mean loss of batches. Collective. Raises ValueError where there is none."""
+    losses = [result.eval_step(batch, local=is_local(batches)) for batch in batches]
+    if not losses:
+        raise MeshwrightError(
+            " has no batches",
+            place="evaluation",
+            legal="a dataset, or batches that can be iterated over again and again",
+            way_out="give a list or a loader, not an iterator",
+        )
+    return float(torch.stack(losses).mean())
