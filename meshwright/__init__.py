@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
     from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
+    from meshwright.training import fit as fit
 
 # name -> the module that defines it
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "auto_parallelize": "api",
     "data_loader": "data.loader",
     "distributed": "executor.ranks.launch",
+    "fit": "training.fit",
     "leaf": "planner.tracing.user_module.leaf",
     "packed": "data.packing",
     "rule": "costmodel.user_rules.add",

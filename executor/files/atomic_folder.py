@@ -53,14 +53,13 @@ def prepare(folder: Path) -> Path:
     Raises ValueError where `folder`, or what is left of an earlier save, holds what no save wrote.
     """
     old = _old(folder)
-    saving = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.saving")
+    saving = _unfinished(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if old.exists() and not folder.exists():
         _rename(old, folder)
     _refuse_foreign(folder, finished=True)
-    unfinished = f".{glob.escape(folder.name)}.{'[0-9a-f]' * 8}.saving"
-    for leftover in (*folder.parent.glob(unfinished), old):
-        _remove(leftover)
+    clear_unfinished(folder.parent, glob.escape(folder.name))
+    _remove(old)
     saving.mkdir()
     sync_folder(folder.parent)
     return saving
@@ -85,6 +84,22 @@ def published(folder: Path) -> Path:
     return old if old.exists() and not folder.exists() else folder
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder that a save wrote; killed meanwhile, it is an unfinished save. Raises
+    ValueError where it holds what no save wrote."""
+    _refuse_foreign(folder, finished=True)
+    going = _unfinished(folder)
+    _rename(folder, going)
+    _remove(going)
+
+
+def clear_unfinished(parent: Path, pattern: str) -> None:
+    """Remove what killed saves to `parent` left, of folders whose names match a glob pattern.
+    Raises ValueError where it holds what no save wrote."""
+    for leftover in parent.glob(f".{pattern}.{'[0-9a-f]' * 8}.saving"):
+        _remove(leftover)
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file and fsync it."""
     with path.open("wb") as file:
@@ -104,6 +119,10 @@ def sync_folder(folder: Path) -> None:
 
 def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.saving")
 
 
 def _rename(source: Path, target: Path) -> None:

@@ -58,6 +58,8 @@ running
 data
 shell
 meshwright
+training
+hf
 """
 POSITION = {
     package if package == PACKAGE else f"{PACKAGE}.{package}": position

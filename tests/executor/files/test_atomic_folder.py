@@ -203,3 +203,26 @@ def test_another_checkpoint_being_saved_is_left_alone(tmp_path: Path) -> None:
     first = atomic_folder.prepare(tmp_path / "at")
     second = atomic_folder.prepare(tmp_path / "at")
     assert beside.exists() and second.exists() and not first.exists()
+
+
+def test_a_removed_checkpoint_is_whole_or_gone(tmp_path: Path) -> None:
+    """Killed at any operation; what is left of it is cleared up by name. Other files stay."""
+    run, path = start("mlp", "alone"), tmp_path / "step-1"
+    run.save(path)
+    shutil.copytree(path, tmp_path / "backup")
+    with crashing(tmp_path, sys.maxsize) as files:
+        atomic_folder.remove(path)
+    assert files.count > 5 and not list(tmp_path.glob("*step*"))
+    for k in range(files.count):
+        shutil.copytree(tmp_path / "backup", path, dirs_exist_ok=True)
+        with crashing(tmp_path, k), pytest.raises(Crash):
+            atomic_folder.remove(path)
+        if path.exists():
+            run.load(path)
+        atomic_folder.clear_unfinished(tmp_path, "step-*")
+        assert not list(tmp_path.glob(".step-*"))
+    run.save(path)
+    (path / "mine.txt").write_text("1")
+    with pytest.raises(ValueError, match=r"holds what no save wrote, \['mine.txt'\]"):
+        atomic_folder.remove(path)
+    assert (path / "mine.txt").exists()

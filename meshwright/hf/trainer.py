@@ -1,0 +1,230 @@
+"""`Trainer`: the part of `transformers.Trainer` that `fit` does, under a plan.
+
+    trainer = meshwright.hf.Trainer(model, args, train_dataset=..., eval_dataset=...)
+    trainer.train()
+
+`per_device_train_batch_size · gradient_accumulation_steps · devices` rows make a step, as where
+every device has rows of its own; how devices share a step is the plan's. What this class doesn't do
+is refused by name (`arguments.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from meshwright.api import auto_parallelize
+from meshwright.data import data_loader
+from meshwright.hf.arguments import (
+    check_arguments,
+    every,
+    global_batch_size,
+    optimizer_of,
+    precision_of,
+)
+from meshwright.model import ParallelModel
+from meshwright.monitor import MetricsLogger, TensorBoardLogger
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.training import Fitted, evaluated, fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOutput:
+    """As `transformers.trainer_utils.TrainOutput`: optimizer steps made, loss of the last one, and
+    metrics."""
+
+    global_step: int
+    training_loss: float | None
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains a model of transformers on the cluster that torchrun started, or `cluster`.
+
+    `optimizer` and `schedule` are as `fit` takes them, in place of what the arguments say;
+    `planning` are further arguments of `auto_parallelize` (overrides=, plan=, loss_fn=, ...).
+    `result` is the parallel model. Collective: every rank makes one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        *,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        processing_class: Any = None,
+        cluster: Cluster | None = None,
+        **planning: Any,
+    ) -> None:
+        """Raises ValueError for arguments that are refused, and as `auto_parallelize` does."""
+        check_arguments(args)
+        self.args = args
+        self.processing_class = processing_class
+        self.optimizer: Callable[[ParallelModel], torch.optim.Optimizer] | None
+        self.optimizer = planning.pop("optimizer", None)
+        self.schedule = planning.pop("schedule", None)
+        self.loggers: list[MetricsLogger] = list(planning.pop("loggers", ()))
+        self._decayed = _decayed(model)
+        columns = _columns(model, args) if args.remove_unused_columns else None
+        self._collate = _Collate(data_collator or _collator(processing_class), columns)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        cluster = cluster or Cluster.detect()
+        rows = min(2, len(train_dataset))
+        options = {
+            "global_batch_size": global_batch_size(args, cluster.num_devices),
+            "example_inputs": self._collate([train_dataset[k] for k in range(rows)]),
+            "precision": precision_of(args),
+            "compile": args.torch_compile_backend or args.torch_compile,
+            "tf32": bool(args.tf32),
+        }
+        self.result = auto_parallelize(model, cluster, **{**options, **planning})
+
+    def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:
+        """Train to the end of the arguments' steps or epochs. With `resume_from_checkpoint` from
+        the newest checkpoint in `output_dir` on; else there must be none."""
+        args = self.args
+        resume = bool(args.resume_from_checkpoint if resume_from_checkpoint is None
+                      else resume_from_checkpoint)  # fmt: skip
+        epoch = self._epoch_steps
+        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * epoch)
+        evaluate_every = every(
+            args.eval_strategy, args.eval_steps or args.logging_steps, epoch, total
+        )
+        done = fit(
+            self.result,
+            self.train_dataset,
+            optimizer=self.optimizer or self._optimizer,
+            schedule=self.schedule or self._scheduler(total),
+            steps=total,
+            max_grad_norm=args.max_grad_norm or None,
+            evaluation=self.eval_dataset if evaluate_every else None,
+            evaluate_every=evaluate_every or 1,
+            folder=None if args.save_strategy.value == "no" else Path(args.output_dir),
+            save_every=every(args.save_strategy, args.save_steps, epoch, total),
+            keep=args.save_total_limit or 1_000_000,
+            resume=resume,
+            log_to=_all_of([*self.loggers, *self._reporting()]),
+            log_every=every(args.logging_strategy, args.logging_steps, epoch, total) or total,
+            **self._loading,
+        )
+        return self._output(done)
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
+        loading = {**self._loading, "shuffle": False, "drop_last": False}
+        batches = data_loader(eval_dataset or self.eval_dataset, self.result, **loading)
+        loss = evaluated(self.result, batches)
+        return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+
+    # --- what the arguments say ---
+
+    @property
+    def _epoch_steps(self) -> int:
+        rows, batch = len(self.train_dataset), self.result.plan.global_batch_size
+        return rows // batch if self.args.dataloader_drop_last else math.ceil(rows / batch)
+
+    @property
+    def _loading(self) -> dict[str, Any]:
+        args = self.args
+        found: dict[str, Any] = {
+            "collate_fn": self._collate,
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "drop_last": args.dataloader_drop_last,
+            "num_workers": args.dataloader_num_workers,
+        }
+        return found
+
+    def _optimizer(self, result: ParallelModel) -> torch.optim.Optimizer:
+        named = [(name, p) for name, p in result.named_parameters() if p.requires_grad]
+        decayed = [p for name, p in named if name in self._decayed]
+        return optimizer_of(self.args, decayed, [p for n, p in named if n not in self._decayed])
+
+    def _scheduler(self, total: int) -> Callable[[torch.optim.Optimizer], Any]:
+        from transformers import get_scheduler
+
+        return lambda optimizer: get_scheduler(
+            self.args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=self.args.get_warmup_steps(total),
+            num_training_steps=total,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+        )
+
+    def _reporting(self) -> list[MetricsLogger]:
+        """Loggers of `report_to`. Raises ValueError for one that isn't there."""
+        found: list[MetricsLogger] = []
+        for name in self.args.report_to:
+            if name == "tensorboard":
+                found.append(TensorBoardLogger(Path(self.args.output_dir) / "runs"))
+            elif name != "none":
+                raise MeshwrightError(
+                    f" names {name!r}",
+                    place="TrainingArguments: report_to",
+                    legal="none, tensorboard",
+                    way_out="give loggers=[...], functions of a mapping of numbers "
+                    "(meshwright.monitor has WandbLogger)",
+                )
+        return found
+
+    def _output(self, done: Fitted) -> TrainOutput:
+        metrics = {} if done.eval_loss is None else {"eval_loss": done.eval_loss}
+        return TrainOutput(
+            global_step=done.steps,
+            training_loss=done.loss,
+            metrics={**metrics, **self.result.metrics()},
+        )
+
+
+class _Collate:
+    """Collates samples to a batch of the columns that the model takes."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], columns: frozenset[str] | None) -> None:
+        self.collate, self.columns = collate, columns
+
+    def __call__(self, samples: list[Any]) -> Any:
+        columns = self.columns
+        if columns is not None and samples and isinstance(samples[0], Mapping):
+            samples = [{k: v for k, v in row.items() if k in columns} for row in samples]
+        batch = self.collate(samples)
+        return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+    """As Trainer: padding where there is what pads, else stacking."""
+    if processing_class is None:
+        return default_collate
+    from transformers import DataCollatorWithPadding
+
+    collator: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)
+    return collator
+
+
+def _columns(model: nn.Module, args: Any) -> frozenset[str]:
+    taken = inspect.signature(model.forward).parameters
+    return frozenset([*taken, "label", "label_ids", *(args.label_names or ())])
+
+
+def _decayed(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters with weight decay: as Trainer, all but biases and norms."""
+    from transformers import Trainer as Theirs
+
+    return frozenset(Theirs.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+
+
+def _all_of(loggers: list[MetricsLogger]) -> MetricsLogger | None:
+    def log(metrics: Mapping[str, float]) -> None:
+        for each in loggers:
+            each(metrics)
+
+    return log if loggers else None

@@ -1,0 +1,205 @@
+"""`fit`: a whole training run in one call, over what any user can call of a parallel model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from meshwright.api import auto_parallelize
+from meshwright.data import data_loader
+from meshwright.model import ParallelModel
+from meshwright.monitor import JsonLinesLogger, MetricsLogger
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs.limits import MAX_ROWS
+from meshwright.training.kept import KeptCheckpoints
+from meshwright.training.loop import Evaluations, Loop, Saves
+
+SAMPLES = 2  # of the data, that a plain module is traced on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A run that has ended: the trained model and its optimizer; the `steps` that were made in all,
+    earlier runs that it resumed included; the `loss` of the last one (None where this run made
+    none) and of the last evaluation; and why it `ended`: "steps", "data", "signal" (SIGTERM) or
+    "patience"."""
+
+    result: ParallelModel
+    optimizer: torch.optim.Optimizer
+    steps: int
+    loss: float | None
+    eval_loss: float | None
+    ended: str
+
+
+def fit(
+    model: nn.Module | ParallelModel,
+    data: Any,
+    *,
+    planning: Mapping[str, Any] | None = None,
+    optimizer: Callable[[ParallelModel], torch.optim.Optimizer],
+    steps: int | None = None,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    max_grad_norm: float | None = 1.0,
+    evaluation: Any = None,
+    evaluate_every: int = 500,
+    patience: int | None = None,
+    folder: str | Path | None = None,
+    save_every: int | None = None,
+    keep: int = 3,
+    resume: bool = True,
+    log_to: MetricsLogger | str | Path | None = None,
+    log_every: int = 10,
+    **loading: Any,
+) -> Fitted:
+    """Train a model, from the newest checkpoint in `folder` on, to the end. Collective: all ranks
+    of the plan call it alike.
+
+    `model` is what `auto_parallelize` returned, or a plain module, which is planned first, by the
+    arguments of `auto_parallelize` that `planning` gives: `global_batch_size` at least. By default
+    the cluster is the one that torchrun started (`Cluster.detect()`), and `example_inputs` are the
+    first samples of the data.
+
+    `data` is a dataset, of which each rank loads its own rows, or an iterable of batches: a
+    `data_loader`, or one that gives the same global batches on every rank. `loading` are further
+    arguments of `data_loader` for datasets (shuffle, seed, collate_fn, num_workers, ...). Without
+    `steps` the run ends with the data (of a dataset: one epoch), else data begin anew as often as
+    it takes. Gradients are accumulated as planned: over the micro-batches of `global_batch_size`.
+
+    `optimizer` makes one of the parallel model's parameters (`lambda result:
+    torch.optim.AdamW(result.parameters(), lr=3e-4)`), `schedule` a learning-rate scheduler of torch
+    of that, which is stepped with every step. `max_grad_norm` clips the norm of all gradients; None
+    doesn't.
+
+    `evaluation`, a dataset or an iterable of batches as above, is evaluated every `evaluate_every`
+    steps; with `patience`, the run ends after so many evaluations in a row without a lower loss.
+
+    `folder`, which all ranks see, gets a checkpoint `step-<n>` every `save_every` steps, at the end
+    of the run and where a process gets SIGTERM, upon which the run ends, or SIGUSR1; the newest
+    `keep` stay. The run resumes from the newest that is sound, under any plan: weights, optimizer,
+    schedule, and the position in the data where they have a state (`data_loader` has), to the
+    sample. `resume=False` refuses a folder with checkpoints.
+
+    `log_to` gets the metrics of every `log_every`th step and the evaluations: a logger of
+    `meshwright.monitor`, any function of a mapping, or the path of a file for JSON lines.
+
+    Raises ValueError for arguments that can't be, and what `train_step`, `evaluate` and checkpoints
+    raise.
+    """
+    _check_counts(
+        steps=steps,
+        evaluate_every=evaluate_every,
+        patience=patience,
+        save_every=save_every,
+        keep=keep,
+        log_every=log_every,
+    )
+    result = _planned(model, data, planning, loading)
+    made = optimizer(result)
+    loader = _loader(result, data, loading)
+    evaluations = None
+    if evaluation is not None:
+        batches = _loader(result, evaluation, {**loading, "shuffle": False, "drop_last": False})
+        evaluations = Evaluations(batches=batches, every=evaluate_every, patience=patience)
+    loop = Loop(
+        result=result,
+        optimizer=made,
+        schedule=None if schedule is None else schedule(made),
+        loader=loader,
+        steps=steps,
+        max_grad_norm=max_grad_norm,
+        saves=_saves(folder, keep, save_every, resume),
+        evaluations=evaluations,
+        loggers=_loggers(log_to),
+        log_every=log_every,
+    )
+    ended = loop.run()
+    return Fitted(
+        result=result,
+        optimizer=made,
+        steps=loop.progress.step,
+        loss=None if loop.loss is None else float(loop.loss.detach()),
+        eval_loss=loop.progress.eval_loss,
+        ended=ended,
+    )
+
+
+def _planned(
+    model: nn.Module | ParallelModel,
+    data: Any,
+    planning: Mapping[str, Any] | None,
+    loading: Mapping[str, Any],
+) -> ParallelModel:
+    if isinstance(model, ParallelModel):
+        if planning is not None:
+            raise MeshwrightError(
+                f" {sorted(planning)} are given with a model that has a plan",
+                place="fit: planning",
+                legal="None",
+                way_out="pass them to auto_parallelize, or pass the plain module here",
+            )
+        return model
+    given = dict(planning or {})
+    if "global_batch_size" not in given:
+        raise MeshwrightError(
+            " has no global_batch_size",
+            place="fit: planning",
+            legal="arguments of auto_parallelize",
+            way_out='planning={"global_batch_size": 64}',
+        )
+    if "example_inputs" not in given:
+        collate = loading.get("collate_fn") or default_collate
+        given["example_inputs"] = (
+            collate([data[k] for k in range(min(SAMPLES, len(data)))])
+            if _is_dataset(data)
+            else next(iter(data))
+        )
+    cluster = given.pop("cluster", None) or Cluster.detect()
+    return auto_parallelize(model, cluster, **given)
+
+
+def _is_dataset(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and not isinstance(data, list | tuple)
+
+
+def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
+    """Batches of a dataset; batches that are given, as they are."""
+    return data_loader(data, result, **loading) if _is_dataset(data) else data
+
+
+def _loggers(log_to: MetricsLogger | str | Path | None) -> tuple[MetricsLogger, ...]:
+    if log_to is None:
+        return ()
+    return (JsonLinesLogger(log_to),) if isinstance(log_to, str | Path) else (log_to,)
+
+
+def _saves(folder: str | Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
+    if folder is None:
+        return None
+    kept = KeptCheckpoints(folder=Path(folder), keep=keep)
+    if not resume and (found := kept.steps()):
+        raise MeshwrightError(
+            f" holds checkpoints of {len(found)} steps, the last {found[-1]}, and resume=False",
+            place=f"fit: folder {str(folder)!r}",
+            legal="a folder without checkpoints, or resume=True",
+            way_out="give another folder, or move the checkpoints elsewhere",
+        )
+    return Saves(checkpoints=kept, every=every)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and not (type(count) is int and 1 <= count <= MAX_ROWS):
+            raise MeshwrightError(
+                f"={count!r:.80}",
+                place=f"fit: {name}",
+                legal="an integer from 1, or None",
+                way_out="leave it out for the default",
+            )

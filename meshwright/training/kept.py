@@ -1,0 +1,69 @@
+"""The checkpoints of a run: `step-<n>` in one folder, of which the newest are kept."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.executor.errors import DamagedError
+from meshwright.executor.files import atomic_folder
+from meshwright.executor.ranks import launch
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"\.?step-(\d{1,12})(\.old)?")  # .step-<n>.old where a save was cut off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCheckpoints:
+    """Checkpoints in a `folder`, which all ranks see, at most `keep` of them. A folder named
+    `step-<n>` is complete as soon as it is there (`executor/files/atomic_folder.py`)."""
+
+    folder: Path
+    keep: int
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, in increasing order, the same on all ranks.
+        Collective."""
+        return launch.agree_on(self._steps)
+
+    def _steps(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted({int(name[1]) for name in found if name})
+
+    def resume(self, load: Callable[[Path], None]) -> int | None:
+        """Load the newest checkpoint that is sound; returns its step, None where there is none.
+        What killed saves left is removed.
+
+        One that is damaged is left where it is, and the one before it is loaded, with a warning.
+        Other errors, of another model or optimizer, are raised, and so is the last where none is
+        sound. Collective.
+        """
+        if launch.rank() == 0:
+            atomic_folder.clear_unfinished(self.folder, "step-*")
+        damaged: DamagedError | None = None
+        for step in reversed(self.steps()):
+            try:
+                load(self.path(step))
+            except DamagedError as error:  # the same on all ranks
+                log.warning("%s; the checkpoint before it is tried", error)
+                damaged = error
+            else:
+                return step
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def drop_old(self) -> None:
+        """Remove all but the newest `keep`, on rank 0."""
+        if launch.rank() == 0:
+            for step in self._steps()[: -self.keep]:
+                atomic_folder.remove(self.path(step))

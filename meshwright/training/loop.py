@@ -1,0 +1,188 @@
+"""The loop of a training run, over what any user can call of a parallel model.
+
+resume the newest checkpoint
+for each batch:
+    train_step, clip, optimizer, schedule
+    evaluate every so many steps, and stop where that no longer improves
+    save every so many steps, and where a signal asks for it
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.executor.ranks import StopRequests, launch
+from meshwright.model import ParallelModel
+from meshwright.monitor import Metrics, MetricsLogger
+from meshwright.profiles.inputs import MeshwrightError
+from meshwright.training.kept import KeptCheckpoints
+
+log = logging.getLogger(__name__)
+
+STEPS, DATA, SIGNAL, PATIENCE = "steps", "data", "signal", "patience"  # why a run ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """Where and after how many steps (None: at the end, and on signals, alone) a run is saved."""
+
+    checkpoints: KeptCheckpoints
+    every: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """The batches of an evaluation, after how many steps it is made, and after how many of them
+    without a better loss the run ends (None: it goes on)."""
+
+    batches: Any
+    every: int
+    patience: int | None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is; saved with it. `best_loss` is that of an evaluation, `worse` how many
+    evaluations since were no better."""
+
+    step: int = 0
+    eval_loss: float | None = None
+    best_loss: float = math.inf
+    worse: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.__slots__:
+            setattr(self, name, state[name])
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """A run of so many `steps` (None: as long as there is data) over the batches of a `loader`."""
+
+    result: ParallelModel
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    loader: Any
+    steps: int | None
+    max_grad_norm: float | None
+    saves: Saves | None
+    evaluations: Evaluations | None
+    loggers: tuple[MetricsLogger, ...] = ()
+    log_every: int = 1
+    progress: Progress = field(default_factory=Progress)
+    loss: torch.Tensor | None = None
+    saved_step: int | None = None
+
+    def run(self) -> str:
+        """Train; returns why it ended, a constant of this module. Collective."""
+        if self.saves is not None:
+            self.saved_step = self.saves.checkpoints.resume(self._load)
+            if self.saved_step is not None:
+                log.info("resumed at step %d", self.saved_step)
+        for each in self.loggers:
+            self.result.log_to(partial(_log, each, self.progress.step), every=self.log_every)
+        requests = StopRequests()
+        with requests.listening():
+            ended = self._run(requests)
+        self.result.monitor.close()
+        if self.saves is not None and self.saved_step != self.progress.step:
+            self._save()
+        return ended
+
+    def _run(self, requests: StopRequests) -> str:
+        progress, batches = self.progress, self._batches()
+        while self.steps is None or progress.step < self.steps:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return DATA
+            self._step(batch)
+            ends, saves = requests.agreed()
+            if saves or (self.saves and self.saves.every and not progress.step % self.saves.every):
+                self._save()
+            if ends:
+                return SIGNAL
+            if self.evaluations and not progress.step % self.evaluations.every:
+                self._evaluate(self.evaluations)
+                if self.evaluations.patience and progress.worse >= self.evaluations.patience:
+                    return PATIENCE
+        return STEPS
+
+    def _batches(self) -> Iterator[Any]:
+        """Batch after batch, epoch after epoch where the number of steps is what ends the run."""
+        while True:
+            before = self.progress.step
+            yield from self.loader
+            if self.steps is None or self.progress.step == before:  # or there is none
+                return
+
+    def _step(self, batch: Any) -> None:
+        result = self.result
+        self.optimizer.zero_grad()
+        self.loss = result.train_step(batch, local=is_local(self.loader))
+        if self.max_grad_norm is not None:
+            result.clip_grad_norm_(self.max_grad_norm)
+        self.optimizer.step()
+        result.monitor.note(lr=self.optimizer.param_groups[0]["lr"])
+        if self.schedule is not None:
+            self.schedule.step()
+        self.progress.step += 1
+
+    def _evaluate(self, evaluations: Evaluations) -> None:
+        found, progress = evaluated(self.result, evaluations.batches), self.progress
+        progress.worse = 0 if found < progress.best_loss else progress.worse + 1
+        progress.eval_loss, progress.best_loss = found, min(progress.best_loss, found)
+        if launch.rank() == 0:
+            for each in self.loggers:
+                each({"step": progress.step, "eval_loss": found})
+
+    # --- checkpoints ---
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        own = {"progress": self.progress, "schedule": self.schedule, "data": self.loader}
+        return {name: x for name, x in own.items() if hasattr(x, "state_dict")}
+
+    def _save(self) -> None:
+        if self.saves is None:
+            return
+        kept, step = self.saves.checkpoints, self.progress.step
+        self.result.save_checkpoint(kept.path(step), self.optimizer, extra=self._extra)
+        self.saved_step = step
+        kept.drop_old()
+
+    def _load(self, path: Any) -> None:
+        self.result.load_checkpoint(path, self.optimizer, extra=self._extra)
+
+
+def _log(logger: MetricsLogger, before: int, metrics: Metrics) -> None:
+    """Log the metrics of a step of this process, after so many steps `before` it."""
+    logger({**metrics, "step": before + metrics["step"]})
+
+
+def is_local(loader: Any) -> bool:
+    """Whether a loader gives this rank's rows, as those of `data_loader` do, not global batches."""
+    return bool(getattr(loader, "local", False))
+
+
+def evaluated(result: ParallelModel, batches: Any) -> float:
+    """The mean loss of batches. Collective. Raises ValueError where there is none."""
+    losses = [result.eval_step(batch, local=is_local(batches)) for batch in batches]
+    if not losses:
+        raise MeshwrightError(
+            " has no batches",
+            place="evaluation",
+            legal="a dataset, or batches that can be iterated over again and again",
+            way_out="give a list or a loader, not an iterator",
+        )
+    return float(torch.stack(losses).mean())
