@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
 from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
@@ -78,7 +78,7 @@ class Trainer:
         self._decayed = _decayed(model)
         columns = _columns(model, args) if args.remove_unused_columns else None
         self._collate = _Collate(data_collator or _collator(processing_class), columns)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_dataset, self.eval_dataset = _samples(train_dataset), _samples(eval_dataset)
         cluster = cluster or Cluster.detect()
         rows = min(2, len(train_dataset))
         options = {
@@ -123,7 +123,7 @@ class Trainer:
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
         loading = {**self._loading, "shuffle": False, "drop_last": False}
-        batches = data_loader(eval_dataset or self.eval_dataset, self.result, **loading)
+        batches = data_loader(_samples(eval_dataset) or self.eval_dataset, self.result, **loading)
         loss = evaluated(self.result, batches)
         return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
 
@@ -184,6 +184,14 @@ class Trainer:
             training_loss=done.loss,
             metrics={**metrics, **self.result.metrics()},
         )
+
+
+def _samples(dataset: Any) -> Any:
+    """A dataset of samples, which a list is here (and of batches to `fit`)."""
+    if not isinstance(dataset, list):
+        return dataset
+    samples: Any = dataset  # as good as a Dataset
+    return Subset(samples, range(len(samples)))
 
 
 class _Collate:
