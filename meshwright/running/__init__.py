@@ -1,8 +1,11 @@
 """A plan that runs: its steps, and what it holds."""
 
 from meshwright.running.data_parallel import DataParallel
+from meshwright.running.evaluation import Evaluated, Evaluation
 from meshwright.running.planned import PlannedModel
 from meshwright.running.state import State
 from meshwright.running.steps import Steps, repeated
 
-__all__ = ["DataParallel", "PlannedModel", "State", "Steps", "repeated"]
+__all__ = [
+    "DataParallel", "Evaluated", "Evaluation", "PlannedModel", "State", "Steps", "repeated",
+]  # fmt: skip

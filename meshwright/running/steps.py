@@ -21,7 +21,7 @@ from meshwright.running.planned import PlannedModel
 
 
 class Steps(PlannedModel):
-    """A planned model that is trained and evaluated."""
+    """A planned model that is trained."""
 
     _monitor: Monitor | None = None
 
@@ -43,7 +43,7 @@ class Steps(PlannedModel):
         finite, all are dropped (`skipped_steps`).
         """
         self._traced.check_unchanged(training=True)
-        runtime, given = self.runtime, _with_targets(batch, targets)
+        runtime, given = self.runtime, with_targets(batch, targets)
 
         def rows() -> int:
             return self._global_rows(given) if local else batch_rows(given)
@@ -107,21 +107,7 @@ class Steps(PlannedModel):
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
         self._traced.check_unchanged(training=True)
-        return timed_step(self.runtime, _with_targets(batch, targets), path, self.report.timeline)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output in its current mode (call `model.eval()` before), without
-        gradients. Collective, with the same arguments on every rank: where ranks hold parts, the
-        whole weights are gathered on each of them for it."""
-        return self.runtime.forward(*args, **kwargs)
-
-    def eval_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
-        """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
-        dropout; `local` as in `train_step`. Weights, buffers and gradients stay as they are.
-        ValueError for models with batch norm, which is planned with the batch's own statistics.
-        Collective."""
-        self._traced.check_unchanged(training=False)
-        return self.runtime.eval_step(_with_targets(batch, targets), local=local)
+        return timed_step(self.runtime, with_targets(batch, targets), path, self.report.timeline)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
@@ -161,7 +147,8 @@ def repeated(example: Any, rows: int) -> Any:
     return pytree.tree_map(repeat, dict(example) if isinstance(example, Mapping) else example)
 
 
-def _with_targets(batch: Any, targets: Any) -> Any:
+def with_targets(batch: Any, targets: Any) -> Any:
+    """A batch with the targets that were given apart, if any."""
     if targets is None:
         return batch
     if isinstance(batch, Mapping):

@@ -30,6 +30,7 @@ from meshwright.planner.tracing import trace
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
+from meshwright.traced.modes import first_difference
 
 progress = logging.getLogger("meshwright.progress")
 
@@ -87,6 +88,22 @@ class TracedModel:
         except ValueError:  # it can't be traced there
             same = False
         return use if same else replace(use, filling=None)
+
+    @cached_property
+    def why_not_evaluated(self) -> str:
+        """Why the graph, traced in training mode, does not say what an evaluation computes: where
+        the forward runs other operators then; empty where it runs the same."""
+        if not any(training for _, training in self._modes):
+            return ""
+        before, self._modes = self._modes, [(m, False) for m, _ in self._modes]
+        try:
+            evaluated, _ = self._traced(self.model, self.graph.batch_size, like=None)
+            found = first_difference(self.graph, evaluated)
+        except ValueError as error:
+            found = f"its trace in evaluation mode, which fails: {error}"
+        finally:
+            self._modes = before
+        return found
 
     def with_example(self, example: Any) -> TracedModel:
         """The model traced with an example of other sizes. The attributes that it reads so are
