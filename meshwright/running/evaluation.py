@@ -57,8 +57,9 @@ class Evaluation(PlannedModel):
 
     def eval_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
         """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
-        dropout (`local` as in `train_step`), batch norm by its running statistics. Weights, buffers and gradients stay as they
-        are. StateError for a forward that runs other operators in evaluation mode. Collective."""
+        dropout, batch norm by its running statistics; `local` as in `train_step`. Weights, buffers
+        and gradients stay as they are. StateError for a forward that runs other operators in
+        evaluation mode. Collective."""
         return self._evaluable().eval_step(with_targets(batch, targets), local=local)
 
     def forward(self, batch: Any, targets: Any = None, *, gather: bool = False) -> Any:
@@ -88,7 +89,7 @@ class Evaluation(PlannedModel):
             with_targets(batch, targets), self._traced, asked, rows=self.plan.global_batch_size
         )
         found = forward(runtime, filled.batch, asked, rows=filled.rows, gather=gather)
-        leaves: dict[str | None, Any] = {**found.values}
+        leaves: dict[str | None, Any] = dict(found.values.items())
         leaves[loss] = None if filled.invented else found.loss
         return pytree.tree_unflatten([leaves.get(v) for v in outputs.values], outputs.spec)
 

@@ -33,12 +33,9 @@ def completed(batch: Any, traced: TracedModel, values: Collection[str], *, rows:
     missing = [n for n, path in graph.inputs.items() if path not in given and path not in needed]
     if not missing or any("." in graph.inputs[name] for name in missing):
         return Completed(batch=batch, rows=own, invented=False)
-    sizes = _sizes(traced, given)
     for name in missing:
         path, meta = graph.inputs[name], graph.values[name]
-        shape = [
-            sizes.get(atoms, n) for atoms, n in zip(_atoms(traced, name), meta.shape, strict=True)
-        ]
+        shape = _shape(traced, name, given)
         if name in graph.batched:
             shape[0] = own
         batch = _with(batch, path, torch.zeros(shape, dtype=meta.dtype))
@@ -56,17 +53,23 @@ def behind(graph: Graph, values: Collection[str]) -> set[str]:
     return found
 
 
-def _sizes(traced: TracedModel, given: Mapping[str, Any]) -> dict[tuple[int, ...], int]:
-    """The sizes of the given inputs' dims, by the factors that they are."""
-    found: dict[tuple[int, ...], int] = {}
-    for name, path in traced.graph.inputs.items():
-        if isinstance(x := given.get(path), torch.Tensor):
-            found |= dict(zip(_atoms(traced, name), x.shape, strict=False))
-    return found
-
-
-def _atoms(traced: TracedModel, name: str) -> list[tuple[int, ...]]:
-    return [tuple(atoms) for atoms in traced.factors.dims[name]]
+def _shape(traced: TracedModel, name: str, given: Mapping[str, Any]) -> list[int]:
+    """The shape of a missing input beside those given: a dim is as long as theirs that is the same
+    factor, or was planned as long in the same place; else as planned."""
+    graph, dims = traced.graph, traced.factors.dims
+    sizes = list(graph.values[name].shape)
+    alike: list[tuple[int, int, int]] = []  # how sure, dim, size
+    for other, path in graph.inputs.items():
+        if not isinstance(x := given.get(path), torch.Tensor):
+            continue
+        planned = graph.values[other].shape
+        for d, atoms in enumerate(dims[name]):
+            alike += [(2, d, x.shape[k]) for k, own in enumerate(dims[other]) if own == atoms]
+            if planned[d : d + 1] == (sizes[d],):
+                alike.append((1, d, x.shape[d]))
+    for _, d, size in sorted(alike):
+        sizes[d] = size
+    return sizes
 
 
 def _with(batch: Any, path: str, x: torch.Tensor) -> Any:
