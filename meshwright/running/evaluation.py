@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import StateError
-from meshwright.executor.ranks import gloo_group
+from meshwright.executor.ranks import all_gather_object, gloo_group, run_on_all
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
 from meshwright.planner.batch import batch_rows
 from meshwright.running.generation import Generator
@@ -165,30 +164,19 @@ def _counted(runtime: Runtime, batch: Any, how: Counting) -> tuple[float, float]
 
 
 def _together(batches: Iterable[Any], runtime: Runtime) -> Iterator[Any]:
-    """The batches, as long as every rank has one. Raises on all ranks where they differ."""
-    iterator = iter(batches)
+    """The batches, as long as every rank has one. Raises on all ranks where one fails or ends
+    before others. Collective."""
+    group = None if runtime.place.mesh is None else gloo_group()
+    iterator, end = iter(batches), object()
     while True:
-        error: Exception | None = None
-        batch = None
-        try:
-            batch = next(iterator)
-            state = "a batch"
-        except StopIteration:
-            state = "no more"
-        except Exception as failed:  # noqa: BLE001  # the user's, raised here and told to the others
-            state, error = "failed", failed
-        states: list[Any] = [state]
-        if runtime.place.mesh is not None:
-            group = gloo_group()
-            states *= dist.get_world_size(group)
-            dist.all_gather_object(states, state, group=group)
-        if error is not None:
-            raise error
-        if states == ["no more"] * len(states):
+        batch = run_on_all(group, lambda: next(iterator, end))
+        ended = all_gather_object(group, batch is end)
+        if all(ended):
             return
-        if others := [r for r, s in enumerate(states) if s != "a batch"]:
+        if any(ended):
+            ranks = [rank for rank, done in enumerate(ended) if done]
             raise StateError(
-                f"evaluate: the batches ended or failed on ranks {others} before they did on "
-                "others; every rank gives the same batches: use no DistributedSampler"
+                f"evaluate: the batches ended on ranks {ranks} before they did on others; legal: "
+                "the same batches on every rank. Way out: use no DistributedSampler"
             )
         yield batch

@@ -202,7 +202,7 @@ def main(folder: Path) -> None:
     for name, (build, layouts) in CELLS.items():
         for layout in layouts:
             work[f"{name} {layout}"] = partial(language, build, layout)
-    for layout in ("dp2×tp2", "pp4"):
+    for layout in ("dp2×tp2", "pp2×tp2"):
         work[f"images {layout}"] = partial(images, layout)
     run_all(work, folder, "")
 

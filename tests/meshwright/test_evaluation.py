@@ -18,7 +18,7 @@ from tests.meshwright.evaluation_worker import CELLS
 from tests.user_code.user_runs import RANKS, ROWS
 
 LANGUAGE = [f"{name} {layout}" for name, (_, layouts) in CELLS.items() for layout in layouts]
-IMAGES = ("images dp2×tp2", "images pp4")
+IMAGES = ("images dp2×tp2", "images pp2×tp2")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_data_set_is_a_mean_over_its_targets(found: Results, cell: str) -> Non
     assert of["data set"] < 1e-5
     assert of["perplexity"] < 1e-5
     assert of["counted"] == [True, ROWS + 3, 2]
-    assert "ended or failed on ranks [2]" in of["ended"]
+    assert "ended on ranks [2]" in of["ended"]
 
 
 @pytest.mark.parametrize("cell", LANGUAGE)
