@@ -98,9 +98,10 @@ class Evaluation(PlannedModel):
         """The mean loss over a data set, on every rank: over all targets that are not ignored, or
         all rows, whatever batch they are in; the last batch may have fewer rows. Collective.
 
-        `batches` gives what `eval_step` takes, the same on every rank; RuntimeError on all ranks
-        where one has fewer or fails. Which numbers batches count by follows from the loss; where it
-        does not (StateError), `weigh` gives that of a batch. An empty data set is a ValueError.
+        `batches` gives what `eval_step` takes, the same on every rank; StateError on all ranks
+        where one has fewer, and the error of one that fails. Which numbers batches count by follows
+        from the loss; where it does not (StateError), `weigh` gives that of a batch. A data set
+        that counts nothing is a StateError, too.
         """
         runtime = self._evaluable()
         how = counting(runtime.graph, self._traced.use) if weigh is None else Counting()
