@@ -95,6 +95,23 @@ class Block:
     class_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What the user's model returns: `spec` is its structure (a pytree's) of leaves at `paths`
+    (`logits`, `0`), each with the name of its value; None for what an operator of the blocks does
+    not make on the way to the loss."""
+
+    paths: tuple[str, ...]
+    values: tuple[str | None, ...]
+    spec: Any
+
+    @property
+    def known(self) -> dict[str, str]:
+        """The values by path, of the leaves that have one."""
+        both = zip(self.paths, self.values, strict=True)
+        return {path: value for path, value in both if value is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     """A traced model: loss included, batch of `batch_size` rows, operators in execution order.
@@ -107,7 +124,7 @@ class Graph:
     output; `updates` maps a buffer's value name to the value that replaces it after the forward.
     `fixed` are the entries of the user's batch that are no inputs, by path, and `reads` the
     attributes of modules that the forward read, as (FQN, attribute): their values are part of the
-    graph.
+    graph. `outputs` are what the model returns, where it is known.
     """
 
     values: Mapping[str, TensorMeta]
@@ -126,6 +143,7 @@ class Graph:
     notes: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[tuple[str, str], ...] = ()
+    outputs: Outputs | None = None
 
     @cached_property
     def read_once(self) -> frozenset[str]:

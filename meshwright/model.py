@@ -12,10 +12,17 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.planner.overrides import Overrides
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
-from meshwright.running import Recalibration, State, Steps, recalibrated, with_corrections
+from meshwright.running import (
+    Evaluation,
+    Recalibration,
+    State,
+    Steps,
+    recalibrated,
+    with_corrections,
+)
 
 
-class ParallelModel(Steps, State):
+class ParallelModel(Steps, Evaluation, State):
     """What `auto_parallelize` returns.
 
     `plan`, `report` and `prediction` are always there; the rest needs the plan's ranks to be

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
     """A batch as (path, leaf) pairs and its structure; paths like `input_ids`, `0`, `0.mask`.
     Raises ValueError for a tensor whose rows can't be cut out."""
     leaves, spec = pytree.tree_flatten_with_path(_plain_batch(batch))
-    named = [(".".join(_key(k) for k in path) or "0", leaf) for path, leaf in leaves]
+    named = [(path_of(path), leaf) for path, leaf in leaves]
     for path, leaf in named:
         if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
             raise MeshwrightError(
@@ -110,6 +110,11 @@ def same_entry(planned: Any, given: Any) -> bool:
 def _plain_batch(batch: Any) -> Any:
     """Mappings that torch takes for leaves (a tokenizer's output) as dicts."""
     return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def path_of(keys: Iterable[Any]) -> str:
+    """A path of torch's pytrees as a name: `input_ids`, `0.mask`; `0` for a single leaf."""
+    return ".".join(_key(k) for k in keys) or "0"
 
 
 def _key(entry: Any) -> str:

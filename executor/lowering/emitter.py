@@ -29,7 +29,7 @@ from meshwright.executor.lowering.experts import (
 )
 from meshwright.executor.lowering.implementations import Scaled
 from meshwright.executor.lowering.losses import is_counted
-from meshwright.executor.lowering.replacements import Call, replacement
+from meshwright.executor.lowering.replacements import Call, callable_of, replacement
 from meshwright.executor.lowering.reshard import Reshard
 from meshwright.planner.plan import PlanError
 
@@ -155,7 +155,7 @@ class Emitter:
         if node is None and (found := replacement(call, self.context)):
             node = self._call(*found)
         if node is None:
-            node = self.out.call_function(_callable(op), tuple(call.args), call.kwargs)
+            node = self.out.call_function(callable_of(op), tuple(call.args), call.kwargs)
         node = self._scaled(call, node)
         if self._at_experts(op):
             self.away.update(op.results)
@@ -293,13 +293,6 @@ class Emitter:
             given = self.value(name, state), self.routes[dispatch]
             self.sent[key] = self._call(Send(tokens=False), given)
         return self.sent[key]
-
-
-def _callable(op: Op) -> Any:
-    if runs_as_reshape(op):  # a shard's memory need not allow a view
-        return torch.ops.aten.reshape.default
-    namespace, name, overload = op.target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _getitem(values: Sequence[torch.Tensor], k: int) -> torch.Tensor:

@@ -184,6 +184,21 @@ class SyncBatchNorm(nn.Module):
         return narrow
 
 
+class RunningNorm(nn.Module):
+    """A norm with running statistics: in training it takes those of the batch, by `trained` where
+    rows are split, and in evaluation it reads the running ones. `norm` is the operator, `flag` the
+    position of its argument that tells."""
+
+    def __init__(self, trained: nn.Module | None, norm: Callable[..., Any], flag: int) -> None:
+        super().__init__()
+        self.trained, self.norm, self.flag = trained, norm, flag
+
+    def forward(self, *args: Any) -> Any:
+        if self.training:
+            return (self.trained or self.norm)(*args)
+        return self.norm(*args[: self.flag], False, *args[self.flag + 1 :])
+
+
 # implementation -> the module that runs it, for an axis that splits a factor of a size
 MODULES: Mapping[str, Callable[[Axis, int], nn.Module]] = MappingProxyType({
     "embedding": lambda axis, size: ParallelEmbedding(axis.part(size)[0]),

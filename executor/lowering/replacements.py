@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules import draws, traits_of
+from meshwright.costmodel.rules import draws, runs_as_reshape, traits_of, updates_statistics
 from meshwright.costmodel.sharding import Strategy
 from meshwright.executor.backward import DeferredProduct
 from meshwright.executor.lowering.context import Context, State, local_view
 from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
 from meshwright.executor.lowering.experts import refused
-from meshwright.executor.lowering.implementations import MODULES
+from meshwright.executor.lowering.implementations import MODULES, RunningNorm
 from meshwright.executor.lowering.leaves import LeafCall, part_number
 from meshwright.executor.lowering.losses import global_loss, is_global
 from meshwright.planner.plan import PlanError
@@ -65,10 +66,22 @@ def replacement(call: Call, context: Context) -> Replacement | None:
         loss = global_loss(op, context, call.strategies)
         weight = call.kwargs.get("weight", args[2] if len(args) > 2 else None)
         return loss, (args[0], args[1], ignore, smoothing, call.count, weight)
+    module = None
     for strategy, axis in on_axes:
         if make := MODULES.get(strategy.implementation):
-            return make(axis, context.table.ops[op.name].sizes[strategy.split_factor]), args
-    return _deferred(call, context)
+            module = make(axis, context.table.ops[op.name].sizes[strategy.split_factor])
+    statistics = traits_of(op).statistics
+    if statistics is not None and updates_statistics(op):
+        return RunningNorm(module, callable_of(op), statistics.training), args
+    return (module, args) if module else _deferred(call, context)
+
+
+def callable_of(op: Op) -> Any:
+    """What an operator calls where nothing stands in for it."""
+    if runs_as_reshape(op):  # a shard's memory need not allow a view
+        return torch.ops.aten.reshape.default
+    namespace, name, overload = op.target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _deferred(call: Call, context: Context) -> Replacement | None:

@@ -1,11 +1,13 @@
 """The running model on a rank: steps, state, evaluation, timeline."""
 
+from meshwright.executor.runtime.counting import Counted, Counting, counting
 from meshwright.executor.runtime.evaluation import why_not_evaluable
+from meshwright.executor.runtime.outputs import forward
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.timeline import MeasuredStep, Stopwatch, timed_step
 
 __all__ = [
-    "MeasuredStep", "RankState", "RunOptions", "Runtime", "Stopwatch", "timed_step",
-    "why_not_evaluable",
+    "Counted", "Counting", "MeasuredStep", "RankState", "RunOptions", "Runtime", "Stopwatch",
+    "counting", "forward", "timed_step", "why_not_evaluable",
 ]  # fmt: skip

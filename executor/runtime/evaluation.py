@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules import draws, traits_of, updates_statistics
+from meshwright.costmodel.rules import draws, traits_of
 from meshwright.executor.errors import StateError
 
 
@@ -12,7 +12,8 @@ def why_not_evaluable(graph: Graph) -> str:
     where there is none.
 
     The graph was traced for training. Dropout, attention's dropout and leaves follow the mode in
-    which they run; norms that update running statistics, and other random draws, do not.
+    which they run, and norms read their running statistics in evaluation; other random draws do
+    not follow it.
     """
     for op in graph.ops:
         if why := _training_only(op):
@@ -31,8 +32,6 @@ def check_evaluable(graph: Graph) -> None:
 
 def _training_only(op: Op) -> str:
     """The operator's difference from evaluation that the trace fixed; empty where there is none."""
-    if updates_statistics(op):
-        return "takes the statistics of the batch and adds them to its buffers"
     draw = traits_of(op).draw
     if draws(op) and not (draw and draw.training):
         return "draws random numbers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,7 @@ from meshwright.executor.stages import (
     BuiltStage,
     CheckedPlan,
     Given,
+    Keep,
     LoweredStage,
     Observer,
     Phase,
@@ -111,6 +112,7 @@ class Runtime(RankState):
             stage.program.ready = self.gathers[k].wait
         self.planned = Step.of(checked, place, {k: s.lowered for k, s in stages.items()})
         self.other_steps: dict[BatchShape, Step] = {}
+        self.kept_steps: dict[tuple[BatchShape, frozenset[str]], Step] = {}
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.pipeline = options.pipeline
@@ -170,15 +172,30 @@ class Runtime(RankState):
         backward_is_done: Callable[[torch.Tensor], torch.Tensor] = _BackwardIsDone.apply
         return backward_is_done(loss.requires_grad_())
 
-    @progress.during("evaluating a batch", waits=True)
     def eval_step(
         self, batch: Any, observe: Observer | None = None, *, local: bool = False
     ) -> torch.Tensor:
         """The mean loss of one global batch on every rank, without dropout; nothing is changed.
         `observe` runs each instruction in the runtime's stead."""
+        return self.evaluate(batch, observe=observe, local=local)[0]
+
+    @progress.during("evaluating a batch", waits=True)
+    def evaluate(
+        self,
+        batch: Any,
+        values: Collection[str] = (),
+        *,
+        keep: Callable[[Step], Keep] | None = None,
+        observe: Observer | None = None,
+        local: bool = False,
+    ) -> tuple[torch.Tensor, Step]:
+        """As `eval_step`, with the step that was run: it hands the `values` of the graph that it
+        makes, as they are on this rank, to what `keep` makes for it."""
         self._check_ready()
         check_evaluable(self.graph)
         step, inputs = self._prepared(batch, local)
+        if values:
+            step = self._keeping(step, frozenset(values))
         self.follow_buffers()
         forward = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         with torch.no_grad(), self._evaluating():
@@ -190,19 +207,9 @@ class Runtime(RankState):
                 scale=1.0,
                 weight_gradients=self.weight_gradients,
                 observe=observe,
+                keep=None if keep is None else keep(step),
             )
-            return step.mean_loss(run.run())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output in its current mode, without gradients. Collective: where this
-        rank holds a part, the whole weights are gathered for it."""
-        self._check_ready()
-        if self.user.whole:
-            with torch.no_grad():
-                return self.model(*args, **kwargs)
-        state = {name: x.to(self.place.device) for name, x in self.everything().items()}
-        with torch.no_grad(), self.user.filled(state) as model:
-            return model(*args, **kwargs)
+            return step.mean_loss(run.run()), step
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -274,6 +281,20 @@ class Runtime(RankState):
                 del self.other_steps[next(iter(self.other_steps))]
             self.other_steps[shape] = Step.of(checked, self.place, stages)
         return self.other_steps[shape]
+
+    def _keeping(self, step: Step, values: frozenset[str]) -> Step:
+        """The step, lowered once more so that it hands these values on."""
+        key = step.batches.planned, values
+        if key not in self.kept_steps:
+            lowering = self.builder.at(step.checked, values)
+            stages = {k: lowering.stage(k) for k in self.stages}
+            while len(self.kept_steps) >= KEPT_SHAPES:
+                del self.kept_steps[next(iter(self.kept_steps))]
+            self.kept_steps[key] = Step.of(step.checked, self.place, stages)
+        kept = self.kept_steps[key]
+        for k, stage in self.stages.items():
+            stage.program.take(kept.stages[k].graphs)
+        return kept
 
     def _check_same_tensors(self, graph: Graph, stages: Mapping[int, LoweredStage]) -> None:
         """Raise ValueError unless stages read the weights, buffers and inputs of the planned."""

@@ -24,6 +24,7 @@ class Step:
 
     plan: Plan
     graph: Graph
+    checked: CheckedPlan
     place: Place
     stages: Mapping[int, LoweredStage]
     stream: tuple[Instruction, ...]
@@ -39,6 +40,7 @@ class Step:
         return Step(
             plan=plan,
             graph=graph,
+            checked=checked,
             place=place,
             stages=stages,
             stream=stream,

@@ -6,7 +6,7 @@ from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.lowered import LoweredStage
 from meshwright.executor.stages.parameters import replicated
-from meshwright.executor.stages.pipeline import Observer, Phase, PipelineRun, RunStage
+from meshwright.executor.stages.pipeline import Keep, Observer, Phase, PipelineRun, RunStage
 from meshwright.executor.stages.stage import Pass
 from meshwright.executor.stages.totals import add_totals
 from meshwright.executor.stages.user_model import (
@@ -19,6 +19,6 @@ from meshwright.executor.stages.user_model import (
 
 __all__ = [
     "REFUSES_CALLS", "BatchShape", "Batches", "Builder", "BuiltStage", "CheckedPlan", "Given",
-    "HeldBuffer", "LoweredStage", "Observer", "Pass", "Phase", "PipelineRun", "Rows",
+    "HeldBuffer", "Keep", "LoweredStage", "Observer", "Pass", "Phase", "PipelineRun", "Rows",
     "RunStage", "UserModel", "add_totals", "check_trains", "current", "follow", "replicated",
 ]  # fmt: skip

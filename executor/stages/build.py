@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +59,15 @@ class Builder:
         self.shared = self.parameters.shared
         self.tied = self.parameters.tied
 
-    def at(self, checked: CheckedPlan) -> StageLowering:
-        """The lowering of the plan at another shape of batches, for the programs built here."""
+    def at(self, checked: CheckedPlan, keep: Collection[str] = ()) -> StageLowering:
+        """The lowering of the plan at another shape of batches, or `keep`ing values, for the
+        programs built here."""
         return StageLowering(
-            checked, self.place, backend=self.backend, weight_gradients=self.weight_gradients
+            checked.keeping(keep) if keep else checked,
+            self.place,
+            backend=self.backend,
+            weight_gradients=self.weight_gradients,
+            keep=keep,
         )
 
     def stage(self, k: int) -> BuiltStage:

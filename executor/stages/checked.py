@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Assignment, FactorTable, RowUse, row_use
@@ -34,3 +34,11 @@ class CheckedPlan:
             assignments=check_plan(plan, graph, factors),
             use=row_use(graph, factors) if use is None else use,
         )
+
+    def keeping(self, values: Collection[str]) -> CheckedPlan:
+        """The plan on the same graph, whose blocks hand on these values, too."""
+        blocks = []
+        for block in self.graph.blocks:
+            more = (r for op in block.ops for r in op.results if r in values)
+            blocks.append(replace(block, outputs=tuple(dict.fromkeys([*block.outputs, *more]))))
+        return replace(self, graph=replace(self.graph, blocks=tuple(blocks)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from meshwright.costmodel.sharding import (
     BlockLayouts,
     DataLayout,
     Placement,
+    R,
     RowUse,
     TotalKind,
     data_layout,
@@ -36,7 +37,8 @@ class LoweredStage:
     `totals` are taken over the batch before the step, in this order; `counts` finds the targets of
     one micro-batch, `losses` says which loss has which, with its ignored index and class weights.
     `stored` gives the (data, tensor) state of each parameter, `buffers` the FQN and the placement
-    of each buffer, by value name.
+    of each buffer, by value name; `handed` is the (data, tensor) state of each value that is kept
+    for the caller of an evaluation.
     """
 
     graphs: StageGraphs
@@ -48,6 +50,7 @@ class LoweredStage:
     data: DataLayout
     stored: Mapping[str, State]
     buffers: Mapping[str, tuple[str, Placement]]
+    handed: Mapping[str, State]
 
     @property
     def reads(self) -> frozenset[str]:
@@ -68,7 +71,9 @@ class StageLowering:
         *,
         backend: str | None,
         weight_gradients: WeightGradientQueue | None,
+        keep: Collection[str] = (),
     ) -> None:
+        """`keep` are values that each stage hands on to the caller where it has them."""
         self.plan = plan = checked.plan
         self.graph = graph = checked.graph
         self.table = checked.factors
@@ -77,6 +82,7 @@ class StageLowering:
         self.place = place
         self.backend = backend
         self.weight_gradients = weight_gradients
+        self.keep = keep
         self.owner = stage_of(plan)
         self.edges = crossings(plan, graph)
         self._layouts: dict[int, DataLayout] = {}
@@ -105,6 +111,7 @@ class StageLowering:
             of, assignment = layouts[block.name], chosen[block.name]
             lowered.append(lowering.block(block, of, assignment, inputs, stored, held_as))
             states |= {n: assignment.states[n] for n in block.outputs}
+        handed = self._handed(blocks, lowering.context, states)
         counts, losses = _counts(graph, blocks, lowered, lowering)
         targets = counts.outputs if counts else ()
         graphs = StageGraphs(
@@ -117,6 +124,7 @@ class StageLowering:
             loss=graph.loss if any(graph.loss in b.outputs for b in blocks) else None,
             updates=updates,
             differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
+            outputs=tuple(handed),
         )
         return LoweredStage(
             graphs=graphs,
@@ -132,7 +140,16 @@ class StageLowering:
             data=data,
             stored=stored,
             buffers=buffers,
+            handed=handed,
         )
+
+    def _handed(
+        self, blocks: Sequence[Block], context: Context, states: Mapping[str, Placement]
+    ) -> dict[str, State]:
+        """What is kept of the blocks' results, and of raw inputs that they read."""
+        read = dict.fromkeys(v for b in blocks for v in b.derived)
+        found = {n: states.get(n, R) for n in (*states, *read) if n in self.keep}
+        return {name: context.boundary(name, state) for name, state in found.items()}
 
     def _data(self, dp: int) -> DataLayout:
         if dp not in self._layouts:

@@ -40,6 +40,7 @@ class Phase(StrEnum):
 
 
 Observer = Callable[[Instruction | Phase, Callable[[], None]], None]  # (what, runs it)
+Keep = Callable[[int, int, Mapping[str, torch.Tensor]], None]  # (stage, micro-batch, its values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +70,17 @@ class PipelineRun:
         scale: float,
         weight_gradients: WeightGradientQueue,
         observe: Observer | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction."""
+        """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction; `keep` is
+        handed what stages make of each micro-batch."""
         self.stages = stages
         self.stream = stream
         self.rng = rng
         self.scale = scale
         self.weight_gradients = weight_gradients
         self.observe = observe
+        self.keep = keep
         self.passes: dict[Unit, Pass] = {}
         self.activations: dict[Unit, dict[str, torch.Tensor]] = {}
         self.gradients: dict[Unit, dict[str, torch.Tensor]] = {}
@@ -127,6 +131,8 @@ class PipelineRun:
         stage, done = self.stages[s], self.run_forward(instruction)
         if self.read[unit]:
             self.passes[unit] = done
+        if self.keep is not None:
+            self.keep(s, k, done.produced)
         if (loss := stage.program.graphs.loss) is not None:
             self.losses.append(done.produced[loss].detach())
         for target, names in stage.beside.items():

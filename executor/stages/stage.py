@@ -60,7 +60,8 @@ class StageGraphs:
 
     `prologue` makes what the `blocks` read of raw inputs; `constants` are by value name. `sends`
     are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the values
-    that replace them after each micro-batch; `differentiable` have a gradient.
+    that replace them after each micro-batch; `differentiable` have a gradient. `outputs` are kept
+    for the caller of an evaluation.
     """
 
     prologue: Lowered
@@ -70,11 +71,13 @@ class StageGraphs:
     loss: str | None
     updates: Mapping[str, str]
     differentiable: frozenset[str]
+    outputs: tuple[str, ...] = ()
 
     @property
     def kept(self) -> tuple[str, ...]:
         """What a forward hands on."""
-        return (*self.sends, self.loss) if self.loss else self.sends
+        loss = () if self.loss is None else (self.loss,)
+        return tuple(dict.fromkeys([*self.sends, *loss, *self.outputs]))
 
 
 class StageProgram(nn.Module):

@@ -50,7 +50,6 @@ class UserModel:
         self.whole = True  # until `hold` says otherwise
         self._at: dict[str, tuple[nn.Module, str]] = {}
         self._replaced: dict[str, torch.Tensor] = {}  # what is now in the place of an original
-        self._calls_allowed = False
         self._handles: list[RemovableHandle] = []
 
     def tensor(self, fqn: str) -> torch.Tensor:
@@ -191,22 +190,6 @@ class UserModel:
             for fqn, x in now.items():
                 self.put(fqn, x)
 
-    @contextmanager
-    def filled(self, state: Mapping[str, torch.Tensor]) -> Iterator[nn.Module]:
-        """The model with whole tensors, those of `state`, in place of what this rank holds."""
-        split = self._replaced.items()
-        now = {n: x for n, x in split if x.is_meta or isinstance(x, nn.Parameter)}
-        try:
-            for fqn in now:
-                self.put(fqn, self._original(fqn, state[fqn]))
-            self._calls_allowed = True
-            yield self.module
-        finally:
-            self._calls_allowed = False
-            for fqn, x in now.items():
-                self.put(fqn, x)
-                _empty(self.originals[fqn])
-
     def release(self, state: Mapping[str, torch.Tensor], *, loaded: bool) -> None:
         """Give the model back as it was passed, with the values of `state`; what was on meta and
         was never `loaded` is on meta again."""
@@ -308,7 +291,7 @@ def _empty(original: torch.Tensor) -> None:
 
 def _refusal_of_calls(user: UserModel) -> Callable[..., None]:
     def refuse(module: nn.Module, args: Any) -> None:
-        if module is user.module and not user._calls_allowed:
+        if module is user.module:
             raise StateError(
                 "the model is parallelized: this rank holds only its part of the weights",
                 place="a call of the model",

@@ -34,7 +34,7 @@ from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.training import Fitted, evaluated, fit
+from meshwright.training import Fitted, fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,10 @@ class Trainer:
         """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
         loading = {**self._loading, "shuffle": False, "drop_last": False}
         batches = data_loader(_samples(eval_dataset) or self.eval_dataset, self.result, **loading)
-        loss = evaluated(self.result, batches)
-        return {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+        found = self.result.evaluate(batches)
+        perplexity = found.perplexity
+        extra = {} if perplexity is None else {"eval_perplexity": perplexity}
+        return {"eval_loss": found.loss, **extra}
 
     # --- what the arguments say ---
 

@@ -1,12 +1,13 @@
 """A plan that runs: its steps, and what it holds."""
 
 from meshwright.running.data_parallel import DataParallel
+from meshwright.running.evaluation import Evaluated, Evaluation
 from meshwright.running.planned import PlannedModel
 from meshwright.running.recalibrated import Recalibration, recalibrated, with_corrections
 from meshwright.running.state import State
 from meshwright.running.steps import Steps, repeated
 
 __all__ = [
-    "DataParallel", "PlannedModel", "Recalibration", "State", "Steps", "recalibrated", "repeated",
-    "with_corrections",
+    "DataParallel", "Evaluated", "Evaluation", "PlannedModel", "Recalibration", "State", "Steps",
+    "recalibrated", "repeated", "with_corrections",
 ]  # fmt: skip

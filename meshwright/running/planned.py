@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from meshwright.costmodel.operators import Problem
@@ -10,6 +12,8 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch, progress
 from meshwright.executor.runtime import RunOptions, Runtime
 from meshwright.executor.stages import CheckedPlan
+from meshwright.planner.batch import batch_rows
+from meshwright.running.data_parallel import DataParallel
 from meshwright.traced import TracedModel
 
 
@@ -64,3 +68,14 @@ class PlannedModel:
             group = next(k for k, ranks in enumerate(groups) if here in ranks)
             progress.predicted_peak_bytes = self.prediction.peak_memory_bytes[group]
         return self._runtime
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """Which rows of a global batch this rank feeds."""
+        return DataParallel.of(self.runtime)
+
+    def _global_rows(self, own: Any) -> int:
+        """The rows of a global batch of which a rank's own are given, as far as it knows."""
+        share = self.data_parallel
+        found = len(share.rows) if own is None else batch_rows(own)
+        return self.plan.global_batch_size if found == len(share.rows) else found * share.size

@@ -16,19 +16,13 @@ from meshwright.executor.runtime import MeasuredStep, timed_step
 from meshwright.monitor import MetricsLogger, Monitor, Predicted
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.running.data_parallel import DataParallel
 from meshwright.running.planned import PlannedModel
 
 
 class Steps(PlannedModel):
-    """A planned model that is trained and evaluated."""
+    """A planned model that is trained."""
 
     _monitor: Monitor | None = None
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        """Which rows of a global batch this rank feeds."""
-        return DataParallel.of(self.runtime)
 
     def train_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
         """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
@@ -42,8 +36,9 @@ class Steps(PlannedModel):
         `.grad`: zero them before, step your optimizer after. Where any of them on any rank is not
         finite, all are dropped (`skipped_steps`).
         """
-        self._traced.check_unchanged(batch, training=True)
-        runtime, given = self.runtime, _with_targets(batch, targets)
+        self._traced.check_unchanged(training=True)
+        self._traced.check_batch(batch)
+        runtime, given = self.runtime, with_targets(batch, targets)
 
         def rows() -> int:
             return self._global_rows(given) if local else batch_rows(given)
@@ -51,12 +46,6 @@ class Steps(PlannedModel):
         return self.monitor.train_step(
             lambda watch: runtime.train_step(given, observe=watch, local=local), rows
         )
-
-    def _global_rows(self, own: Any) -> int:
-        """The rows of a global batch of which a rank's own are given, as far as it knows."""
-        share = self.data_parallel
-        found = len(share.rows) if own is None else batch_rows(own)
-        return self.plan.global_batch_size if found == len(share.rows) else found * share.size
 
     @property
     def monitor(self) -> Monitor:
@@ -106,22 +95,9 @@ class Steps(PlannedModel):
         """
         if batch is None:
             batch = repeated(self._traced.example, self.plan.global_batch_size)
-        self._traced.check_unchanged(batch, training=True)
-        return timed_step(self.runtime, _with_targets(batch, targets), path, self.report.timeline)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output in its current mode (call `model.eval()` before), without
-        gradients. Collective, with the same arguments on every rank: where ranks hold parts, the
-        whole weights are gathered on each of them for it."""
-        return self.runtime.forward(*args, **kwargs)
-
-    def eval_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
-        """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
-        dropout; `local` as in `train_step`. Weights, buffers and gradients stay as they are.
-        ValueError for models with batch norm, which is planned with the batch's own statistics.
-        Collective."""
-        self._traced.check_unchanged(batch, training=False)
-        return self.runtime.eval_step(_with_targets(batch, targets), local=local)
+        self._traced.check_unchanged(training=True)
+        self._traced.check_batch(batch)
+        return timed_step(self.runtime, with_targets(batch, targets), path, self.report.timeline)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the whole model, every element counted once: the
@@ -161,7 +137,8 @@ def repeated(example: Any, rows: int) -> Any:
     return pytree.tree_map(repeat, dict(example) if isinstance(example, Mapping) else example)
 
 
-def _with_targets(batch: Any, targets: Any) -> Any:
+def with_targets(batch: Any, targets: Any) -> Any:
+    """A batch with the targets that were given apart, if any."""
     if targets is None:
         return batch
     if isinstance(batch, Mapping):

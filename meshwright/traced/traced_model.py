@@ -31,6 +31,7 @@ from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
+from meshwright.traced.modes import first_difference
 
 progress = logging.getLogger("meshwright.progress")
 
@@ -55,7 +56,7 @@ class TracedModel:
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
         _check_parameters(model)
-        check_positions(model, example)
+        self.check_batch(example)
         progress.debug("tracing the model")
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
@@ -66,10 +67,13 @@ class TracedModel:
         self.attributes = Attributes(model, loss_fn, self.graph)
         self.calls = Calls(model)
 
-    def check_unchanged(self, batch: Any, *, training: bool) -> None:
-        """Raise ValueError where the model is not what was traced (modes matter to `training`
-        only), or would not do with a batch what its trace does."""
+    def check_batch(self, batch: Any) -> None:
+        """Raise ValueError where the model would not do with a batch what its trace does."""
         check_positions(self.model, batch)
+
+    def check_unchanged(self, *, training: bool) -> None:
+        """Raise ValueError where the model is not what was traced; modes matter to `training`
+        only."""
         self.calls.check()
         self.attributes.check(training=training)
 
@@ -90,6 +94,22 @@ class TracedModel:
         except ValueError:  # it can't be traced there
             same = False
         return use if same else replace(use, filling=None)
+
+    @cached_property
+    def why_not_evaluated(self) -> str:
+        """Why the graph, traced in training mode, does not say what an evaluation computes: where
+        the forward runs other operators then; empty where it runs the same."""
+        if not any(training for _, training in self._modes):
+            return ""
+        before, self._modes = self._modes, [(m, False) for m, _ in self._modes]
+        try:
+            evaluated, _ = self._traced(self.model, self.graph.batch_size, like=None)
+            found = first_difference(self.graph, evaluated)
+        except ValueError as error:
+            found = f"its trace in evaluation mode, which fails: {error}"
+        finally:
+            self._modes = before
+        return found
 
     def with_example(self, example: Any) -> TracedModel:
         """The model traced with an example of other sizes. The attributes that it reads so are

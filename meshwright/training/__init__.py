@@ -1,6 +1,5 @@
 """A whole training run over a parallel model: its loop, its checkpoints."""
 
 from meshwright.training.fit import Fitted, fit
-from meshwright.training.loop import evaluated
 
-__all__ = ["Fitted", "evaluated", "fit"]
+__all__ = ["Fitted", "fit"]

@@ -21,7 +21,6 @@ import torch
 from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
 from meshwright.monitor import Metrics, MetricsLogger
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class Loop:
         self.progress.step += 1
 
     def _evaluate(self, evaluations: Evaluations) -> None:
-        found, progress = evaluated(self.result, evaluations.batches), self.progress
+        found, progress = self.result.evaluate(evaluations.batches).loss, self.progress
         progress.worse = 0 if found < progress.best_loss else progress.worse + 1
         progress.eval_loss, progress.best_loss = found, min(progress.best_loss, found)
         if launch.rank() == 0:
@@ -173,16 +172,3 @@ def _log(logger: MetricsLogger, before: int, metrics: Metrics) -> None:
 def is_local(loader: Any) -> bool:
     """Whether a loader gives this rank's rows, as those of `data_loader` do, not global batches."""
     return bool(getattr(loader, "local", False))
-
-
-def evaluated(result: ParallelModel, batches: Any) -> float:
-    """The mean loss of batches. Collective. Raises ValueError where there is none."""
-    losses = [result.eval_step(batch, local=is_local(batches)) for batch in batches]
-    if not losses:
-        raise MeshwrightError(
-            " has no batches",
-            place="evaluation",
-            legal="a dataset, or batches that can be iterated over again and again",
-            way_out="give a list or a loader, not an iterator",
-        )
-    return float(torch.stack(losses).mean())

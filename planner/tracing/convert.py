@@ -10,13 +10,13 @@ Operators that the loss does not need are dropped, and those that follow from ra
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshwright.costmodel.graph import Graph, Ref, TensorMeta, verify_graph
+from meshwright.costmodel.graph import Graph, Outputs, Ref, TensorMeta, verify_graph
 from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.calls import CallConverter, Environment
 from meshwright.planner.tracing.loss import LossModule
@@ -83,7 +83,7 @@ class _Converter:
     def graph(self, notes: tuple[str, ...]) -> Graph:
         environment = Environment(autocast=self.autocast)
         self._placeholders(environment)
-        loss = self._loss(self._run(self.program.graph_module, environment))
+        loss, returned = self._results(self._run(self.program.graph_module, environment))
         self.copies.check()
         state = self.state
         updates = {b: self.slots.read(b) for b in state.buffers if self.slots.read(b) != b}
@@ -104,6 +104,7 @@ class _Converter:
             )
         used = {n for op in (*derived, *ops) for n in (*op.operands, *op.results)}
         used |= {loss, *self.inputs, *updates}
+        made = {r for op in ops for r in op.results} - set(updates.values())
         return Graph(
             values=_only(values, used),
             ops=tuple(ops),
@@ -120,6 +121,7 @@ class _Converter:
             notes=notes,
             fixed=self.module.batch.fixed,
             reads=self._reads(),
+            outputs=self._outputs(loss, returned, made),
         )
 
     def _check_constants(self) -> None:
@@ -155,23 +157,36 @@ class _Converter:
                 found.append((path, name))
         return tuple(found)
 
-    def _loss(self, outputs: Any) -> str:
-        """The loss among the program's outputs; the others are new values of buffers."""
-        loss = None
+    def _outputs(self, loss: str, returned: Sequence[Any], made: Collection[str]) -> Outputs:
+        """What the model returns, of the values `made` in the graph."""
+        told = self.module.returned
+        slots = iter(returned)
+        values: list[str | None] = []
+        for kind in told.kinds:
+            slot = next(slots) if kind == "tensor" else None
+            value = self.slots.read(slot) if isinstance(slot, str) else None
+            values.append(loss if kind == "loss" else value if value in made else None)
+        return Outputs(paths=told.paths, values=tuple(values), spec=told.spec)
+
+    def _results(self, outputs: Any) -> tuple[str, list[Any]]:
+        """The loss among the program's outputs, and what the model returns besides; the others are
+        new values of buffers."""
+        found: list[Any] = []
         for spec, output in zip(self.program.graph_signature.output_specs, outputs, strict=True):
             if spec.kind.name == "USER_OUTPUT":
-                loss = output
+                found.append(output)
             elif spec.kind.name == "BUFFER_MUTATION":
                 fqn = str(spec.target).removeprefix("model.")
                 buffer = next(b for b, name in self.state.buffers.items() if name == fqn)
                 self.slots.write(buffer, self.slots.read(output), Origin())
+        loss, *returned = found
         if isinstance(loss, Unknown):
             raise loss.error()
-        assert isinstance(loss, str), "the wrapper returns one tensor"
+        assert isinstance(loss, str), "the wrapper returns the loss first"
         value = self.slots.read(loss)
         if self.builder.values[value].shape:  # one element, as torch's backward takes it
             value = self.builder.add("aten.reshape.default", (Ref(value), []), {}, Origin())[0]
-        return value
+        return value, returned
 
     # --- placeholders ---
 

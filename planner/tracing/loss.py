@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from meshwright.planner.batch import split_batch
+from meshwright.planner.batch import path_of, split_batch
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.batch import FakeBatch
 from meshwright.planner.tracing.draws import generators_untouched
@@ -43,12 +45,14 @@ class LossModule(nn.Module):
         self.leaf_recorder = leaf_recorder
         own_loss = {} if loss_fn is None else holders_of(loss_fn, "loss_fn")
         self.watch = Watch({**holders_of(model, "model"), **own_loss})
+        self._found = _Found()
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The loss of one forward from the attributes that the model was given: what it changes of
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The loss of one forward from the attributes that the model was given, then the tensors
+        among the leaves of the model's output, as `returned` says: what it changes of
         them is noted by `watch`, and put back. Raises TraceError for no loss."""
         held = Held(self.watch.holders)
-        loss = self.once(*tensors)
+        loss, output = self.once(*tensors)
         after = Held(self.watch.holders)
         if others := held.rebuilt(after):
             key = min(others)
@@ -58,7 +62,13 @@ class LossModule(nn.Module):
             )
         self.watch.left = held.changed(after)
         held.restore()
-        return loss
+        self._found.returned = Returned.of(output, loss)
+        return loss, *self.returned.tensors(output)
+
+    @property
+    def returned(self) -> Returned:
+        """What the model returned in the forward."""
+        return self._found.returned
 
     def attribute_of(self, tensor: torch.Tensor) -> Key | None:
         """The attribute of a module that holds a tensor, or one of its memory; None without."""
@@ -68,8 +78,9 @@ class LossModule(nn.Module):
                     return path, name
         return None
 
-    def once(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The loss of one forward, from the attributes that the last one left."""
+    def once(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The loss and the model's output of one forward, from the attributes that the last one
+        left."""
         args, kwargs, targets = split_batch(self.batch.filled(tensors), self.loss_fn)
         drawn = nullcontext() if self.leaf_recorder.classes else generators_untouched()
         with self.leaf_recorder.recording(), self.watch.recording(), drawn:
@@ -83,13 +94,53 @@ class LossModule(nn.Module):
         loss = tensor_of(loss)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             _check_real(maker, loss)
-            return loss
+            return loss, output
         what = _described(output if loss is None and not self.loss_fn else loss)
         raise TraceError(
             f"{maker} gives {what} where a scalar loss is needed; pass loss_fn=, labels among the "
             "inputs so that the model computes its loss, or the sum of several losses; a loss_fn "
             "may return (sum, count)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a model returned: the paths of its leaves, the structure, and of each leaf whether it is
+    a tensor ("tensor"), the loss itself ("loss"), or neither (None)."""
+
+    paths: tuple[str, ...]
+    kinds: tuple[str | None, ...]
+    spec: Any
+
+    @staticmethod
+    def of(output: Any, loss: torch.Tensor) -> Returned:
+        named, spec = _output_leaves(output)
+        kinds = (
+            "loss" if x is loss else "tensor" if isinstance(x, torch.Tensor) else None
+            for _, x in named
+        )
+        return Returned(tuple(path for path, _ in named), tuple(kinds), spec)
+
+    def tensors(self, output: Any) -> list[torch.Tensor]:
+        """The leaves that are tensors, but for the loss, in order."""
+        named, _ = _output_leaves(output)
+        both = zip(named, self.kinds, strict=True)
+        return [x for (_, x), kind in both if kind == "tensor"]
+
+
+class _Found:
+    """What a forward leaves on its module: an export forgets attributes, but no object's."""
+
+    returned: Returned
+
+
+def _output_leaves(output: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """(path, leaf) pairs of a model's output and its structure: what is no tuple, list, dict or
+    mapping of a library is a leaf."""
+    leaves, spec = pytree.tree_flatten_with_path(
+        output, is_leaf=lambda x: not isinstance(x, (tuple, list, Mapping))
+    )
+    return [(path_of(path), leaf) for path, leaf in leaves], spec
 
 
 @contextmanager

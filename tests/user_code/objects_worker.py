@@ -172,7 +172,7 @@ def owned(layout: str) -> dict[str, Any]:
     plain.model.eval()
     with torch.no_grad():
         expected = plain.model(batch(9)[0])
-    found["forward"] = float((result.forward(batch(9)[0]) - expected).abs().max())
+    found["forward"] = float((result.forward(batch(9)[0], gather=True) - expected).abs().max())
     found["call"] = said(lambda: model(batch(9)[0]))
     model.train()
     plain.model.train()
@@ -300,7 +300,9 @@ def from_meta(layout: str) -> dict[str, Any]:
     result.load_state_dict({**plain.model.state_dict(), "shift": plain.model.shift})
     optimizer = adam(model.parameters())
     found["loss"] = abs(steps(result, optimizer, range(1))[0] - plain.step(0))
-    found["forward"] = float((result.forward(batch(9)[0]) - plain.model(batch(9)[0])).abs().max())
+    found["forward"] = float(
+        (result.forward(batch(9)[0], gather=True) - plain.model(batch(9)[0])).abs().max()
+    )
     found["state"] = far(result.full_state_dict(), plain.model.state_dict())
     return found
 

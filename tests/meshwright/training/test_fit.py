@@ -102,7 +102,7 @@ def test_batches_of_ones_own_are_global(expected: list[float]) -> None:
         ({"steps": 0}, "fit: steps"),
         ({"keep": 0}, "fit: keep"),
         ({"planning": {"global_batch_size": 8}}, "with a model that has a plan"),
-        ({"evaluation": iter([]), "evaluate_every": 1}, "has no batches"),
+        ({"evaluation": iter([]), "evaluate_every": 1}, "0 batches count"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], says: str) -> None:

@@ -1,0 +1,184 @@
+"""Values of the graph that an evaluation keeps, gathered from the ranks that have parts of them.
+
+A value lies on the ranks of the stage that makes it: split by the plan on the tensor axis, and by
+rows on the data axis, a micro-batch at a time. Every rank of the stage gets it whole on the tensor
+axis; its own rows, or with `gather` those of all data ranks, on every rank of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.costmodel.sharding import Placement, R
+from meshwright.executor.errors import StateError
+from meshwright.executor.lowering import Axis, Reshard, State, all_gather, local_view
+from meshwright.executor.ranks import Place
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.runtime.step import Step
+from meshwright.executor.stages import Keep
+from meshwright.planner.plan import stage_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwarded:
+    """The mean loss of a batch, and the values that were asked for, each None where this rank has
+    no part of it."""
+
+    loss: torch.Tensor
+    values: Mapping[str, torch.Tensor | None]
+
+
+def forward(
+    runtime: Runtime,
+    batch: Any,
+    values: Collection[str],
+    *,
+    rows: int,
+    gather: bool,
+    at: torch.Tensor | None = None,
+) -> Forwarded:
+    """Evaluate a batch and keep `values` of the first so many `rows` of it: those that this rank
+    has, or with `gather` all, on every rank. Collective.
+
+    With `at` a value [rows, positions, ...] is read at one position per row: [rows, ...]. Raises
+    `StateError` for a value without rows in a plan of several micro-batches.
+    """
+    kept: list[_Kept] = []
+
+    def keep(step: Step) -> Keep:
+        kept.append(_Kept(step=step, place=runtime.place, rows=rows, gather=gather, at=at))
+        for value in values:
+            kept[0].row_dim(value)
+        return kept[0]
+
+    loss, _ = runtime.evaluate(batch, values, keep=keep)
+    with torch.no_grad():
+        return Forwarded(loss=loss, values={value: kept[0].whole(value) for value in values})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What is kept of one evaluation, by value, micro-batch by micro-batch."""
+
+    step: Step
+    place: Place
+    rows: int
+    gather: bool
+    at: torch.Tensor | None
+    parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __call__(self, stage: int, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
+        """Take what a stage made of a micro-batch. Collective over the stage's ranks."""
+        for value, state in self.step.stages[stage].handed.items():
+            part = self._part(value, state, microbatch, made[value])
+            self.parts.setdefault(value, []).append(part)
+
+    def whole(self, value: str) -> torch.Tensor | None:
+        """The value of all micro-batches. With `gather` collective over all ranks."""
+        parts, dim = self.parts.get(value, []), self.row_dim(value)
+        found: torch.Tensor | None = None
+        if parts:
+            found = parts[0] if dim is None else torch.cat(parts, dim)
+        if not self.gather or len(self.step.plan.devices) == 1 or self.place.mesh is None:
+            return found
+        if found is None:
+            meta = self.step.graph.values[value]
+            found = torch.empty(self._shape(value), dtype=meta.dtype, device=self.place.device)
+        source = self.place.meshes[_stage_with(self.step, value)].ranks[0]
+        dist.broadcast(found := found.contiguous(), src=source)
+        return found
+
+    def row_dim(self, value: str) -> int | None:
+        """The dim of the batch's rows in a value; None where it has none. Raises `StateError` where
+        micro-batches of it can't be put together."""
+        graph, table = self.step.graph, self.step.checked.factors
+        shape = graph.values[value].shape
+        found = None if table.batch is None else table.find(value, table.batch)
+        if table.batch is None and shape[:1] == (1,):  # of one row, which no dim tells
+            found = 0, 1
+        if found is not None and found[1] == 1:
+            return found[0]
+        if self.step.plan.num_microbatches == 1 and found is None:
+            return None
+        raise StateError(
+            f"forward: the output {value!r} of shape {shape} has no dim of the batch's rows, or "
+            f"others before them, and the batch runs in {self.step.plan.num_microbatches} "
+            "micro-batches: it can't be put together; legal: outputs that have a dim of rows, or "
+            "num_microbatches=1"
+        )
+
+    def _shape(self, value: str) -> list[int]:
+        """The shape of a value of all rows."""
+        shape, dim = list(self.step.graph.values[value].shape), self.row_dim(value)
+        if dim is not None:
+            shape[dim] = shape[dim] // self.step.plan.microbatch_rows * self.rows
+        return shape if self.at is None else [shape[0], *shape[2:]]
+
+    def _part(self, value: str, state: State, microbatch: int, x: torch.Tensor) -> torch.Tensor:
+        data, tensor = state
+        axis, each = self.place.data, self.step.plan.microbatch_rows
+        dim = self.row_dim(value)
+        first = microbatch * each
+        if data.sharded:
+            each //= axis.size
+            first += axis.rank * each
+        sizes = self.step.graph.values[value].shape
+        if self.at is not None:
+            x, tensor, sizes = self._at(x, state, first, each, sizes)
+        x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
+        if data.kind == "P" and axis.size > 1:
+            x = Reshard(data, R, axis)(x)
+        if data.sharded and axis.size > 1 and self.gather:
+            x = all_gather(x, data, axis)
+            first, each = microbatch * self.step.plan.microbatch_rows, each * axis.size
+        if dim is None:
+            return x
+        real = min(max(self.rows - first, 0), each)
+        return x.narrow(dim, 0, x.shape[dim] // each * real)
+
+    def _at(
+        self, x: torch.Tensor, state: State, first: int, each: int, sizes: tuple[int, ...]
+    ) -> tuple[torch.Tensor, Placement, tuple[int, ...]]:
+        """A value [rows, positions, ...] at each row's position, with its state on the tensor axis
+        and its whole sizes; only this is gathered where positions are not what is split."""
+        assert self.at is not None
+        data, tensor = state
+        if tensor.sharded and tensor.dim < 2:
+            x = _whole_on(self.place.tensor, x, tensor, data, self.place.data.size, sizes)
+            tensor = R
+        own = self.at[first : first + each].to(x.device)
+        own = torch.nn.functional.pad(own, (0, each - len(own)))
+        x = x[torch.arange(each, device=x.device), own]
+        if tensor.sharded:
+            tensor = replace(tensor, dim=tensor.dim - 1)
+        return x, tensor, (sizes[0], *sizes[2:])
+
+
+def _whole_on(
+    axis: Axis,
+    x: torch.Tensor,
+    state: Placement,
+    other: Placement,
+    other_size: int,
+    sizes: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor whole on the tensor `axis`; `other` is its state on the data axis."""
+    if axis.size == 1 or state.kind not in ("S", "P"):
+        return x
+    size = sizes[state.dim] if state.sharded else 0
+    uneven = size if size % axis.size else None
+    whole: torch.Tensor = Reshard(local_view(state, other, other_size), R, axis, uneven)(x)
+    return whole
+
+
+def _stage_with(step: Step, value: str) -> int:
+    """The stage whose blocks make a value, or are the first to read it."""
+    owner = stage_of(step.plan)
+    blocks = step.graph.blocks
+    made = [b for b in blocks if any(value in op.results for op in b.ops)]
+    return owner[(made or [b for b in blocks if value in b.derived])[0].name]
