@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
     from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
+    from meshwright.shell.progress import progress_shown as progress_shown
 
 # name -> the module that defines it
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "data_loader": "data.loader",
     "distributed": "executor.ranks.launch",
     "leaf": "planner.tracing.user_module.leaf",
+    "progress_shown": "shell.progress",
     "rule": "costmodel.user_rules.add",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
