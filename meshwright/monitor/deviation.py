@@ -37,7 +37,8 @@ AIMS: Mapping[tuple[str, ...], str] = {
     ("backward_s",): _KERNELS,
     ("reduction_s",): "the data axis' collectives: the link, or what hides behind the backward; "
     "`meshwright profile` measures them",
-    ("waiting_s",): "other ranks, or the host's launches; result.timeline(path) shows which",
+    ("waiting_s",): "other ranks, whose own result.monitor.told says why, or the host's launches; "
+    "result.timeline(path) shows which",
     ("input_s",): "more num_workers, or samples that are prepared beforehand",
     ("between_s",): "the optimizer's step, clipping, an input without data_loader, logging",
     BLOCKS: "the device as a whole: other processes on it, its clocks; if it is always so, "

@@ -88,7 +88,7 @@ class Predicted:
             rows=plan.global_batch_size,
             tokens_per_row=s["tokens_per_s"] and round(s["tokens_per_s"] / s["rows_per_s"]),
             mfu=s["mfu"],
-            peak_memory_bytes=s["peak_memory_bytes"][group],
+            peak_memory_bytes=float(s["peak_memory_bytes"][group]),
         )
 
 
@@ -289,9 +289,9 @@ def _memory(device: torch.device) -> dict[str, float]:
     if not has_streams(device):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
         return {"peak_memory_bytes": peak}
-    stats = module_of(device).memory_stats(device)
+    module = module_of(device)
     return {
-        "peak_memory_bytes": float(stats["allocated_bytes.all.peak"]),
-        "reserved_memory_bytes": float(stats["reserved_bytes.all.peak"]),
-        "allocation_retries": float(stats["num_alloc_retries"]),
+        "peak_memory_bytes": float(module.max_memory_allocated(device)),
+        "reserved_memory_bytes": float(module.max_memory_reserved(device)),
+        "allocation_retries": float(module.memory_stats(device).get("num_alloc_retries", 0)),
     }
