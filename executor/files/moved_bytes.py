@@ -27,10 +27,10 @@ class MovedBytes:
     def __call__(self, count: int) -> None:
         """So many more are moved."""
         before, self.done = self.done, self.done + count
-        if not self.said:
+        if not self.said or before >= self.total:  # a file holds more than its tensors
             return
         now = self.clock()
-        if now >= self.next_s or before < self.total <= self.done:
+        if now >= self.next_s or self.done >= self.total:
             self.next_s = now + EVERY_S
-            done = sized(min(self.done, self.total))  # a file holds more than its tensors
+            done = sized(min(self.done, self.total))
             progress.debug("%s: %s of %s%s", self.what, done, sized(self.total), self.whose)

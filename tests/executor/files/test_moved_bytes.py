@@ -18,7 +18,7 @@ def test_it_is_said_now_and_then_and_at_the_end(caplog: pytest.LogCaptureFixture
         for _ in range(4):
             moved(MIB)
             now[0] += 0.6 * EVERY_S
-        now[0] -= EVERY_S
+        now[0] += EVERY_S
         moved(512)  # what a file holds beside its tensors
     assert [record.getMessage() for record in caplog.records] == [
         "reading: 1 MiB of 4 MiB",
