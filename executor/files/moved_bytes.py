@@ -27,7 +27,7 @@ class MovedBytes:
     def __call__(self, count: int) -> None:
         """So many more are moved."""
         before, self.done = self.done, self.done + count
-        if not self.said or before >= self.total:  # a file holds more than its tensors
+        if not self.said or before >= self.total:  # files hold more than their tensors
             return
         now = self.clock()
         if now >= self.next_s or self.done >= self.total:

@@ -9,9 +9,9 @@
     forward_s ...   of observed steps, what this rank computed, reduced and waited for
 
 Rates are those of the global batch. Times are of this rank, on a GPU by events on its stream:
-nothing waits for the device until metrics are asked for. A step is observed where it is among those
-after which the deviation is told, and then every `OBSERVE_EVERY`th: each instruction's time is
-taken.
+nothing waits for the device until metrics are asked for, or the deviation is told. A step is
+observed where it is among those after which that is, and then every `OBSERVE_EVERY`th: each
+instruction's time is taken.
 """
 
 from __future__ import annotations
@@ -139,19 +139,17 @@ class Monitor:
         numbers: dict[str, Any] = dict(self.states())
         if self._input_s is not None:
             numbers["input_s"], self._input_s = self._input_s, 0.0
-        self._last, self._logged = (
-            _Step(
-                step=self.steps_done(),
-                loss=loss.detach(),
-                size=size(),
-                before=began if self._last is None else self._last.ended,
-                began=began,
-                ended=ended,
-                watch=watch,
-                numbers=numbers,
-            ),
-            False,
+        self._last = _Step(
+            step=self.steps_done(),
+            loss=loss.detach(),
+            size=size(),
+            before=began if self._last is None else self._last.ended,
+            began=began,
+            ended=ended,
+            watch=watch,
+            numbers=numbers,
         )
+        self._logged = False
         self.count += 1
         if watch is not None and self.count <= TELL_AFTER and self._last.size == self._planned:
             self._observed.append(self._last)
@@ -240,8 +238,7 @@ class Monitor:
         for what, seconds in step.watch.durations():
             found[_term(what)] += seconds
         busy_s = sum(found.values()) - found["waiting_s"]
-        whole_s = self.clock.between(step.began, step.ended)
-        return found | {"waiting_s": max(0.0, whole_s - busy_s)}
+        return found | {"waiting_s": max(0.0, self._times(step)["train_step_s"] - busy_s)}
 
     def _tell(self) -> None:
         """Say how far the observed steps are from what was predicted, on rank 0."""
