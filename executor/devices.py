@@ -88,6 +88,14 @@ class Clock:
         event.record()
         return event
 
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one moment to another, exact after hours too. Waits for the device to reach
+        it."""
+        if not has_streams(self.device):
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
     def seconds(self, moments: Sequence[Any]) -> list[float]:
         """Moments in seconds of the host's clock. Waits for the device."""
         synchronize(self.device)

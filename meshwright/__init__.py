@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
     from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
+    from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit
 
 # name -> the module that defines it
@@ -48,6 +49,7 @@ _HOMES = {
     "fit": "training.fit",
     "leaf": "planner.tracing.user_module.leaf",
     "packed": "data.packing",
+    "progress_shown": "shell.progress",
     "rule": "costmodel.user_rules.add",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

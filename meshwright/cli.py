@@ -299,7 +299,8 @@ def _run(args: argparse.Namespace) -> int:
     with launch.distributed(cluster.backend):
         result, example = _parallelize(args, plan=args.plan, compile=args.compile)
         if args.weights:
-            result.load_weights(args.weights)
+            with progress_shown():
+                result.load_weights(args.weights)
         elif not result.runtime.loaded:
             result.init_weights()
         batch = repeated(example, args.batch)

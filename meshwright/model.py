@@ -57,6 +57,8 @@ class ParallelModel(Steps, Evaluation, State):
         )
         decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         new = ParallelModel(decision, self._problem, request, self._traced)
+        if self._monitor is not None:
+            self._monitor.close()
         if self._runtime is not None and not new._why_not:
             left = hand_over(self._runtime, new.plan, optimizer)
             take_over(new.runtime, left, optimizer)

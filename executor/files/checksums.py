@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +12,10 @@ import xxhash
 BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
 
 
-def read_and_sum(handle: int, start: int, parts: Iterable[memoryview]) -> str:
+Moved = Callable[[int], None]  # takes how many more bytes were moved
+
+
+def read_and_sum(handle: int, start: int, parts: Iterable[memoryview], moved: Moved) -> str:
     """Fill memory, part by part, from an open file, from byte `start` on; returns the checksum of
     what was read. Raises EOFError where the file ends before."""
     state = xxhash.xxh3_64()
@@ -24,6 +27,7 @@ def read_and_sum(handle: int, start: int, parts: Iterable[memoryview]) -> str:
                 raise EOFError("is not there: the file became shorter")
             state.update(into[count : count + more])
             start, count = start + more, count + more
+            moved(more)
     return state.hexdigest()
 
 
@@ -39,12 +43,14 @@ def checksum_of_file(path: Path) -> str:
 class ChecksumStream:
     """Passes what is written on to a file, and sums it up."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._state = file, xxhash.xxh3_64()
+    def __init__(self, file: IO[bytes], moved: Moved) -> None:
+        self._file, self._moved, self._state = file, moved, xxhash.xxh3_64()
 
     def write(self, data: Any) -> int:
         self._state.update(data)
-        return self._file.write(data)
+        count = self._file.write(data)
+        self._moved(count)
+        return count
 
     def flush(self) -> None:
         self._file.flush()

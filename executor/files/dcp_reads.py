@@ -16,9 +16,10 @@ import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from meshwright.executor.errors import DamagedError
-from meshwright.executor.files.checksums import read_and_sum
+from meshwright.executor.files.checksums import Moved, read_and_sum
 from meshwright.executor.files.chunks import Box, ChunkRead, narrowed
 from meshwright.executor.files.dcp_metadata import StoredChunk, StoredTensor
+from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.ranks import phase
 
 Copy = tuple[ChunkRead, Box]  # a read, and the box of it and of the chunk
@@ -39,13 +40,15 @@ def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor])
                 chunks.setdefault(place, (chunk, []))[1].append((read, both))
     lengths = [_stored_whole(path, chunks) for path, chunks in by_file.items()]
     buffer = torch.empty(max(lengths, default=0), dtype=torch.uint8)  # takes pages where written
+    total = sum(chunk.length for chunks in by_file.values() for chunk, _ in chunks.values())
+    moved = MovedBytes("reading a checkpoint", total)
     with torch.no_grad(), phase("reading a checkpoint"):
         for path, chunks in sorted(by_file.items()):
             with path.open("rb") as file:
                 for _, (chunk, copies) in sorted(chunks.items()):
                     name = copies[0][0].name
                     try:
-                        _read(file, chunk, copies, stored[name].dtype, buffer)
+                        _read(file, chunk, copies, stored[name].dtype, buffer, moved)
                     except Exception as error:
                         where = f"{name!r} in {str(path)!r}"
                         raise DamagedError(f" {error}", place=where) from error
@@ -80,20 +83,21 @@ def _read(
     copies: list[Copy],
     dtype: torch.dtype,
     buffer: torch.Tensor,
+    moved: Moved,
 ) -> None:
     """Read a chunk's boxes. Raises ValueError where it is damaged."""
     data = buffer[: chunk.length]
     try:
         x, start = _described(file, chunk, dtype)
     except Exception:  # of damage its checksum says more
-        _fill(file, chunk, [data])
+        _fill(file, chunk, [data], moved)
         raise
     size = x.untyped_storage().nbytes()
     into = _memory(x, chunk, copies)
     if into is not None:
-        _fill(file, chunk, [data[:start], into, data[start : chunk.length - size]])
+        _fill(file, chunk, [data[:start], into, data[start : chunk.length - size]], moved)
         return
-    _fill(file, chunk, [data])
+    _fill(file, chunk, [data], moved)
     values = data[start : start + size].view(dtype)
     first = values.storage_offset() + x.storage_offset()
     _copy(values.as_strided(x.shape, x.stride(), first), chunk, copies)
@@ -125,11 +129,12 @@ def _memory(x: torch.Tensor, chunk: StoredChunk, copies: list[Copy]) -> torch.Te
     return None
 
 
-def _fill(file: IO[bytes], chunk: StoredChunk, parts: Iterable[torch.Tensor]) -> None:
+def _fill(file: IO[bytes], chunk: StoredChunk, parts: Iterable[torch.Tensor], moved: Moved) -> None:
     """Read a chunk's archive into memory, part by part. Raises ValueError where it is not what was
     saved."""
     arrays: list[Any] = [part.numpy() for part in parts if part.numel()]
-    found = read_and_sum(file.fileno(), chunk.start, [memoryview(array) for array in arrays])
+    views = [memoryview(array) for array in arrays]
+    found = read_and_sum(file.fileno(), chunk.start, views, moved)
     if found != chunk.xxh3_64 is not None:
         raise DamagedError("is damaged: its checksum is not that of what was saved")
 

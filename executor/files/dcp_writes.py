@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshwright.executor.files.checksums import ChecksumStream
+from meshwright.executor.files.checksums import ChecksumStream, Moved
 from meshwright.executor.files.chunks import LocalChunks
+from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.ranks import WAITING, phase
 
 
@@ -61,9 +62,10 @@ class _Checksums(_StorageWriterTransforms):
     def __init__(self) -> None:
         super().__init__()
         self.of: dict[MetadataIndex, ChecksumStream] = {}
+        self.moved: Moved = MovedBytes("writing a checkpoint", 0)
 
     def transform_save_stream(self, item: WriteItem, file: Any) -> tuple[Any, list[str]]:
-        self.of[item.index] = ChecksumStream(file)
+        self.of[item.index] = ChecksumStream(file, self.moved)
         return self.of[item.index], []
 
 
@@ -80,6 +82,7 @@ class _Writer(FileSystemWriter):
             nothing: Future[list[WriteResult]] = Future()
             nothing.set_result([])
             return nothing
+        self._checksums.moved = MovedBytes("writing a checkpoint", _total(plan))
         with phase("writing a checkpoint"):
             written: Future[list[WriteResult]] = super().write_data(plan, planner)
             for result in written.value():
@@ -93,6 +96,12 @@ class _Writer(FileSystemWriter):
                 end = place.offset + place.length
                 before = self.bytes_of.get(place.relative_path, 0)
                 self.bytes_of[place.relative_path] = max(before, end)
+
+
+def _total(plan: SavePlan) -> int:
+    """The bytes of a plan's tensors."""
+    written = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(x.chunk.sizes.numel() * x.properties.dtype.itemsize for x in written)
 
 
 class ChunkPlanner(DefaultSavePlanner):

@@ -28,6 +28,7 @@ from meshwright.executor.files.atomic_folder import followed, published
 from meshwright.executor.files.chunks import ChunkRead
 from meshwright.executor.files.dcp_metadata import read_metadata
 from meshwright.executor.files.dcp_reads import read_tensors
+from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.files.ownership import METADATA
 from meshwright.executor.files.paths import inside
 from meshwright.executor.ranks import launch
@@ -133,11 +134,13 @@ class WeightFiles:
         by_file: dict[Path, list[ChunkRead]] = {}
         for read in reads:
             by_file.setdefault(self.path_of[read.name], []).append(read)
+        moved = MovedBytes("reading weights", sum(read.into.nbytes for read in reads))
         for path, of_file in by_file.items():
             with ExitStack() as stack, torch.no_grad(), _damage_named(path):
                 stored = opened(path, stack)
                 for read in of_file:
                     read.into.copy_(stored[read.name][read.index])
+                    moved(read.into.nbytes)
 
 
 def shape_of(stored: Any) -> Sequence[int]:

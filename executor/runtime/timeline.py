@@ -135,11 +135,12 @@ RankTiming = tuple[float, Sequence[Span]]  # of a rank: its clock's offset in se
 
 
 class Stopwatch:
-    """Observer of a step that records when each instruction and phase begins and ends."""
+    """Observer of a step that records when each instruction and phase begins and ends, by a clock
+    of its own, for which it waits for the device, or by one that runs already."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
         self.records: list[tuple[Instruction | Phase, Any, Any]] = []
-        self.clock = Clock(device)
+        self.clock = clock or Clock(device)
 
     def __call__(self, what: Instruction | Phase, run: Callable[[], None]) -> None:
         start = self.clock.now()
@@ -151,6 +152,11 @@ class Stopwatch:
         whats, starts, ends = zip(*self.records, strict=True) if self.records else ((), (), ())
         seconds = map(self.clock.seconds, (starts, ends))
         return list(zip(whats, *seconds, strict=True))
+
+    def durations(self) -> list[tuple[Instruction | Phase, float]]:
+        """The seconds of each record. Waits for the GPU."""
+        between = self.clock.between
+        return [(what, between(start, end)) for what, start, end in self.records]
 
 
 def timed_step(

@@ -12,6 +12,7 @@ plan, it goes on under another, no sample lost or repeated, whatever the number 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.data import Dataset, default_collate
 from meshwright.data.order import Buckets, GlobalBatch, Order
 from meshwright.executor.ranks import all_gather_object, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.running import DataParallel, PlannedModel
+from meshwright.running import DataParallel, Steps
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,11 @@ class DataLoader:
         collate_fn: Callable[[list[Any]], Any],
         padding: Mapping[str, float],
         loading: Mapping[str, Any],
+        waited: Callable[[float], None],
     ) -> None:
         self.dataset, self.share, self.order = dataset, share, order
         self.collate_fn, self.padding, self.loading = collate_fn, padding, loading
+        self.waited = waited  # takes the seconds that a batch was waited for
         self.epoch = 0
         self.position = 0  # batches of the epoch that were handed out
         self._check_last()
@@ -73,9 +76,13 @@ class DataLoader:
             collate_fn=self.collate_fn,
             **self.loading,
         )
+        began_s = time.perf_counter()
         for batch, found in zip(due, loaded, strict=True):
             self.position += 1
-            yield self._filled(batch, found)
+            filled = self._filled(batch, found)
+            self.waited(time.perf_counter() - began_s)
+            yield filled
+            began_s = time.perf_counter()
 
     def own(self, batch: GlobalBatch) -> list[int]:
         """The numbers of this rank's samples. A smaller batch is shared out evenly."""
@@ -164,7 +171,7 @@ class DataLoader:
 
 def data_loader(
     dataset: Any,
-    result: PlannedModel,
+    result: Steps,
     *,
     shuffle: bool = True,
     seed: int = 0,
@@ -221,11 +228,12 @@ def data_loader(
     )
     return DataLoader(
         dataset,
-        DataParallel.of(result.runtime),
+        result.data_parallel,
         order,
         collate_fn=collate_fn or default_collate,
         padding={**PADDING, **(padding or {})},
         loading=loading,
+        waited=result.monitor.waited_for_input,
     )
 
 

@@ -1,5 +1,6 @@
 """What a run measures of itself beside what was predicted, and where that is written."""
 
+from meshwright.monitor.batch_size import BatchSize, TokenCount
 from meshwright.monitor.deviation import Deviation
 from meshwright.monitor.loggers import (
     JsonLinesLogger,
@@ -7,10 +8,11 @@ from meshwright.monitor.loggers import (
     MetricsLogger,
     TensorBoardLogger,
     WandbLogger,
+    logger_for,
 )
 from meshwright.monitor.metrics import WARM_UP, Monitor, Predicted
 
 __all__ = [
-    "WARM_UP", "Deviation", "JsonLinesLogger", "Metrics", "MetricsLogger", "Monitor", "Predicted",
-    "TensorBoardLogger", "WandbLogger",
+    "WARM_UP", "BatchSize", "Deviation", "JsonLinesLogger", "Metrics", "MetricsLogger", "Monitor",
+    "Predicted", "TensorBoardLogger", "TokenCount", "WandbLogger", "logger_for",
 ]  # fmt: skip

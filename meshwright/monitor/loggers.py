@@ -4,11 +4,12 @@ numbers is one; `step` is among them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.profiles.inputs import NotInstalledError
+from meshwright.profiles.inputs import MeshwrightError, NotInstalledError
 
 Metrics = Mapping[str, float]
 
@@ -19,49 +20,77 @@ class MetricsLogger(Protocol):
     def __call__(self, metrics: Metrics, /) -> None: ...
 
 
+def logger_for(to: MetricsLogger | str | Path) -> MetricsLogger:
+    """A logger, or one for a path that ends in .jsonl. Raises ValueError for another path, and for
+    what can't be called."""
+    if isinstance(to, str | Path):
+        if Path(to).suffix == ".jsonl":
+            return JsonLinesLogger(to)
+    elif callable(to):
+        return to
+    raise MeshwrightError(
+        f" is {to!r}",
+        place="log_to: logger",
+        legal="a path that ends in .jsonl, or a function of a mapping of numbers",
+        way_out="TensorBoardLogger(folder) and WandbLogger(run) of meshwright.monitor are such",
+    )
+
+
 class JsonLinesLogger:
-    """Appends a JSON object a step to a file."""
+    """Appends a JSON object a step to a file, whose folder is made. What is not finite is null."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def __call__(self, metrics: Metrics) -> None:
+        row = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(metrics)) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
 class TensorBoardLogger:
-    """Writes scalars `meshwright/<name>` to a `SummaryWriter`, yours or one for a folder. Raises
-    ImportError without the package tensorboard."""
+    """Writes scalars `meshwright/<name>` to a `SummaryWriter`, yours or one for a folder, which is
+    made at the first step: only where steps are logged. Raises ImportError without the package
+    tensorboard."""
 
     def __init__(self, to: Any) -> None:
-        self.writer = _writer(to) if isinstance(to, str | Path) else to
+        self.folder = str(to) if isinstance(to, str | Path) else None
+        self._make = _writer_class(self.folder) if self.folder is not None else None
+        self.writer = to if self.folder is None else None
 
     def __call__(self, metrics: Metrics) -> None:
+        if self.writer is None:
+            assert self._make is not None
+            self.writer = self._make(self.folder)
         for name, value in metrics.items():
             if name != "step":
                 self.writer.add_scalar(f"meshwright/{name}", value, int(metrics["step"]))
         self.writer.flush()
 
 
-def _writer(folder: str | Path) -> Any:
+def _writer_class(folder: str) -> Callable[[str | None], Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise NotInstalledError(
             "the package tensorboard is not installed",
-            place=f"TensorBoardLogger({str(folder)!r})",
+            place=f"TensorBoardLogger({folder!r})",
             way_out="`pip install meshwright[tensorboard]`, or JsonLinesLogger(path)",
         ) from error
-    return SummaryWriter(str(folder))
+    made: Callable[[str | None], Any] = SummaryWriter
+    return made
 
 
 class WandbLogger:
-    """Logs to a run of Weights & Biases, which `wandb.init()` gives."""
+    """Logs to a run of Weights & Biases: what `wandb.init()` gives, or a function that gives it,
+    which is called at the first step that is logged, on rank 0 alone."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
 
     def __call__(self, metrics: Metrics) -> None:
+        if not hasattr(self.run, "log"):
+            self.run = self.run()
         numbers = {f"meshwright/{k}": v for k, v in metrics.items() if k != "step"}
         self.run.log(numbers, step=int(metrics["step"]))

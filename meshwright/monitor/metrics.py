@@ -1,12 +1,17 @@
 """Metrics of a run: of the last step what was measured, beside what was predicted, as flat numbers.
 
-    train_step_s    forward, backward and reduction of a batch; on GPUs of observed steps alone
-    step_time_s     from the start of a `train_step` to that of the next: with the optimizer's step
-                    and the input
+    train_step_s    forward, backward and reduction of a batch
+    between_s       from the end of the `train_step` before to the start of this one: the
+                    optimizer's step, the input, and whatever else ran meanwhile
+    input_s         of it the wait for a `data_loader`
+    step_time_s     both: from the end of the `train_step` before to the end of this one; rates and
+                    MFU are by it. The first step has nothing before it
     forward_s ...   of observed steps, what this rank computed, reduced and waited for
 
-A step is observed where it is among those after which the deviation is told, and then every
-`OBSERVE_EVERY`th: the instructions' times are taken, which on GPUs waits for the device.
+Rates are those of the global batch. Times are of this rank, on a GPU by events on its stream:
+nothing waits for the device until metrics are asked for, or the deviation is told. A step is
+observed where it is among those after which that is, and then every `OBSERVE_EVERY`th: each
+instruction's time is taken.
 """
 
 from __future__ import annotations
@@ -15,17 +20,17 @@ import atexit
 import logging
 import resource
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from meshwright.costmodel.schedules import Action
-from meshwright.executor.devices import has_streams, module_of
+from meshwright.costmodel.schedules import Action, Instruction
+from meshwright.executor.devices import Clock, has_streams, module_of
 from meshwright.executor.runtime import Stopwatch
 from meshwright.executor.stages import Phase
+from meshwright.monitor.batch_size import BatchSize
 from meshwright.monitor.deviation import TERMS, Deviation, deviation
 from meshwright.monitor.loggers import Metrics, MetricsLogger
 from meshwright.planner.report import Report
@@ -44,14 +49,15 @@ _BACKWARD = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """What a rank's step is predicted to take: `train_step_s` and the terms of it; of the whole
-    `rows_per_s`, tokens a row (None without a sequence), MFU, seconds, bytes of its device."""
+    step seconds, and those where 80 % of steps are, rows, tokens a row (None without a sequence),
+    MFU; bytes of its device."""
 
     train_step_s: float
     terms: Mapping[str, float]
     step_time_s: float
-    interval: tuple[float, float]
+    interval_s: tuple[float, float]
     rows: int
-    tokens_per_row: float | None
+    tokens_per_row: int | None
     mfu: float
     peak_memory_bytes: float
 
@@ -80,51 +86,77 @@ class Predicted:
                 "waiting_s": max(0.0, train_step_s - forward_s - backward_s - reduction_s),
             },
             step_time_s=step_s,
-            interval=(low / step_s, high / step_s),
+            interval_s=(low, high),
             rows=plan.global_batch_size,
-            tokens_per_row=s["tokens_per_s"] and s["tokens_per_s"] / s["rows_per_s"],
+            tokens_per_row=s["tokens_per_s"] and round(s["tokens_per_s"] / s["rows_per_s"]),
             mfu=s["mfu"],
-            peak_memory_bytes=s["peak_memory_bytes"][group],
+            peak_memory_bytes=float(s["peak_memory_bytes"][group]),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step that ran: moments by the monitor's clock, the end of the step `before` it (its own
+    start for the first one) among them; further `numbers` by name."""
+
+    step: int
+    loss: torch.Tensor
+    size: BatchSize
+    before: Any
+    began: Any
+    ended: Any
+    watch: Stopwatch | None
+    numbers: dict[str, Any]
 
 
 @dataclass(slots=True)
 class Monitor:
-    """Measures the steps of one rank on a `device`, and hands them to loggers on rank 0. `step` is
-    the number of steps done, `states` gives numbers beside after each."""
+    """Measures the steps of one rank by the clock of its device, and hands them to loggers on rank
+    0. `steps_done` is how many steps were trained, under plans before this one too; `states` gives
+    numbers beside after each. `count` is the number of steps measured."""
 
     predicted: Predicted
-    device: torch.device
+    clock: Clock
     rank: int
+    steps_done: Callable[[], int]
     states: Callable[[], Mapping[str, float]] = dict
-    clock: Callable[[], float] = time.perf_counter
-    step: int = 0
+    count: int = 0
     told: Deviation | None = None
     _loggers: list[tuple[MetricsLogger, int]] = field(default_factory=list)
-    _last: dict[str, Any] = field(default_factory=dict)
-    _observed: list[dict[str, float]] = field(default_factory=list)
-    _began_s: float | None = None
+    _last: _Step | None = None
+    _logged: bool = False
+    _observed: list[_Step] = field(default_factory=list)
+    _rows: list[dict[str, float]] = field(default_factory=list)
+    _input_s: float | None = None
 
     def train_step(
-        self, run: Callable[[Stopwatch | None], torch.Tensor], rows: Callable[[], int]
+        self, run: Callable[[Stopwatch | None], torch.Tensor], size: Callable[[], BatchSize]
     ) -> torch.Tensor:
-        """Run a step, which takes an observer or None, and measure it; `rows` of its batch are
-        counted when it has run."""
-        began_s = self.clock()
-        self._over(began_s)
-        watch = Stopwatch(self.device) if self._observes(self.step + 1) else None
+        """Run a step, which takes an observer or None, and measure it; the `size` of its batch is
+        asked for when it has run."""
+        self.close()
+        began = self.clock.now()
+        watch = Stopwatch(self.clock.device, self.clock) if self._observes() else None
         loss = run(watch)
-        self.step += 1
-        self._began_s = began_s
-        self._last = {"step": self.step, "loss": loss.detach(), "rows": rows(), **self.states()}
-        if not has_streams(self.device):
-            self._last["train_step_s"] = self.clock() - began_s
-        if watch is not None:
-            measured = _terms(watch, self._last.get("train_step_s"))
-            self._last |= measured
-            if self._last["rows"] == self.predicted.rows:
-                self._observed.append(measured)
-        if self.step == TELL_AFTER and self.rank == 0:
+        ended = self.clock.now()
+        numbers: dict[str, Any] = dict(self.states())
+        if self._input_s is not None:
+            numbers["input_s"], self._input_s = self._input_s, 0.0
+        self._last = _Step(
+            step=self.steps_done(),
+            loss=loss.detach(),
+            size=size(),
+            before=began if self._last is None else self._last.ended,
+            began=began,
+            ended=ended,
+            watch=watch,
+            numbers=numbers,
+        )
+        self._logged = False
+        self.count += 1
+        if watch is not None and self.count <= TELL_AFTER and self._last.size == self._planned:
+            self._observed.append(self._last)
+        if self.count == TELL_AFTER:
             self._tell()
         return loss
 
@@ -141,95 +173,137 @@ class Monitor:
 
     def note(self, **numbers: Any) -> None:
         """Add numbers to the last step's."""
-        self._last.update(numbers)
+        if self._last is not None:
+            self._last.numbers.update(numbers)
+
+    def waited_for_input(self, seconds: float) -> None:
+        """The next step's batch was waited for."""
+        self._input_s = (self._input_s or 0.0) + seconds
 
     def close(self) -> None:
-        """The last step is over."""
-        self._over(None)
-
-    def metrics(self) -> dict[str, float]:
-        """The last step's numbers; empty before the first. Waits for its loss."""
-        if not self._last:
-            return {}
-        last, own = self._last, self.predicted
-        found = {name: float(x) for name, x in last.items() if name not in ("rows", "over")}
-        step_s = found.get("step_time_s") or found.get("train_step_s")
-        if step_s:
-            found["rows_per_s"] = last["rows"] / step_s
-            if own.tokens_per_row:
-                found["tokens_per_s"] = found["rows_per_s"] * own.tokens_per_row
-            found["mfu"] = own.mfu * own.step_time_s / step_s * last["rows"] / own.rows
-        found["peak_memory_bytes"] = _peak_bytes(self.device)
-        predicted = {
-            "train_step_s": own.train_step_s,
-            "step_time_s": own.step_time_s,
-            "mfu": own.mfu,
-            "peak_memory_bytes": own.peak_memory_bytes,
-            "rows_per_s": own.rows / own.step_time_s,
-            **own.terms,
-        }
-        if own.tokens_per_row:
-            predicted["tokens_per_s"] = predicted["rows_per_s"] * own.tokens_per_row
-        return found | {f"predicted_{name}": value for name, value in predicted.items()}
-
-    def medians(self) -> tuple[int, dict[str, float]]:
-        """How many steps of whole batches were observed, and the medians of their numbers."""
-        names = self._observed[0] if self._observed else ()
-        found = {name: statistics.median(each[name] for each in self._observed) for name in names}
-        return len(self._observed), found
-
-    def _observes(self, step: int) -> bool:
-        return WARM_UP < step <= TELL_AFTER or step % OBSERVE_EVERY == 0
-
-    def _over(self, now_s: float | None) -> None:
-        """The last step is over: its whole time is known, and it goes to the loggers."""
-        if not self._last or self._last.get("over"):
+        """The last step is over: it goes to the loggers, once."""
+        if self._last is None or self._logged:
             return
-        if now_s is not None and self._began_s is not None:
-            self._last["step_time_s"] = now_s - self._began_s
-        due = [log for log, every in self._loggers if self.step % every == 0]
+        self._logged = True
+        due = [log for log, every in self._loggers if self._last.step % every == 0]
         if due and self.rank == 0:
             metrics: Metrics = self.metrics()
             for log in due:
                 log(metrics)
-        self._last["over"] = True
+            atexit.unregister(self.close)  # at the end before those of what a logger has started
+            atexit.register(self.close)
+
+    def metrics(self) -> dict[str, float]:
+        """The last step's numbers; empty before the first. Waits for the step, and for no other
+        rank."""
+        last, own = self._last, self.predicted
+        if last is None:
+            return {}
+        found = {name: float(x) for name, x in last.numbers.items()}
+        found |= {"step": float(last.step), "loss": float(last.loss), **self._times(last)}
+        found |= _rates(last.size, found["step_time_s"])
+        share = (last.size.tokens or last.size.rows) / (self._planned.tokens or own.rows)
+        found["mfu"] = own.mfu * share * own.step_time_s / found["step_time_s"]
+        found |= _memory(self.clock.device)
+        if last.watch is not None:
+            found |= self._terms(last)
+        predicted = {
+            "train_step_s": own.train_step_s,
+            "step_time_s": own.step_time_s,
+            "between_s": own.step_time_s - own.train_step_s,
+            "mfu": own.mfu,
+            "peak_memory_bytes": own.peak_memory_bytes,
+            **_rates(self._planned, own.step_time_s),
+            **own.terms,
+        }
+        return found | {f"predicted_{name}": value for name, value in predicted.items()}
+
+    @property
+    def _planned(self) -> BatchSize:
+        own = self.predicted
+        return BatchSize(own.rows, own.tokens_per_row and own.tokens_per_row * own.rows)
+
+    def _observes(self) -> bool:
+        """Whether the next step is observed."""
+        return WARM_UP <= self.count < TELL_AFTER or (self.steps_done() + 1) % OBSERVE_EVERY == 0
+
+    def _times(self, step: _Step) -> dict[str, float]:
+        between_s = self.clock.between(step.before, step.began)
+        train_step_s = self.clock.between(step.began, step.ended)
+        return {
+            "train_step_s": train_step_s,
+            "between_s": between_s,
+            "step_time_s": between_s + train_step_s,
+        }
+
+    def _terms(self, step: _Step) -> dict[str, float]:
+        """The terms of an observed step; the rest of its time is waiting."""
+        assert step.watch is not None
+        found = dict.fromkeys(TERMS, 0.0)
+        for what, seconds in step.watch.durations():
+            found[_term(what)] += seconds
+        busy_s = sum(found.values()) - found["waiting_s"]
+        return found | {"waiting_s": max(0.0, self._times(step)["train_step_s"] - busy_s)}
+
+    def _observed_rows(self) -> list[dict[str, float]]:
+        """The times and terms of the steps of whole batches that were observed. Waits for them."""
+        for step in self._observed:
+            row = self._times(step) | self._terms(step)
+            row["input_s"] = float(step.numbers.get("input_s", 0.0))
+            self._rows.append(row | {"between_s": max(0.0, row["between_s"] - row["input_s"])})
+        self._observed = []
+        return self._rows
+
+    def medians(self) -> tuple[int, dict[str, float]]:
+        """How many steps of whole batches were observed, and the medians of their numbers."""
+        rows = self._observed_rows()
+        names = rows[0] if rows else ()
+        return len(rows), {name: statistics.median(row[name] for row in rows) for name in names}
 
     def _tell(self) -> None:
-        if not self._observed:
+        """Say how far the observed steps are from what was predicted, on rank 0."""
+        rows, own = self._observed_rows(), self.predicted
+        if not rows:
             return
-        own = self.predicted
+        between_s = own.step_time_s - own.train_step_s
         self.told = deviation(
-            self._observed,
-            {"train_step_s": own.train_step_s, **own.terms},
-            steps=self.step,
-            interval_s=(own.interval[0] * own.train_step_s, own.interval[1] * own.train_step_s),
+            rows,
+            {"step_time_s": own.step_time_s, **own.terms, "input_s": 0.0, "between_s": between_s},
+            steps=self.count,
+            interval_s=own.interval_s,
         )
-        logger.log(logging.INFO if self.told.inside else logging.WARNING, "%s", self.told)
+        if self.rank == 0:
+            logger.log(logging.INFO if self.told.inside else logging.WARNING, "%s", self.told)
 
 
-def _terms(watch: Stopwatch, whole_s: float | None) -> dict[str, float]:
-    """The terms of an observed step; the rest of its time is waiting."""
-    found = dict.fromkeys(TERMS, 0.0)
-    records = watch.read()
-    for what, start_s, end_s in records:
-        action = getattr(what, "action", what)
-        name = "waiting_s"
-        if action in _FORWARD:
-            name = "forward_s"
-        elif action in _BACKWARD:
-            name = "backward_s"
-        elif action is Action.REDUCE_GRADIENTS or action == Phase.REDUCE:
-            name = "reduction_s"
-        found[name] += end_s - start_s
-    if whole_s is None:
-        whole_s = max(end for _, _, end in records) - min(start for _, start, _ in records)
-    busy_s = sum(found[name] for name in TERMS if name != "waiting_s")
-    return found | {"waiting_s": max(0.0, whole_s - busy_s), "train_step_s": whole_s}
+def _rates(size: BatchSize, step_time_s: float) -> dict[str, float]:
+    found = {"rows_per_s": size.rows / step_time_s}
+    if size.tokens:
+        found["tokens_per_s"] = size.tokens / step_time_s
+    return found
 
 
-def _peak_bytes(device: torch.device) -> float:
-    """The most that tensors took on a GPU; on the host the process' peak, all it has loaded
-    included."""
-    if has_streams(device):
-        return float(module_of(device).max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+def _term(what: Instruction | Phase) -> str:
+    """The term that an instruction or phase of a step is part of."""
+    action = getattr(what, "action", what)
+    if action in _FORWARD:
+        return "forward_s"
+    if action in _BACKWARD:
+        return "backward_s"
+    if action is Action.REDUCE_GRADIENTS or action == Phase.REDUCE:
+        return "reduction_s"
+    return "waiting_s"
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """The most that tensors took on this rank's GPU so far, that its allocator held, and how often
+    that had to start anew; on the host the process' peak, all it has loaded included."""
+    if not has_streams(device):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        return {"peak_memory_bytes": peak}
+    module = module_of(device)
+    return {
+        "peak_memory_bytes": float(module.max_memory_allocated(device)),
+        "reserved_memory_bytes": float(module.max_memory_reserved(device)),
+        "allocation_retries": float(module.memory_stats(device).get("num_alloc_retries", 0)),
+    }

@@ -104,9 +104,9 @@ class Evaluation(PlannedModel):
         """The mean loss over a data set, on every rank: over all targets that are not ignored, or
         all rows, whatever batch they are in; the last batch may have fewer rows. Collective.
 
-        `batches` gives what `eval_step` takes, the same on every rank, or each rank's own rows where
-        it is `local`, as a `data_loader` is; StateError on all ranks where one has fewer, and the
-        error of one that fails. Which numbers batches count by follows
+        `batches` gives what `eval_step` takes, the same on every rank, or each rank's own rows
+        where it is `local`, as a `data_loader` is; StateError on all ranks where one has fewer, and
+        the error of one that fails. Which numbers batches count by follows
         from the loss; where it does not (StateError), `weigh` gives that of a batch. A data set
         that counts nothing is a StateError, too.
         """

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.executor.devices import Clock
 from meshwright.executor.parameters import clip_
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import MeasuredStep, timed_step
-from meshwright.monitor import MetricsLogger, Monitor, Predicted
+from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, TokenCount, logger_for
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running.planned import PlannedModel
@@ -39,22 +41,33 @@ class Steps(PlannedModel):
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         runtime, given = self.runtime, with_targets(batch, targets)
-
-        def rows() -> int:
-            return self._global_rows(given) if local else batch_rows(given)
-
         return self.monitor.train_step(
-            lambda watch: runtime.train_step(given, observe=watch, local=local), rows
+            lambda watch: runtime.train_step(given, observe=watch, local=local),
+            lambda: self._size(given, local),
         )
+
+    def _size(self, given: Any, local: bool) -> BatchSize:
+        """The size of the global batch that is given, or of which a rank's own rows are, as far as
+        it knows."""
+        return self._tokens.size(given, self._global_rows(given) if local else batch_rows(given))
+
+    @cached_property
+    def _tokens(self) -> TokenCount:
+        return TokenCount.of(self._problem)
 
     @property
     def monitor(self) -> Monitor:
         """What this rank measures of its steps; `monitor.told` is how far they are from what was
         predicted, after 20 of them."""
         if self._monitor is None:
-            rank = launch.rank()
-            predicted = Predicted.of(self.report, rank)
-            self._monitor = Monitor(predicted, self.runtime.place.device, rank, self._guard_numbers)
+            runtime, rank = self.runtime, launch.rank()
+            self._monitor = Monitor(
+                Predicted.of(self.report, rank),
+                Clock(runtime.place.device),
+                rank,
+                lambda: runtime.steps,
+                self._guard_numbers,
+            )
         return self._monitor
 
     def _guard_numbers(self) -> dict[str, float]:
@@ -63,26 +76,31 @@ class Steps(PlannedModel):
         return {"skipped_steps": self.skipped_steps, **own}
 
     def metrics(self, *, grad_norm: bool = False) -> dict[str, float]:
-        """Numbers of the last step, by name: `step`, `loss`, `train_step_s`, `step_time_s` once the
-        next has begun, `rows_per_s`, `tokens_per_s`, `mfu`, `peak_memory_bytes`, `skipped_steps`,
-        `loss_scale` in fp16, `grad_norm` after `clip_grad_norm_`; of some steps `forward_s`,
-        `backward_s`, `reduction_s` and `waiting_s` of this rank; each beside `predicted_...`.
+        """Numbers of the last step, by name: `step` of the training, `loss`; this rank's seconds,
+        `train_step_s`, `between_s` before it since the step before (the optimizer, the input; of
+        that `input_s` in a `data_loader`) and `step_time_s`, both; by that `rows_per_s`,
+        `tokens_per_s` and `mfu` of the global batch; `peak_memory_bytes` of this rank (on GPUs also
+        `reserved_memory_bytes`, `allocation_retries`), `skipped_steps`, `loss_scale` in fp16,
+        `grad_norm` after `clip_grad_norm_`; of some steps the terms of `train_step_s`: `forward_s`,
+        `backward_s`, `reduction_s`, `waiting_s`. What was predicted is beside as `predicted_...`.
 
-        Empty before the first step. Waits for the loss. With `grad_norm` the norm is taken now,
-        without clipping, and this is collective: call it between `train_step` and `zero_grad`.
+        Empty before the first step. Waits for the step, and for no other rank: one rank may ask
+        alone. With `grad_norm` the norm is taken now, without clipping, and this is collective:
+        call it between `train_step` and `zero_grad`.
         """
         if grad_norm:
             self.clip_grad_norm_(math.inf)
         return self.monitor.metrics()
 
-    def log_to(self, logger: MetricsLogger, *, every: int = 1) -> None:
+    def log_to(self, logger: MetricsLogger | str | Path, *, every: int = 1) -> None:
         """Hand the metrics of every so manyth step to a logger on rank 0, when the step is over: at
-        the next `train_step`, and at the end of the process.
+        the next `train_step`, at a `replan`, and at the end of the process.
 
-        `meshwright.monitor` has loggers of JSON lines, TensorBoard and Weights & Biases; any
-        function of a mapping of numbers is one. Raises ValueError for an `every` below 1.
+        A path that ends in .jsonl gets a JSON object a step. `meshwright.monitor` has loggers of
+        TensorBoard and Weights & Biases; any function of a mapping of numbers is one. Call it on
+        all ranks alike. Raises ValueError for an `every` below 1 and for another path.
         """
-        self.monitor.log_to(logger, every)
+        self.monitor.log_to(logger_for(logger), every)
 
     def timeline(self, path: str | Path, batch: Any = None, targets: Any = None) -> MeasuredStep:
         """One training step as `train_step` makes it, timed: written to `path` as a Chrome trace of

@@ -183,7 +183,9 @@ def profile_model(
     missing_curves = effort.again or not _has_curves(cluster, known)
     if effort.collectives and _has_ranks_here(cluster) and missing_curves:
         share_s = effort.budget_s * COLLECTIVES_SHARE
-        curves = launch_local(cluster.num_devices, cluster.backend, budget_s=share_s)
+        with Progress() as said:
+            said(f"profile: collectives of {cluster.num_devices} ranks, {share_s:.0f} s at most")
+            curves = launch_local(cluster.num_devices, cluster.backend, budget_s=share_s)
     timed: dict[str, Timing] = {}
     skipped: Counter[str] = Counter()
     deadline_s = started + effort.budget_s

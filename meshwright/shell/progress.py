@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 FIRST_S = 10.0  # until the first line where there is no terminal; the next come at doubled times
-WATCHED = "meshwright.progress"  # the logger by which tracing and searching say where they are
+WATCHED = "meshwright.progress"  # the logger by which what takes long says where it is
 CLEAR = "\x1b[K"  # the rest of the line
 
 
@@ -57,7 +57,8 @@ class Progress:
 
 @contextmanager
 def progress_shown(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Show where tracing and searching are."""
+    """Inside `with`, show where tracing, searching, and reads and writes of checkpoints and weights
+    are: on rank 0's stderr, on a terminal one line, elsewhere few lines of what takes long."""
     watched = logging.getLogger(WATCHED)
     before = watched.level, watched.propagate
     with Progress(clock) as said:

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
 from meshwright.model import ParallelModel
-from meshwright.monitor import JsonLinesLogger, MetricsLogger
+from meshwright.monitor import MetricsLogger, logger_for
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.inputs.limits import MAX_ROWS
@@ -117,7 +117,7 @@ def fit(
         max_grad_norm=max_grad_norm,
         saves=_saves(folder, keep, save_every, resume),
         evaluations=evaluations,
-        loggers=_loggers(log_to),
+        loggers=() if log_to is None else (logger_for(log_to),),
         log_every=log_every,
     )
     ended = loop.run()
@@ -172,12 +172,6 @@ def _is_dataset(data: Any) -> bool:
 def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
     """Batches of a dataset; batches that are given, as they are."""
     return data_loader(data, result, **loading) if _is_dataset(data) else data
-
-
-def _loggers(log_to: MetricsLogger | str | Path | None) -> tuple[MetricsLogger, ...]:
-    if log_to is None:
-        return ()
-    return (JsonLinesLogger(log_to),) if isinstance(log_to, str | Path) else (log_to,)
 
 
 def _saves(folder: str | Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:

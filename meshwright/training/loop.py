@@ -13,14 +13,13 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
-from meshwright.monitor import Metrics, MetricsLogger
+from meshwright.monitor import MetricsLogger
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class Loop:
             if self.saved_step is not None:
                 log.info("resumed at step %d", self.saved_step)
         for each in self.loggers:
-            self.result.log_to(partial(_log, each, self.progress.step), every=self.log_every)
+            self.result.log_to(each, every=self.log_every)
         requests = StopRequests()
         with requests.listening():
             ended = self._run(requests)
@@ -162,11 +161,6 @@ class Loop:
 
     def _load(self, path: Any) -> None:
         self.result.load_checkpoint(path, self.optimizer, extra=self._extra)
-
-
-def _log(logger: MetricsLogger, before: int, metrics: Metrics) -> None:
-    """Log the metrics of a step of this process, after so many steps `before` it."""
-    logger({**metrics, "step": before + metrics["step"]})
 
 
 def is_local(loader: Any) -> bool:

@@ -290,6 +290,8 @@ def _timed(device: torch.device) -> None:
         ((what, began, ended),) = watch.read()
         assert what is Phase.REDUCE
         assert began <= ended
+        ((_, seconds),) = watch.durations()
+        assert seconds >= 0
         with devices.seeded(device, 5):
             assert torch.initial_seed() == 5
         chunks = LocalChunks.of(torch.empty(4, device=device))

@@ -54,6 +54,7 @@ def loaders(
             collate_fn=default_collate,
             padding={"labels": IGNORED},
             loading={},
+            waited=lambda seconds: None,
         )
         for rank, rows in enumerate(shares)
     ]

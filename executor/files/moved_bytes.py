@@ -1,0 +1,36 @@
+"""How many of their bytes a read or a write has moved, said to who watches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from meshwright.executor.ranks import launch
+from meshwright.planner.plan import sized
+
+progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
+EVERY_S = 0.1
+
+
+class MovedBytes:
+    """Bytes of `total` that this rank has moved. Rank 0 says so of its own, now and then and at the
+    end, as `reading a checkpoint: 1.2 GiB of 3.4 GiB`; by `what` it does."""
+
+    def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.what, self.total, self.clock = what, total, clock
+        self.done, self.next_s = 0, clock()
+        self.said = launch.rank() == 0 and progress.isEnabledFor(logging.DEBUG)
+        ranks = launch.world_size() if launch.running() else 1
+        self.whose = f" (rank 0 of {ranks})" if ranks > 1 else ""
+
+    def __call__(self, count: int) -> None:
+        """So many more are moved."""
+        before, self.done = self.done, self.done + count
+        if not self.said or before >= self.total:  # files hold more than their tensors
+            return
+        now = self.clock()
+        if now >= self.next_s or self.done >= self.total:
+            self.next_s = now + EVERY_S
+            done = sized(min(self.done, self.total))
+            progress.debug("%s: %s of %s%s", self.what, done, sized(self.total), self.whose)
