@@ -66,7 +66,7 @@ from meshwright.executor.ranks import (
     run_on_all,
     run_on_first,
 )
-from meshwright.executor.runtime import Runtime
+from meshwright.executor.runtime import RankState, Runtime
 from meshwright.executor.stages import follow
 
 log = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ class _Targets:
     stored: dict[str, StoredTensor]
 
 
-def _group(runtime: Runtime) -> dist.ProcessGroup | None:
+def group_of(state: RankState) -> dist.ProcessGroup | None:
     """The gloo group of all ranks; None on one device."""
-    return None if runtime.place.mesh is None else gloo_group()
+    return None if state.place.mesh is None else gloo_group()
 
 
 # --- save -----------------------------------------------------------------------------------------
@@ -135,18 +135,20 @@ def save(
     ValueError for a state that can't be saved, RuntimeError where writing fails.
     """
     background.finish_all()
-    group = _group(runtime)
+    group = group_of(runtime)
     if optimizer is not None:
         follow(optimizer)
     with progress.during("saving a checkpoint"):
         folder, saving = run_on_first(group, lambda: _prepared_folder(path))
-        collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
-        tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
-        # on every rank, since a state may be gathered from all
-        given = run_on_all(group, lambda: _states(extra or {}))
-        run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
+        with atomic_folder.discarded_on_error(saving, first=runtime.place.rank == 0):
+            collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
+            tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
+            # on every rank, since a state may be gathered from all
+            given = run_on_all(group, lambda: _states(extra or {}))
+            run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
+        work = partial(_write, saving=saving, folder=folder, group=group)
         if not asynchronous:
-            _write(tensors, saving, folder, group)
+            work(tensors)
             return Saving(thread=None)
         with phase("copying a checkpoint to the host"):
             copied = {
@@ -154,8 +156,16 @@ def save(
                 for kind, named in tensors.items()
             }
             synchronize(runtime.place.device)
-    work = partial(_write, copied, saving, folder, group)
-    return Saving(thread=Background(f"checkpoint {folder}", work))
+    return Saving(thread=Background(f"checkpoint {folder}", partial(work, copied)))
+
+
+def check_loaded(state: RankState, place: str) -> None:
+    """Raise ValueError where the model has no weights."""
+    if not state.loaded or state.uninitialised & state.persistent:
+        raise SavedError(
+            f"{place}: the model is on the meta device: it has no weights to save; call "
+            f"init_weights, load_weights, load_state_dict or load_checkpoint first"
+        )
 
 
 def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
@@ -167,11 +177,7 @@ def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
 def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path) -> Collected:
     """What this rank writes. Raises ValueError where the model has no weights, or the folder is not
     shared."""
-    if not runtime.loaded or runtime.uninitialised & runtime.persistent:
-        raise SavedError(
-            "checkpoint: the model is on the meta device: it has no weights to save; call "
-            "init_weights, load_weights, load_state_dict or load_checkpoint first"
-        )
+    check_loaded(runtime, "checkpoint")
     if not saving.is_dir():
         raise SavedError(
             f"checkpoint: rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 "
@@ -188,7 +194,11 @@ def _write(
 ) -> None:
     """Write the tensors, and publish the folder when all ranks have."""
     failed = f"checkpoint {str(folder)!r}: not saved; what was there before still is"
-    with raising_runtime_error(failed, UnwrittenError):
+    first = group is None or dist.get_rank(group) == 0
+    with (
+        atomic_folder.discarded_on_error(saving, first=first),
+        raising_runtime_error(failed, UnwrittenError),
+    ):
         bytes_of = write_tensors(tensors, saving, group)
         run_on_first(group, lambda: _publish(bytes_of, saving, folder))
 
@@ -214,7 +224,7 @@ def load(
     ValueError where it does not fit the model or the optimizer, RuntimeError where it is damaged.
     """
     background.finish_all()
-    group = _group(runtime)
+    group = group_of(runtime)
     if optimizer is not None:
         follow(optimizer)
     place = f"checkpoint {str(path)!r}"

@@ -22,7 +22,8 @@ from __future__ import annotations
 import glob
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.executor.errors import SavedError
@@ -73,6 +74,19 @@ def publish(saving: Path, folder: Path) -> None:
     _rename(saving, folder)
     with suppress(OSError, ValueError):  # the new one is there; the next `prepare` clears up
         _remove(old)
+
+
+@contextmanager
+def discarded_on_error(saving: Path, *, first: bool) -> Iterator[None]:
+    """Remove a folder that was prepared, on the `first` rank, where filling it fails on all: what a
+    full disk took is free again."""
+    try:
+        yield
+    except Exception:
+        if first:
+            with suppress(OSError, ValueError):  # the next `prepare` clears up
+                _remove(saving)
+        raise
 
 
 def published(folder: Path) -> Path:
