@@ -39,6 +39,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import repeated
 from meshwright.shell import asking, override_flags, page_command, profile_command, progress_shown
+from meshwright.shell.convert import add_command as add_convert
 from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True,
         metavar=" | ".join(
-            ("plan", "show", "report", "run", "rehearse", "profile", *asking.COMMANDS)
+            ("plan", "show", "report", "run", "rehearse", "profile", "convert", *asking.COMMANDS)
         ),
     )
     _add_plan(commands, common)
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands, common)
     _add_rehearse(commands, common)
     _add_profile(commands, common)
+    add_convert(commands, common, _print)
     asking.add_commands(commands, common, ASK)
     return parser
 

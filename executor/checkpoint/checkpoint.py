@@ -238,7 +238,9 @@ def load(
         merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, group, place)
         runtime.load_state_dict(targets.model)
-        runtime.steps, runtime.seed = notes["steps"], notes["seed"]
+        runtime.steps = notes["steps"]
+        if notes["seed"] is not None:
+            runtime.seed = notes["seed"]
         if runtime.loss_scale is not None and notes["loss_scale"] is not None:
             runtime.loss_scale.load_state_dict(notes["loss_scale"])
         if optimizer is not None:

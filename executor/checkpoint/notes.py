@@ -21,6 +21,7 @@ from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
 
 FORMAT = 1
+ANY_MODEL = ""  # the fingerprint where none is known
 
 
 def write_notes(
@@ -54,6 +55,14 @@ def write_notes(
     atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
 
 
+def write_first_notes(saving: Path) -> None:
+    """Write the notes on weights that no plan has trained: of any model whose tensors they are,
+    before the first step."""
+    nothing: Notes = dict.fromkeys(("seed", "loss_scale", "optimizer"))
+    described = {"format": FORMAT, "model": ANY_MODEL, "steps": 0, "extra": {}, **nothing}
+    atomic_folder.write_synced(saving / NOTES, _serialized(described))
+
+
 def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
     """The notes of a checkpoint. Raises RuntimeError where they are damaged, ValueError where they
     are of another format or model."""
@@ -81,8 +90,8 @@ def _serialized(value: Any) -> bytes:
 
 def _check(notes: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that is missing, or not of its type."""
-    for name in ("steps", "seed"):
-        if _of(notes.get(name), name, int) < 0:
+    for name, kinds in (("steps", (int,)), ("seed", (int, type(None)))):
+        if (_of(notes.get(name), name, *kinds) or 0) < 0:
             raise SavedError(f"{name} is {notes[name]}, and must not be negative")
     _of(notes.get("model"), "model", str)
     scale = _of(notes.get("loss_scale"), "loss_scale", dict, type(None))

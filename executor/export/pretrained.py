@@ -79,8 +79,7 @@ def save_pretrained(
         run_on_all(group, lambda: check_loaded(state, "save_pretrained"))
         held = held_tensors(state)
         export = run_on_all(
-            group,
-            lambda: _planned(state, held, max_shard_size, trainable_only, dtype, submodule),
+            group, lambda: _planned(state, held, max_shard_size, trainable_only, dtype, submodule)
         )
         folder, saving = run_on_first(group, lambda: prepare_folder(path))
         failed = f"weights {str(folder)!r}: not saved; what was there before still is"

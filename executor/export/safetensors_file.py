@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -46,7 +47,8 @@ class SafetensorsFile:
     """A file that takes the tensors `kinds`, in the order of `in_file_order`."""
 
     def __init__(self, path: Path, kinds: Mapping[str, Kind]) -> None:
-        header, end = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+        end = 0
         for name in in_file_order(kinds):
             dtype, shape = kinds[name]
             if dtype not in NAMES_OF_DTYPES:
@@ -69,9 +71,10 @@ class SafetensorsFile:
         if x.numel():
             self._write(x.contiguous().reshape(-1).view(torch.uint8).numpy())
 
-    def _write(self, data: object) -> None:
+    def _write(self, data: Any) -> None:
+        """Write bytes, or an array of them."""
         self._sum.update(data)
-        left = memoryview(data)  # type: ignore[arg-type] # bytes, or an array of them
+        left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]
 

@@ -103,11 +103,7 @@ def streamed(
 
 
 def _gathered(
-    x: torch.Tensor | None,
-    held: HeldTensor,
-    owner: int,
-    rank: int,
-    group: dist.ProcessGroup | None,
+    x: torch.Tensor | None, held: HeldTensor, owner: int, rank: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor | None:
     whole = torch.empty(held.shape, dtype=held.dtype) if rank == owner else None
     for source, chunks in _parts(held, owner):

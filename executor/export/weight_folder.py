@@ -150,7 +150,9 @@ def prepare_folder(path: str | Path) -> tuple[Path, Path]:
     return folder, atomic_folder.prepare(folder)
 
 
-def publish(saving: Path, folder: Path, layout: Layout, files: Sequence[Mapping[str, OwnFile]]) -> None:
+def publish(
+    saving: Path, folder: Path, layout: Layout, files: Sequence[Mapping[str, OwnFile]]
+) -> None:
     """Complete a folder whose weights are written, and put it in its place."""
     if layout.index is not None:
         (saving / INDEX).write_bytes(layout.index)

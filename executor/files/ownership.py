@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.executor.errors import DamagedError
 from meshwright.executor.files.checksums import checksum_of_file
