@@ -38,8 +38,9 @@ import torch.distributed as dist
 
 from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
-from meshwright.executor.checkpoint.notes import read_notes, write_notes
-from meshwright.executor.checkpoint.weights import initialise_buffers
+from meshwright.executor.checkpoint.name_matching import differences
+from meshwright.executor.checkpoint.notes import ANY_MODEL, model_shapes, read_notes, write_notes
+from meshwright.executor.checkpoint.weights import initialise_buffers, wanted_tensors
 from meshwright.executor.devices import synchronize
 from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.files import (
@@ -309,6 +310,10 @@ def _prepared(
         for fqn, x in model_tensors(runtime).items()
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
+    if notes["model"] == ANY_MODEL and (
+        found := differences(wanted_tensors(runtime), model_shapes(stored))
+    ):
+        raise SavedError(f"{place}: is of another model: {found}; load it with its own")
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
         raise SavedError(
             f"{place}: {len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "

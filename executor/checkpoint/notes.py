@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from meshwright.executor.checkpoint import optimizer_state
+from meshwright.executor.checkpoint.name_matching import differences
+from meshwright.executor.checkpoint.weights import wanted_tensors
 from meshwright.executor.errors import SavedError
-from meshwright.executor.files import NOTES, PLAN, atomic_folder
+from meshwright.executor.files import NOTES, PLAN, StoredTensor, atomic_folder, read_metadata
 from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
 
 FORMAT = 1
+MODEL = "model."  # before the names of parameters and buffers in a checkpoint
 ANY_MODEL = ""  # the fingerprint where none is known
 
 
@@ -58,7 +61,7 @@ def write_notes(
 def write_first_notes(saving: Path) -> None:
     """Write the notes on weights that no plan has trained: of any model whose tensors they are,
     before the first step."""
-    nothing: Notes = dict.fromkeys(("seed", "loss_scale", "optimizer"))
+    nothing: dict[str, Any] = dict.fromkeys(("seed", "loss_scale", "optimizer"))
     described = {"format": FORMAT, "model": ANY_MODEL, "steps": 0, "extra": {}, **nothing}
     atomic_folder.write_synced(saving / NOTES, _serialized(described))
 
@@ -73,13 +76,24 @@ def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
         raise SavedError(f"{place}: has format {version}; this version reads {FORMAT}")
     with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
         _check(notes)
-    if notes["model"] != runtime.plan.model:
+    if notes["model"] not in (runtime.plan.model, ANY_MODEL):
         raise SavedError(
             f"{place}: is of another model (fingerprint {notes['model']}, this one "
-            f"{runtime.plan.model}); load it with the model that it was saved from, or read its "
-            f"weights by torch.distributed.checkpoint and give load_state_dict those that fit"
+            f"{runtime.plan.model}); {_differing(folder, runtime)}; load it with the model that it "
+            f"was saved from, or read its weights by torch.distributed.checkpoint and give "
+            f"load_state_dict those that fit"
         )
     return dict(notes)
+
+
+def _differing(folder: Path, runtime: Runtime) -> str:
+    found = differences(wanted_tensors(runtime), model_shapes(read_metadata(folder)))
+    return found or "names and shapes are the same, so they are used in another way"
+
+
+def model_shapes(stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's parameters and buffers, by FQN."""
+    return {n.removeprefix(MODEL): x.shape for n, x in stored.items() if n.startswith(MODEL)}
 
 
 def _serialized(value: Any) -> bytes:

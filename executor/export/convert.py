@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from meshwright.executor.checkpoint import Wanted, match_names, write_first_notes
+from meshwright.executor.checkpoint import MODEL, Wanted, match_names, write_first_notes
 from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.export.naming import saved_names, saved_part, write_config
 from meshwright.executor.export.weight_folder import (
@@ -47,7 +47,6 @@ from meshwright.executor.files import (
 from meshwright.executor.ranks import raising_runtime_error
 
 log = logging.getLogger(__name__)
-MODEL = "model."  # before the names of a checkpoint's parameters and buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

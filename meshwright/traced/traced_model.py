@@ -30,6 +30,7 @@ from meshwright.planner.tracing import trace
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
+from meshwright.traced.quantized import check_not_quantized
 
 progress = logging.getLogger("meshwright.progress")
 
@@ -142,6 +143,7 @@ class TracedModel:
 
 def _check_parameters(model: nn.Module) -> None:
     """Raise `MeshwrightError` for parameters that can't be laid out, reduced or trained."""
+    check_not_quantized(model)
     for name, p in model.named_parameters():
         place = f"model: parameter {name!r}"
         if hasattr(p, "device_mesh"):
