@@ -63,8 +63,8 @@ def match_names(
 
 
 def differences(wanted: Mapping[str, Wanted], shapes: Mapping[str, Sequence[int]]) -> str:
-    """In which names and shapes a model and a checkpoint differ, the first of each kind; empty where
-    they don't. Tensors without elements are not stored."""
+    """In which names and shapes a model and a checkpoint differ, the first of each kind; empty
+    where they don't. Tensors without elements are not stored."""
     known = {name for want in wanted.values() for name in want.names}
     wanted = {fqn: want for fqn, want in wanted.items() if math.prod(want.shape)}
     stored_names = _exact(wanted, shapes)

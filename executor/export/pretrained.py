@@ -150,4 +150,11 @@ def _written(
         if x is not None:
             writer.write(file, name, x)
     progress.enter("finishing files of weights")
-    return run_on_all(group_of(state), writer.finish)
+    return run_on_all(group_of(state), lambda: _finished(writer, state.place.rank))
+
+
+def _finished(writer: FileWriter, rank: int) -> dict[str, OwnFile]:
+    try:
+        return writer.finish()
+    except OSError as error:
+        raise UnwrittenError(f"rank {rank}: {error}") from error
