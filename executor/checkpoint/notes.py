@@ -17,7 +17,7 @@ import torch
 from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.weights import wanted_tensors
-from meshwright.executor.errors import SavedError
+from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.files import NOTES, PLAN, StoredTensor, atomic_folder, read_metadata
 from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
@@ -54,8 +54,12 @@ def write_notes(
                 f"checkpoint: the state of {name!r} holds more than tensors, numbers, text and "
                 f"containers of these, so it could not be loaded safely: {error}"
             ) from error
-    atomic_folder.write_synced(saving / NOTES, _serialized(described))
-    atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
+    try:
+        atomic_folder.write_synced(saving / NOTES, _serialized(described))
+        atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
+    except OSError as error:
+        what = f"checkpoint: its notes were not written; what was there before still is ({error})"
+        raise UnwrittenError(what) from error
 
 
 def write_first_notes(saving: Path) -> None:

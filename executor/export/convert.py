@@ -149,7 +149,7 @@ def from_pretrained_files(path: str | Path, checkpoint: str | Path, model: nn.Mo
             fqn: _FileTensor.of_file(name, source.shapes[name], read)
             for fqn, name in matched.stored.items()
         }
-        sizes = write_tensors({MODEL.rstrip("."): tensors}, saving, None)
+        sizes = write_tensors({MODEL.removesuffix("."): tensors}, saving, None)
         write_first_notes(saving)
         files = {name: OwnFile(bytes=size) for name, size in sizes.items()}
         said = manifest(saving, files, (METADATA, NOTES))
