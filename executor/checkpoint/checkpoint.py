@@ -197,8 +197,8 @@ def _write(
     failed = f"checkpoint {str(folder)!r}: not saved; what was there before still is"
     first = group is None or dist.get_rank(group) == 0
     with (
-        atomic_folder.discarded_on_error(saving, first=first),
         raising_runtime_error(failed, UnwrittenError),
+        atomic_folder.discarded_on_error(saving, first=first),
     ):
         bytes_of = write_tensors(tensors, saving, group)
         run_on_first(group, lambda: _publish(bytes_of, saving, folder))

@@ -181,8 +181,8 @@ def _written(folder: Path, saving: Path) -> Iterator[None]:
     """Around what fills a folder: an error leaves what was there before."""
     failed = f"{str(folder)!r}: not written; what was there before still is"
     with (
-        atomic_folder.discarded_on_error(saving, first=True),
         raising_runtime_error(failed, UnwrittenError),
+        atomic_folder.discarded_on_error(saving, first=True),
     ):
         yield
 

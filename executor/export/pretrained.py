@@ -84,8 +84,8 @@ def save_pretrained(
         folder, saving = run_on_first(group, lambda: prepare_folder(path))
         failed = f"weights {str(folder)!r}: not saved; what was there before still is"
         with (
-            atomic_folder.discarded_on_error(saving, first=state.place.rank == 0),
             raising_runtime_error(failed, UnwrittenError),
+            atomic_folder.discarded_on_error(saving, first=state.place.rank == 0),
         ):
             run_on_first(group, lambda: _write_configs(export, saving))
             files = all_gather_object(group, _written(state, held, export, saving))
