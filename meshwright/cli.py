@@ -45,6 +45,7 @@ from meshwright.shell import (
     profile_run,
     progress_shown,
 )
+from meshwright.shell.convert import add_command as add_convert
 from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True,
         metavar=" | ".join(
-            ("plan", "show", "report", "run", "rehearse", "profile", *asking.COMMANDS)
+            ("plan", "show", "report", "run", "rehearse", "profile", "convert", *asking.COMMANDS)
         ),
     )
     _add_plan(commands, common)
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands, common)
     _add_rehearse(commands, common)
     _add_profile(commands, common)
+    add_convert(commands, common, _print)
     asking.add_commands(commands, common, ASK)
     return parser
 

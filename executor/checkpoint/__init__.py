@@ -1,10 +1,14 @@
 """Checkpoints and weights: saved, loaded, initialised in parts, handed to another plan."""
 
 from meshwright.executor.checkpoint import checkpoint, weights
-from meshwright.executor.checkpoint.checkpoint import Saving
-from meshwright.executor.checkpoint.collected import SavedTensor, planned_save
+from meshwright.executor.checkpoint.checkpoint import Saving, check_loaded, group_of
+from meshwright.executor.checkpoint.collected import SavedTensor, model_tensors, planned_save
 from meshwright.executor.checkpoint.handover import hand_over, take_over
+from meshwright.executor.checkpoint.name_matching import Wanted, match_names
+from meshwright.executor.checkpoint.notes import MODEL, write_first_notes
 
 __all__ = [
-    "SavedTensor", "Saving", "checkpoint", "hand_over", "planned_save", "take_over", "weights",
+    "MODEL", "SavedTensor", "Saving", "Wanted", "check_loaded", "checkpoint", "group_of",
+    "hand_over", "match_names", "model_tensors", "planned_save", "take_over", "weights",
+    "write_first_notes",
 ]  # fmt: skip

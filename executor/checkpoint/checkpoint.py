@@ -38,8 +38,9 @@ import torch.distributed as dist
 
 from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
-from meshwright.executor.checkpoint.notes import read_notes, write_notes
-from meshwright.executor.checkpoint.weights import initialise_buffers
+from meshwright.executor.checkpoint.name_matching import differences
+from meshwright.executor.checkpoint.notes import ANY_MODEL, model_shapes, read_notes, write_notes
+from meshwright.executor.checkpoint.weights import initialise_buffers, wanted_tensors
 from meshwright.executor.devices import synchronize
 from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
 from meshwright.executor.files import (
@@ -66,7 +67,7 @@ from meshwright.executor.ranks import (
     run_on_all,
     run_on_first,
 )
-from meshwright.executor.runtime import Runtime
+from meshwright.executor.runtime import RankState, Runtime
 from meshwright.executor.stages import follow
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -96,9 +97,9 @@ class _Targets:
     stored: dict[str, StoredTensor]
 
 
-def _group(runtime: Runtime) -> dist.ProcessGroup | None:
+def group_of(state: RankState) -> dist.ProcessGroup | None:
     """The gloo group of all ranks; None on one device."""
-    return None if runtime.place.mesh is None else gloo_group()
+    return None if state.place.mesh is None else gloo_group()
 
 
 # --- save -----------------------------------------------------------------------------------------
@@ -137,18 +138,20 @@ def save(
     ValueError for a state that can't be saved, RuntimeError where writing fails.
     """
     background.finish_all()
-    group = _group(runtime)
+    group = group_of(runtime)
     if optimizer is not None:
         follow(optimizer)
     with progress.during("saving a checkpoint"):
         folder, saving = run_on_first(group, lambda: _prepared_folder(path))
-        collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
-        tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
-        # on every rank, since a state may be gathered from all
-        given = run_on_all(group, lambda: _states(extra or {}))
-        run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
+        with atomic_folder.discarded_on_error(saving, first=runtime.place.rank == 0):
+            collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
+            tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
+            # on every rank, since a state may be gathered from all
+            given = run_on_all(group, lambda: _states(extra or {}))
+            run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
+        work = partial(_write, saving=saving, folder=folder, group=group)
         if not asynchronous:
-            _write(tensors, saving, folder, group)
+            work(tensors)
             return Saving(thread=None)
         with phase("copying a checkpoint to the host"):
             copied = {
@@ -156,8 +159,18 @@ def save(
                 for kind, named in tensors.items()
             }
             synchronize(runtime.place.device)
-    work = partial(_write, copied, saving, folder, group)
-    return Saving(thread=Background(f"checkpoint {folder}", work))
+    return Saving(thread=Background(f"checkpoint {folder}", partial(work, copied)))
+
+
+def check_loaded(state: RankState, place: str) -> None:
+    """Raise ValueError where the model has no weights."""
+    if not state.loaded or state.uninitialised & state.persistent:
+        raise SavedError(
+            "the model is on the meta device: it has no weights to save",
+            place=place,
+            legal="a model with weights",
+            way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
+        )
 
 
 def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
@@ -169,13 +182,7 @@ def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
 def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path) -> Collected:
     """What this rank writes. Raises ValueError where the model has no weights, or the folder is not
     shared."""
-    if not runtime.loaded or runtime.uninitialised & runtime.persistent:
-        raise SavedError(
-            "the model is on the meta device: it has no weights to save",
-            place="checkpoint",
-            legal="a model with weights",
-            way_out="call init_weights, load_weights, load_state_dict or load_checkpoint first",
-        )
+    check_loaded(runtime, "checkpoint")
     if not saving.is_dir():
         raise SavedError(
             f"rank {runtime.place.rank} does not see {str(saving)!r}, which rank 0 made",
@@ -194,7 +201,11 @@ def _write(
 ) -> None:
     """Write the tensors, and publish the folder when all ranks have."""
     failed = f"checkpoint {str(folder)!r}: not saved; what was there before still is"
-    with raising_runtime_error(failed, UnwrittenError):
+    first = group is None or dist.get_rank(group) == 0
+    with (
+        raising_runtime_error(failed, UnwrittenError),
+        atomic_folder.discarded_on_error(saving, first=first),
+    ):
         bytes_of = write_tensors(tensors, saving, group)
         run_on_first(group, lambda: _publish(bytes_of, saving, folder))
 
@@ -220,7 +231,7 @@ def load(
     ValueError where it does not fit the model or the optimizer, RuntimeError where it is damaged.
     """
     background.finish_all()
-    group = _group(runtime)
+    group = group_of(runtime)
     if optimizer is not None:
         follow(optimizer)
     place = f"checkpoint {str(path)!r}"
@@ -234,7 +245,9 @@ def load(
         merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, group, place)
         runtime.load_state_dict(targets.model)
-        runtime.steps, runtime.seed = notes["steps"], notes["seed"]
+        runtime.steps = notes["steps"]
+        if notes["seed"] is not None:
+            runtime.seed = notes["seed"]
         if runtime.loss_scale is not None and notes["loss_scale"] is not None:
             runtime.loss_scale.load_state_dict(notes["loss_scale"])
         if optimizer is not None:
@@ -308,6 +321,10 @@ def _prepared(
         for fqn, x in model_tensors(runtime).items()
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
+    if notes["model"] == ANY_MODEL and (
+        found := differences(wanted_tensors(runtime), model_shapes(stored))
+    ):
+        raise SavedError(f"{place}: is of another model: {found}; load it with its own")
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
         raise SavedError(
             f"{len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "

@@ -25,7 +25,7 @@ from meshwright.executor.files import (
     planned_writes,
     untiled,
 )
-from meshwright.executor.runtime import Runtime
+from meshwright.executor.runtime import RankState, Runtime
 from meshwright.executor.stages import follow
 from meshwright.planner.plan import stages_of_parameters
 
@@ -131,10 +131,10 @@ def planned_save(
     return tuple(found)
 
 
-def model_tensors(runtime: Runtime) -> dict[str, torch.Tensor]:
+def model_tensors(state: RankState) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, each under its first name."""
-    state = runtime.state_dict()
-    return {fqn: x for fqn, x in state.items() if fqn not in runtime.graph.aliases}
+    found = state.state_dict()
+    return {fqn: x for fqn, x in found.items() if fqn not in state.graph.aliases}
 
 
 def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:

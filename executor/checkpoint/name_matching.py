@@ -7,6 +7,7 @@ added to them, where that finds tensors that are else missing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,12 +54,21 @@ def match_names(
     prefix = _best_prefix(lacking, shapes, path)
     renamed = {_model_name(name, prefix): name for name in shapes} if prefix else {}
     stored_names |= {fqn: renamed[name] for fqn, name in _exact(lacking, renamed).items()}
-    _check(wanted, shapes, stored_names, path)
     known = {name for want in wanted.values() for name in want.names}
     known |= {renamed[name] for name in known if name in renamed}
     inside = prefix.text if prefix and prefix.dropped else ""
     unexpected = sorted(n for n in shapes if n.startswith(inside) and n not in known)
+    _check(wanted, shapes, stored_names, unexpected, path)
     return Matched(stored=stored_names, unexpected=tuple(unexpected))
+
+
+def differences(wanted: Mapping[str, Wanted], shapes: Mapping[str, Sequence[int]]) -> str:
+    """In which names and shapes a model and a checkpoint differ, the first of each kind; empty
+    where they don't. Tensors without elements are not stored."""
+    known = {name for want in wanted.values() for name in want.names}
+    wanted = {fqn: want for fqn, want in wanted.items() if math.prod(want.shape)}
+    stored_names = _exact(wanted, shapes)
+    return "; ".join(_problems(wanted, shapes, stored_names, sorted(shapes.keys() - known)))
 
 
 def _exact(wanted: Mapping[str, Wanted], stored: Mapping[str, object]) -> dict[str, str]:
@@ -110,20 +120,13 @@ def _check(
     wanted: Mapping[str, Wanted],
     shapes: Mapping[str, Sequence[int]],
     stored_names: Mapping[str, str],
+    unexpected: Sequence[str],
     path: str,
 ) -> None:
     """Raise one ValueError for all missing and misshapen tensors."""
-    missing = [fqn for fqn, want in wanted.items() if want.required and fqn not in stored_names]
-    misshapen = [
-        f"{fqn} is {tuple(shapes[name])} stored as {name!r}, {wanted[fqn].shape} in the model"
-        for fqn, name in stored_names.items()
-        if tuple(shapes[name]) != wanted[fqn].shape
-    ]
-    if not missing and not misshapen:
+    problems = _problems(wanted, shapes, stored_names, unexpected)
+    if len(problems) == bool(unexpected):
         return
-    problems = [f"{len(missing)} missing: {', '.join(missing[:SHOWN])}"] if missing else []
-    if misshapen:
-        problems.append(f"{len(misshapen)} misshapen: {'; '.join(misshapen[:SHOWN])}")
     raise SavedError(
         f" doesn't fit the model: {'; '.join(problems)}; it holds {len(shapes)} "
         f"tensors, e.g. {', '.join(sorted(shapes)[:3])}",
@@ -131,3 +134,24 @@ def _check(
         way_out="rename or convert them with what wrote the file, or pass a whole state dict to "
         "load_state_dict",
     )
+
+
+def _problems(
+    wanted: Mapping[str, Wanted],
+    shapes: Mapping[str, Sequence[int]],
+    stored_names: Mapping[str, str],
+    unexpected: Sequence[str],
+) -> list[str]:
+    """What is missing, misshapen and unexpected, each with its count and the first."""
+    missing = [fqn for fqn, want in wanted.items() if want.required and fqn not in stored_names]
+    misshapen = [
+        f"{fqn} is {tuple(shapes[name])} stored as {name!r}, {wanted[fqn].shape} in the model"
+        for fqn, name in stored_names.items()
+        if tuple(shapes[name]) != wanted[fqn].shape
+    ]
+    problems = [f"{len(missing)} missing: {', '.join(missing[:SHOWN])}"] if missing else []
+    if misshapen:
+        problems.append(f"{len(misshapen)} misshapen: {'; '.join(misshapen[:SHOWN])}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {', '.join(unexpected[:SHOWN])}")
+    return problems

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from meshwright.executor.checkpoint import optimizer_state
-from meshwright.executor.errors import SavedError
-from meshwright.executor.files import NOTES, PLAN, atomic_folder
+from meshwright.executor.checkpoint.name_matching import differences
+from meshwright.executor.checkpoint.weights import wanted_tensors
+from meshwright.executor.errors import SavedError, UnwrittenError
+from meshwright.executor.files import NOTES, PLAN, StoredTensor, atomic_folder, read_metadata
 from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
 
 FORMAT = 1
+MODEL = "model."  # before the names of parameters and buffers in a checkpoint
+ANY_MODEL = ""  # the fingerprint where none is known
 
 
 def write_notes(
@@ -53,8 +57,20 @@ def write_notes(
                 legal="states of tensors, numbers, text and containers of these",
                 way_out="have its state_dict() return such",
             ) from error
+    try:
+        atomic_folder.write_synced(saving / NOTES, _serialized(described))
+        atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
+    except OSError as error:
+        what = f"checkpoint: its notes were not written; what was there before still is ({error})"
+        raise UnwrittenError(what) from error
+
+
+def write_first_notes(saving: Path) -> None:
+    """Write the notes on weights that no plan has trained: of any model whose tensors they are,
+    before the first step."""
+    nothing: dict[str, Any] = dict.fromkeys(("seed", "loss_scale", "optimizer"))
+    described = {"format": FORMAT, "model": ANY_MODEL, "steps": 0, "extra": {}, **nothing}
     atomic_folder.write_synced(saving / NOTES, _serialized(described))
-    atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
 
 
 def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
@@ -71,15 +87,26 @@ def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
         )
     with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
         _check(notes)
-    if notes["model"] != runtime.plan.model:
+    if notes["model"] not in (runtime.plan.model, ANY_MODEL):
         raise SavedError(
-            f"is of another model (fingerprint {notes['model']}, this one {runtime.plan.model})",
+            f"is of another model (fingerprint {notes['model']}, this one {runtime.plan.model}); "
+            f"{_differing(folder, runtime)}",
             place=place,
             legal="checkpoints of this model",
             way_out="load it with the model that it was saved from, or read its weights by "
             "torch.distributed.checkpoint and give load_state_dict those that fit",
         )
     return dict(notes)
+
+
+def _differing(folder: Path, runtime: Runtime) -> str:
+    found = differences(wanted_tensors(runtime), model_shapes(read_metadata(folder)))
+    return found or "names and shapes are the same, so they are used in another way"
+
+
+def model_shapes(stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's parameters and buffers, by FQN."""
+    return {n.removeprefix(MODEL): x.shape for n, x in stored.items() if n.startswith(MODEL)}
 
 
 def _serialized(value: Any) -> bytes:
@@ -90,8 +117,8 @@ def _serialized(value: Any) -> bytes:
 
 def _check(notes: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that is missing, or not of its type."""
-    for name in ("steps", "seed"):
-        if _of(notes.get(name), name, int) < 0:
+    for name, kinds in (("steps", (int,)), ("seed", (int, type(None)))):
+        if (_of(notes.get(name), name, *kinds) or 0) < 0:
             raise SavedError(f"{name} is {notes[name]}, and must not be negative")
     _of(notes.get("model"), "model", str)
     scale = _of(notes.get("loss_scale"), "loss_scale", dict, type(None))

@@ -57,7 +57,7 @@ def load_weights(state: RankState, path: str | Path) -> None:
     and ambiguous prefixes; rank 0 logs stored names that match nothing.
     """
     source = open_source(path)
-    matched = match_names(_wanted(state), source.shapes, str(path))
+    matched = match_names(wanted_tensors(state), source.shapes, str(path))
     initialise_buffers(state, given=matched.stored)
     chunks = _local_chunks(state)
     unread = {
@@ -126,7 +126,7 @@ def _finish(state: RankState) -> None:
 # --- the whole model's tensors --------------------------------------------------------------------
 
 
-def _wanted(state: RankState) -> dict[str, Wanted]:
+def wanted_tensors(state: RankState) -> dict[str, Wanted]:
     """The whole model's tensors by FQN, so that all ranks find the same names and errors."""
     graph = state.graph
     aliases: dict[str, list[str]] = {}

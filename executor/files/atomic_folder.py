@@ -22,11 +22,15 @@ from __future__ import annotations
 import glob
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.executor.errors import SavedError
 from meshwright.executor.files.ownership import SHOWN, foreign_files
+from meshwright.profiles.inputs import MeshwrightError
 
 
 def followed(path: str | Path) -> Path:
@@ -76,6 +80,19 @@ def publish(saving: Path, folder: Path) -> None:
     _rename(saving, folder)
     with suppress(OSError, ValueError):  # the new one is there; the next `prepare` clears up
         _remove(old)
+
+
+@contextmanager
+def discarded_on_error(saving: Path, *, first: bool) -> Iterator[None]:
+    """Remove a folder that was prepared, on the `first` rank, where filling it fails on all: what a
+    full disk took is free again. Where a rank is lost, others may still have files open in it."""
+    try:
+        yield
+    except (CheckpointException, OSError, MeshwrightError):  # not of a connection that broke
+        if first:
+            with suppress(OSError, ValueError):  # the next `prepare` clears up
+                _remove(saving)
+        raise
 
 
 def published(folder: Path) -> Path:

@@ -4,7 +4,7 @@ A save writes `manifest.json` last, of the files beside it:
 
     {"format": 1, "files": {"training.pt": {"bytes": 1234, "xxh3_64": "0123456789abcdef"}, ...}}
 
-The files of tensors have no checksum there: those of their parts are in `.metadata`
+A checkpoint's files of tensors have no checksum there: those of their parts are in `.metadata`
 (`dcp_writes.py`). A folder without a manifest is an unfinished save, or was saved by an older
 version.
 """
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.executor.errors import DamagedError
 from meshwright.executor.files.checksums import checksum_of_file
@@ -25,7 +24,11 @@ from meshwright.profiles.inputs import MAX_MEASURED_BYTES, read_json
 NOTES, PLAN, METADATA, MANIFEST = "training.pt", "plan.json", ".metadata", "manifest.json"
 FORMAT = 1
 SHOWN = 5
-_NAMES = re.compile(r"training\.pt|plan\.json|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp")
+_NAMES = re.compile(
+    r"training\.pt|plan\.json|manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp"
+    r"|(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|(adapter_|generation_)?config\.json"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +40,23 @@ class OwnFile:
 
 
 def write_manifest(folder: Path, bytes_of: Mapping[str, int]) -> bytes:
-    """The manifest of a complete folder: `bytes_of` the files of tensors, and what is beside."""
-    files: dict[str, dict[str, Any]] = {name: {"bytes": n} for name, n in sorted(bytes_of.items())}
-    for name in (METADATA, NOTES, PLAN):
+    """The manifest of a complete checkpoint: `bytes_of` the files of tensors, and what is
+    beside."""
+    of_tensors = {name: OwnFile(bytes=n) for name, n in bytes_of.items()}
+    return manifest(folder, of_tensors, (METADATA, NOTES, PLAN))
+
+
+def manifest(folder: Path, of_tensors: Mapping[str, OwnFile], beside: Iterable[str]) -> bytes:
+    """The manifest of a complete folder: its files of tensors, and those `beside`, by name."""
+    files: dict[str, OwnFile] = dict(sorted(of_tensors.items()))
+    for name in beside:
         path = folder / name
-        files[name] = {"bytes": path.stat().st_size, "xxh3_64": checksum_of_file(path)}
-    return json.dumps({"format": FORMAT, "files": files}, indent=1).encode()
+        files[name] = OwnFile(bytes=path.stat().st_size, xxh3_64=checksum_of_file(path))
+    said = {
+        name: {key: value for key, value in asdict(file).items() if value is not None}
+        for name, file in files.items()
+    }
+    return json.dumps({"format": FORMAT, "files": said}, indent=1).encode()
 
 
 def read_manifest(folder: Path) -> dict[str, OwnFile] | None:
@@ -73,10 +87,19 @@ def _sound(file: OwnFile) -> bool:
 def check_files(folder: Path) -> bool:
     """Whether what a load reads is as it was saved, as far as the manifest says; False where there
     is none. Raises RuntimeError for a file that is not."""
+    return _checked(folder, {METADATA, NOTES}, {PLAN})
+
+
+def check_every_file(folder: Path) -> bool:
+    """`check_files` of a folder that is no checkpoint."""
+    return _checked(folder, set(), set())
+
+
+def _checked(folder: Path, needed: set[str], unread: set[str]) -> bool:
     files = read_manifest(folder)
     if files is None:
         return False
-    for name in files.keys() - {PLAN} | {METADATA, NOTES}:  # the plan is not read
+    for name in sorted(files.keys() - unread | needed):
         check_file(folder, name, files)
     return True
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -129,6 +129,21 @@ class WeightFiles:
                 for name, stored in opened(path, stack).items():
                     self.shapes[name] = tuple(shape_of(stored))
                     self.path_of[name] = path
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[..., torch.Tensor]]:
+        """The files open, for a function that reads a tensor by its name; with `rows`, as many of
+        dim 0."""
+        with ExitStack() as stack, torch.no_grad():
+            stored = {path: opened(path, stack) for path in self.paths}
+
+            def read(name: str, rows: int | None = None) -> torch.Tensor:
+                with _damage_named(self.path_of[name]):
+                    box = (slice(rows), *[slice(None)] * len(self.shapes[name]))
+                    x: torch.Tensor = stored[self.path_of[name]][name][box[:-1]]
+                    return x
+
+            yield read
 
     def fill(self, reads: Sequence[ChunkRead]) -> None:
         by_file: dict[Path, list[ChunkRead]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, weights
 from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import background, gloo_group, progress, run_on_all
@@ -64,9 +65,12 @@ class State(PlannedModel):
         """This stage's parameters (DTensors) and buffers by FQN, tied names included."""
         return self.runtime.state_dict()
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state as CPU tensors, for `model.load_state_dict`. Collective."""
-        return self.runtime.full_state_dict()
+    def full_state_dict(self, *, rank: int | None = None) -> dict[str, torch.Tensor]:
+        """The whole model's state as CPU tensors, for `model.load_state_dict`; on every rank, or
+        tensor by tensor on one `rank`, the others getting an empty dict. Collective."""
+        if rank is None:
+            return self.runtime.full_state_dict()
+        return export.full_state_dict(self.runtime, rank)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take this rank's parts from a whole state dict by FQN."""
@@ -88,6 +92,35 @@ class State(PlannedModel):
         code.
         """
         weights.load_weights(self.runtime, path)
+
+    def save_pretrained(
+        self,
+        path: str | Path,
+        *,
+        max_shard_size: int | str = "5GB",
+        trainable_only: bool = False,
+        dtype: torch.dtype | None = None,
+        submodule: str | None = None,
+    ) -> None:
+        """Write the weights as transformers' `from_pretrained` reads them, to a folder that all
+        ranks see: safetensors, config, index. Collective; all ranks write, no tensor but one at a
+        time is whole, and a folder saved before is replaced when the new one is complete.
+
+        Files hold at most `max_shard_size` (bytes, or "5GB"), floats as `dtype` (None: as they
+        train, fp32). The model of transformers is the user's model, or the only one among its
+        submodules, or that which `submodule` names; without one, the folder has no config. With
+        `trainable_only` peft's adapters are written as peft reads them; of a model without
+        adapters the trained parameters. Raises ValueError for what can't be saved so, RuntimeError
+        where writing fails, the same on all ranks.
+        """
+        export.save_pretrained(
+            self.runtime,
+            path,
+            max_shard_size=max_shard_size,
+            trainable_only=trainable_only,
+            dtype=dtype,
+            submodule=submodule,
+        )
 
     def save_checkpoint(
         self,

@@ -32,6 +32,7 @@ from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
 from meshwright.traced.modes import first_difference
+from meshwright.traced.quantized import check_not_quantized
 
 progress = logging.getLogger("meshwright.progress")
 
@@ -165,6 +166,7 @@ class TracedModel:
 
 def _check_parameters(model: nn.Module) -> None:
     """Raise `MeshwrightError` for parameters that can't be laid out, reduced or trained."""
+    check_not_quantized(model)
     for name, p in model.named_parameters():
         place = f"model: parameter {name!r}"
         if hasattr(p, "device_mesh"):

@@ -49,6 +49,7 @@ executor.stages
 executor.runtime
 executor.files
 executor.checkpoint
+executor.export
 executor.stand_in executor.prices
 executor.rehearsal
 traced

@@ -85,6 +85,23 @@ def test_parameters_that_cannot_be_trained_are_refused(weight: torch.Tensor, kin
         plan_for(Linear(weight), torch.ones(6, 6))
 
 
+class Params4bit(nn.Parameter):
+    """Stands for the class of bitsandbytes, which needs a GPU."""
+
+
+def test_quantized_weights_are_refused_by_name() -> None:
+    packed: Any = Linear()
+    packed.weight = Params4bit(torch.eye(6), requires_grad=False)
+    noted: Any = nn.Sequential(Linear())  # as transformers notes it, weights being buffers (GPTQ)
+    noted[0].is_quantized, noted[0].quantization_method = True, "gptq"
+    for model, where in (
+        (packed, r"model: parameter 'weight' is quantized \(Params4bit"),
+        (noted, r"model: module '0' is quantized \(gptq"),
+    ):
+        with pytest.raises(ValueError, match=rf"{where}.* QLoRA.*legal: .*bfloat16.*; load the"):
+            plan_for(model, torch.ones(6, 6))
+
+
 @pytest.mark.parametrize("given_to", ["replan", "save_checkpoint", "load_checkpoint"])
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, given_to: str) -> None:
     result, other = planned(net()), net()

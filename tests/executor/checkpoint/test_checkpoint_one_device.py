@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.errors import UnwrittenError
 from meshwright.executor.files import atomic_folder
 from tests.executor.checkpoint.checkpoint_worker import (
     Run,
@@ -95,6 +97,24 @@ def test_a_model_without_weights_gets_them(tmp_path: Path) -> None:
     checkpoint.load(runtime, tmp_path / "at0")
     assert differing(runtime.full_state_dict(), run.runtime.full_state_dict()) == []
     assert not (tmp_path / "none").exists()
+
+
+def test_notes_that_find_no_room_leave_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at0")
+    before = sorted((x.name, x.read_bytes()) for x in (tmp_path / "at0").iterdir())
+
+    def full(path: Path, data: bytes) -> None:
+        path.write_bytes(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic_folder, "write_synced", full)
+    with pytest.raises(UnwrittenError, match=r"what was there before still is .*No space left"):
+        run.save(tmp_path / "at0")
+    assert [x.name for x in tmp_path.iterdir()] == ["at0"]
+    assert sorted((x.name, x.read_bytes()) for x in (tmp_path / "at0").iterdir()) == before
 
 
 def test_buffers_that_are_not_saved_are_initialised(tmp_path: Path) -> None:

@@ -170,7 +170,10 @@ def test_all_that_is_missing_or_misshapen_is_one_error() -> None:
         match_names(model, {"c": (3,), "z": (2,)}, "file.pt")
     text = str(caught.value)
     assert "'file.pt' doesn't fit the model: 2 missing: a, b; 1 misshapen: c is (3,)" in text
-    assert "(2,) in the model; it holds 2 tensors, e.g. c, z; rename or convert" in text
+    assert (
+        "(2,) in the model; 1 unexpected: z; it holds 2 tensors, e.g. c, z; rename or convert"
+        in text
+    )
 
 
 def test_two_models_in_one_file_are_ambiguous() -> None:

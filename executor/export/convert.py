@@ -1,0 +1,192 @@
+"""Checkpoints as files that transformers loads, and back: in one process, tensor by tensor.
+
+Names and shapes are those of a model, which may be on meta; a checkpoint of another model is
+refused with what differs. What is read is verified where there are checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from meshwright.executor.checkpoint import MODEL, Wanted, match_names, write_first_notes
+from meshwright.executor.errors import SavedError, UnwrittenError
+from meshwright.executor.export.naming import saved_names, saved_part, write_config
+from meshwright.executor.export.weight_folder import (
+    FileWriter,
+    converted,
+    in_turn,
+    laid_out,
+    prepare_folder,
+    publish,
+)
+from meshwright.executor.files import (
+    MANIFEST,
+    METADATA,
+    NOTES,
+    ChunkRead,
+    LocalChunks,
+    OwnFile,
+    WeightFiles,
+    atomic_folder,
+    check_every_file,
+    check_files,
+    manifest,
+    open_source,
+    read_metadata,
+    read_tensors,
+    write_tensors,
+)
+from meshwright.executor.ranks import raising_runtime_error
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileTensor(LocalChunks):
+    """A tensor of a file, which is read when DCP asks for it: `local` has no values."""
+
+    name: str
+    read: Callable[..., torch.Tensor]
+
+    @staticmethod
+    def of_file(
+        name: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]
+    ) -> _FileTensor:
+        whole = LocalChunks.of(torch.empty(shape, dtype=read(name, rows=0).dtype, device="meta"))
+        return _FileTensor(
+            shape=whole.shape, local=whole.local, chunks=whole.chunks, name=name, read=read
+        )
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.read(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What was written: the tensors, their bytes, and the folder's files of them."""
+
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+def to_pretrained_files(
+    checkpoint: str | Path,
+    path: str | Path,
+    model: nn.Module,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    submodule: str | None = None,
+) -> Converted:
+    """Write the model's weights in a checkpoint to a folder that `from_pretrained` reads.
+
+    `model` gives names and config, and may be on meta; `max_shard_size`, `dtype` and `submodule` as
+    in `save_pretrained`. Raises ValueError where the checkpoint is of another model, RuntimeError
+    where it is damaged or the folder can't be written.
+    """
+    source = atomic_folder.published(atomic_folder.followed(checkpoint))
+    if not (source / METADATA).is_file():
+        raise SavedError(f"{str(checkpoint)!r} is no checkpoint: it has no {METADATA!r}")
+    ours = (source / NOTES).is_file()
+    if not (ours and check_files(source)):
+        log.warning("%r has no checksums: it is read without verification", str(checkpoint))
+    stored = read_metadata(source)
+    if ours:
+        stored = {n.removeprefix(MODEL): x for n, x in stored.items() if n.startswith(MODEL)}
+    wanted = _wanted(model)
+    matched = match_names(wanted, {n: x.shape for n, x in stored.items()}, str(checkpoint))
+    part = saved_part(model, submodule)
+    names = saved_names(part, matched.stored, {fqn: want.names for fqn, want in wanted.items()})
+    source_of = {name: matched.stored[fqn] for fqn, name in names.items()}
+    kinds = {
+        name: converted((stored[of].dtype, stored[of].shape), dtype)
+        for name, of in source_of.items()
+    }
+    layout = laid_out(kinds, max_shard_size)
+    folder, saving = prepare_folder(path)
+    with _written(folder, saving):
+        write_config(
+            part, {kind[0] for kind in kinds.values() if kind[0].is_floating_point}, saving
+        )
+        writer = FileWriter(saving, layout)
+        for file, name in in_turn(layout.files.items()):
+            of = source_of[name]
+            whole = torch.empty(stored[of].shape, dtype=stored[of].dtype)
+            ranges = tuple((0, size) for size in whole.shape)
+            read_tensors([ChunkRead(name=of, ranges=ranges, into=whole)], stored)
+            writer.write(file, name, whole)
+        files = writer.finish()
+        publish(saving, folder, layout, [files])
+    return _converted(len(names), files)
+
+
+def from_pretrained_files(path: str | Path, checkpoint: str | Path, model: nn.Module) -> Converted:
+    """Write weights, of `from_pretrained` or in any format of `load_weights` but a checkpoint, to a
+    checkpoint that `load_checkpoint` reads, at step 0 and without an optimizer.
+
+    `model` gives names and shapes, and may be on meta. Raises ValueError where the weights are of
+    another model, RuntimeError where they are damaged or the checkpoint can't be written.
+    """
+    source = open_source(path)
+    if not isinstance(source, WeightFiles):
+        raise SavedError(f"{str(path)!r} is a checkpoint already; give a folder of safetensors")
+    if Path(path).is_dir():
+        check_every_file(Path(path))
+    matched = match_names(_wanted(model), source.shapes, str(path))
+    folder = atomic_folder.followed(checkpoint)
+    saving = atomic_folder.prepare(folder)
+    with _written(folder, saving), source.opened() as read:
+        tensors = {
+            fqn: _FileTensor.of_file(name, source.shapes[name], read)
+            for fqn, name in matched.stored.items()
+        }
+        sizes = write_tensors({MODEL.removesuffix("."): tensors}, saving, None)
+        write_first_notes(saving)
+        files = {name: OwnFile(bytes=size) for name, size in sizes.items()}
+        said = manifest(saving, files, (METADATA, NOTES))
+        atomic_folder.write_synced(saving / MANIFEST, said)
+        atomic_folder.publish(saving, folder)
+    return _converted(len(tensors), files)
+
+
+def _wanted(model: nn.Module) -> dict[str, Wanted]:
+    """A model's parameters and persistent buffers by their first FQN, with all names of tied
+    ones."""
+    names: dict[int, list[str]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    held = parameters | buffers
+    tensors = {fqn: held[fqn] for fqn in model.state_dict() if fqn in held}
+    for fqn, x in tensors.items():
+        names.setdefault(id(x), []).append(fqn)
+    return {
+        fqns[0]: Wanted(
+            names=tuple(fqns), shape=tuple(tensors[fqns[0]].shape), required=fqns[0] in parameters
+        )
+        for fqns in names.values()
+    }
+
+
+@contextmanager
+def _written(folder: Path, saving: Path) -> Iterator[None]:
+    """Around what fills a folder: an error leaves what was there before."""
+    failed = f"{str(folder)!r}: not written; what was there before still is"
+    with (
+        raising_runtime_error(failed, UnwrittenError),
+        atomic_folder.discarded_on_error(saving, first=True),
+    ):
+        yield
+
+
+def _converted(tensors: int, files: dict[str, OwnFile]) -> Converted:
+    total = sum(file.bytes for file in files.values())
+    return Converted(tensors=tensors, bytes=total, files=tuple(sorted(files)))

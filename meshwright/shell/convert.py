@@ -1,0 +1,98 @@
+"""`meshwright convert`: a checkpoint as files that transformers loads, or the reverse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.executor.export import Converted, from_pretrained_files, to_pretrained_files
+from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+from meshwright.shell.named import model_named
+
+DTYPES = ("float32", "bfloat16", "float16")
+CONFIG = "config.json"
+
+
+def add_command(
+    commands: Any, common: argparse.ArgumentParser, show: Callable[[str], None]
+) -> None:
+    """`meshwright convert`; `show` prints the result."""
+    parser = commands.add_parser(
+        "convert", parents=[common], help="a checkpoint to files that transformers loads, or back"
+    )
+    parser.add_argument("source", help="checkpoint folder (`--to hf`), or weights")
+    parser.add_argument("folder", help="folder to write; one that a save wrote is replaced")
+    parser.add_argument("--to", choices=("hf", "checkpoint"), required=True)
+    whose = parser.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--config", help="config.json of the transformers model, or its folder")
+    whose.add_argument(
+        "--model", help="module:function returning (model, example_inputs[, loss_fn])"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="of a file (default 5GB)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of floats (default: as they are stored)")
+    parser.add_argument("--submodule", help="the model of transformers inside --model's")
+    parser.set_defaults(command=lambda args: _convert(args, show))
+
+
+def _convert(args: argparse.Namespace, show: Callable[[str], None]) -> int:
+    if args.to == "checkpoint" and (args.dtype or args.submodule):
+        raise MeshwrightError(
+            "a checkpoint holds all of a model as it is stored",
+            place="--dtype, --submodule",
+            legal="with --to hf",
+            way_out="leave them out",
+        )
+    model = model_named(args.model)[0] if args.model else _model_of(Path(args.config))
+    if args.to == "hf":
+        found = to_pretrained_files(
+            args.source,
+            args.folder,
+            model,
+            max_shard_size=args.max_shard_size,
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            submodule=args.submodule,
+        )
+    else:
+        found = from_pretrained_files(args.source, args.folder, model)
+    show(json.dumps(asdict(found), indent=2) if args.json else _text(found, args.folder))
+    return 0
+
+
+def _text(found: Converted, folder: str) -> str:
+    files = f"{len(found.files)} file{'s' * (len(found.files) != 1)}"
+    return f"{found.tensors} tensors, {found.bytes / 1e6:,.1f} MB in {files}, written to {folder}"
+
+
+def _model_of(config: Path) -> nn.Module:
+    """The model that a config of transformers describes, on meta. Raises `MeshwrightError` where
+    there is none of its class."""
+    file = config / CONFIG if config.is_dir() else config
+    said, place = read_json(file), f"--config {shown(str(config))}"
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise MeshwrightError(
+            error, place=place, legal="with transformers installed", way_out="give --model"
+        ) from error
+    names = said.get("architectures") if isinstance(said, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise MeshwrightError(
+            f"has architectures {shown(names)}",
+            place=place,
+            legal="the name of a class of transformers",
+            way_out="give the model by --model module:function",
+        )
+    with torch.device("meta"):
+        made: Any = kind
+        model: nn.Module = made(made.config_class.from_json_file(str(file)))
+    return model

@@ -1,0 +1,168 @@
+"""Checkpoints converted to files of transformers and back, by the API and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from meshwright.cli import main, perform
+from meshwright.executor.errors import SavedError
+from tests.executor.export.export_models import MODELS, batch, gpt2, llama, optimizer_of
+from tests.executor.export.export_worker import SHARD_BYTES, far, sums
+from tests.executor.export.test_pretrained import alone
+
+NAME = "tests.executor.export.test_convert:wrapped"
+
+
+def wrapped() -> tuple[Any, Any]:
+    """The model of a command line."""
+    return MODELS["wrapped"](), batch()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of a trained Llama, its export, and its config."""
+    folder = tmp_path_factory.mktemp("convert")
+    result = alone(llama())
+    optimizer = optimizer_of(result.parameters())
+    result.train_step(batch())
+    optimizer.step()
+    result.save_checkpoint(folder / "checkpoint", optimizer)
+    result.save_pretrained(folder / "export", max_shard_size=SHARD_BYTES)
+    result.save_pretrained(folder / "half", dtype=torch.bfloat16)
+    return folder
+
+
+def convert(source: Path, folder: Path, to: str, *more: object) -> int:
+    return perform(["convert", str(source), str(folder), "--to", to, *map(str, more)])
+
+
+def test_a_checkpoint_becomes_what_the_run_would_have_exported(made: Path, tmp_path: Path) -> None:
+    config = made / "export" / "config.json"
+    convert(
+        made / "checkpoint", tmp_path / "out", "hf", "--config", config,
+        "--max-shard-size", f"{SHARD_BYTES // 1000}KB",
+    )  # fmt: skip
+    assert sums(tmp_path / "out") == sums(made / "export")
+    convert(
+        made / "checkpoint", tmp_path / "out", "hf", "--config", made / "export",
+        "--dtype", "bfloat16",
+    )  # fmt: skip
+    assert sums(tmp_path / "out") == sums(made / "half")
+
+
+@pytest.mark.parametrize("kind", ["export", "bin"])
+def test_weights_become_a_checkpoint_and_train_on(made: Path, tmp_path: Path, kind: str) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(made / "export")
+    source = made / "export"
+    if kind == "bin":
+        source = tmp_path / "weights.bin"
+        torch.save(model.state_dict(), source)
+    convert(source, tmp_path / "back", "checkpoint", "--config", made / "export")
+    result = alone(llama())
+    seed = result.runtime.seed
+    result.load_checkpoint(tmp_path / "back")
+    assert far(result.full_state_dict(), model.state_dict()) == 0
+    assert (result.runtime.steps, result.runtime.seed) == (0, seed)
+    result.save_checkpoint(tmp_path / "back")  # a save wrote it, so a save may replace it
+    with pytest.raises(SavedError, match=r"saved without an optimizer"):
+        result.load_checkpoint(tmp_path / "back", optimizer_of(result.parameters()))
+
+
+def test_a_model_inside_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = wrapped()
+    alone(model).save_checkpoint(tmp_path / "checkpoint")
+    convert(tmp_path / "checkpoint", tmp_path / "out", "hf", "--model", NAME, "--json")
+    said = json.loads(capsys.readouterr().out)
+    assert said["files"] == ["model.safetensors"]
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert far(loaded.state_dict(), model.inner.state_dict()) == 0
+
+
+def test_what_does_not_fit_or_is_damaged_is_refused(made: Path, tmp_path: Path) -> None:
+    other = gpt2()
+    other.config.architectures = ["GPT2LMHeadModel"]
+    other.config.save_pretrained(tmp_path / "gpt2")
+    differs = r"2\d missing: transformer.wte.weight, .*; 38 unexpected: model.embed_tokens.weight"
+    with pytest.raises(SavedError, match=differs):
+        convert(made / "checkpoint", tmp_path / "out", "hf", "--config", tmp_path / "gpt2")
+    with pytest.raises(SavedError, match=differs):
+        alone(gpt2()).load_weights(made / "export")
+    with pytest.raises(SavedError, match=rf"is of another model \(fingerprint.*\); {differs}"):
+        alone(gpt2()).load_checkpoint(made / "checkpoint")
+    convert(made / "export", tmp_path / "back", "checkpoint", "--config", made / "export")
+    with pytest.raises(SavedError, match=rf"is of another model: {differs}"):
+        alone(gpt2()).load_checkpoint(tmp_path / "back")
+    with pytest.raises(SavedError, match=r"is a checkpoint already"):
+        convert(made / "checkpoint", tmp_path / "out", "checkpoint", "--config", made / "export")
+    with pytest.raises(SavedError, match=r"is no checkpoint: it has no '.metadata'"):
+        convert(made / "export", tmp_path / "out", "hf", "--config", made / "export")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in (made / "export").iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    with (damaged / "model-00002-of-00008.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"!!!")
+    with pytest.raises(SavedError, match=r"'model-00002-of-00008.safetensors' is damaged"):
+        convert(damaged, tmp_path / "out", "checkpoint", "--config", made / "export")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_no_class_of_transformers(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
+    line = ["convert", str(made / "checkpoint"), str(tmp_path / "out"), "--to", "hf", "--config"]
+    assert main([*line, str(tmp_path)]) == 1
+    assert "has architectures ['Mine']; legal: the name of a class" in capsys.readouterr().err
+
+
+BIG = """
+import sys, threading, time
+from pathlib import Path
+from torch import nn
+from meshwright.executor.export import from_pretrained_files, to_pretrained_files
+
+def own_mib():  # pages of mapped files are not a process' own: the kernel takes them back
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in lines if x.startswith("RssAnon")).split()[1]) / 1024
+
+def watch():
+    while not done:
+        seen.append(own_mib())
+        time.sleep(0.002)
+
+model = nn.Sequential(*(nn.Linear(1024, 2048, bias=False, device="meta") for _ in range(24)))
+folder, done, seen = Path(sys.argv[1]), [], [own_mib()]
+thread = threading.Thread(target=watch)
+thread.start()
+from_pretrained_files(folder / "weights", folder / "checkpoint", model)
+to_pretrained_files(folder / "checkpoint", folder / "again", model)
+done.append(True)
+thread.join()
+print(max(seen) - seen[0])
+"""
+
+
+def test_no_more_than_some_tensors_are_in_memory(tmp_path: Path) -> None:
+    """192 MiB in 24 tensors: one file of safetensors of which each tensor is read alone."""
+    (tmp_path / "weights").mkdir()
+    tensors = {f"{k}.weight": torch.full((2048, 1024), float(k)) for k in range(24)}
+    save_file(tensors, tmp_path / "weights" / "model.safetensors")
+    ran = subprocess.run(
+        [sys.executable, "-c", BIG, str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert 8 <= float(ran.stdout) < 96
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(x, tensors[name]) for name, x in found.items())
+    assert found.keys() == tensors.keys()
