@@ -129,6 +129,11 @@ class Trainer:
         extra = {} if perplexity is None else {"eval_perplexity": perplexity}
         return {"eval_loss": found.loss, **extra}
 
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the weights for `from_pretrained`, into `model` in the arguments' folder if no
+        other is given. Collective."""
+        self.result.save_pretrained(output_dir or Path(self.args.output_dir) / "model")
+
     # --- what the arguments say ---
 
     @property

@@ -1,5 +1,5 @@
 """Plans that are trained on CPU ranks, and predicted by the steps of others: what
-`bench_recalibration` runs in each process of a launch."""
+`recalibration` runs in each process of a launch."""
 
 from __future__ import annotations
 

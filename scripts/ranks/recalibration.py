@@ -1,6 +1,6 @@
 """Predicted against measured steps of held-out plans, before and after `result.recalibrate()`.
 
-    python -m scripts.bench_recalibration [--ranks 1 2 4] [--models gpt2 llama] [--profile]
+    python -m scripts.ranks.recalibration [--ranks 1 2 4] [--models gpt2 llama] [--profile]
 
 Per number of gloo ranks: several plans of small transformers models are trained on this machine.
 Then in turns each part of the plans is recalibrated on, and the others are planned anew, by what
@@ -50,7 +50,7 @@ def compare(ranks: int, args: argparse.Namespace) -> None:
                     batch=BATCH, precision="fp32", effort=Effort(budget_s=args.budget),
                 )  # fmt: skip
         out, log = Path(folder, "rows.json"), Path(folder, "log")
-        command = ["-m", "scripts.bench_recalibration", "--worker", str(out), *args.models]
+        command = ["-m", "scripts.ranks.recalibration", "--worker", str(out), *args.models]
         run_ranks(command, ranks=ranks, log=log, timeout_s=args.limit, environment=KEEPS_FREED)
         said = [line for line in log.read_text().splitlines() if " held out: " in line]
         print("\n".join(said))
