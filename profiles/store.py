@@ -233,14 +233,14 @@ def _check_steps(steps: Iterable[StepTiming], place: str) -> None:
     for step in steps:
         where = f"{place} step of plan {step.plan!r:.40}"
         if not all(isinstance(text, str) for text in step.key):
-            raise ValueError(f"{where}: what it is of must be texts")
+            raise _wrong(where, "what it is of must be texts")
         if step.term not in TERMS:
-            raise ValueError(f"{where}: term {step.term!r:.40}; legal: {', '.join(TERMS)}")
+            raise _wrong(where, f"term {step.term!r:.40} is none of {', '.join(TERMS)}")
         check_number(f"{where}: measured_s", step.measured_s, zero=True)
         check_number(f"{where}: predicted_s", step.predicted_s, zero=True)
         check_whole(f"{where}: samples", step.samples)
         if not isinstance(step.parts, Mapping) or not set(step.parts) <= set(COMPONENTS):
-            raise ValueError(f"{where}: parts must be of {', '.join(COMPONENTS)}")
+            raise _wrong(where, f"parts must be of {', '.join(COMPONENTS)}")
         for name, seconds in step.parts.items():
             # what passes behind something else may cost less than nothing
             size = abs(seconds) if isinstance(seconds, int | float) else seconds

@@ -324,7 +324,9 @@ def _prepared(
     if notes["model"] == ANY_MODEL and (
         found := differences(wanted_tensors(runtime), model_shapes(stored))
     ):
-        raise SavedError(f"{place}: is of another model: {found}; load it with its own")
+        raise SavedError(
+            f"is of another model: {found}", place=place, way_out="load it with its own"
+        )
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
         raise SavedError(
             f"{len(missing)} names are missing, e.g. {missing[:3]}; it is damaged, or was "

@@ -95,7 +95,11 @@ def to_pretrained_files(
     """
     source = atomic_folder.published(atomic_folder.followed(checkpoint))
     if not (source / METADATA).is_file():
-        raise SavedError(f"{str(checkpoint)!r} is no checkpoint: it has no {METADATA!r}")
+        raise SavedError(
+            f"is no checkpoint: it has no {METADATA!r}",
+            place=f"convert: {str(checkpoint)!r}",
+            legal="a folder that save_checkpoint, or torch's, wrote",
+        )
     ours = (source / NOTES).is_file()
     if not (ours and check_files(source)):
         log.warning("%r has no checksums: it is read without verification", str(checkpoint))
@@ -138,7 +142,12 @@ def from_pretrained_files(path: str | Path, checkpoint: str | Path, model: nn.Mo
     """
     source = open_source(path)
     if not isinstance(source, WeightFiles):
-        raise SavedError(f"{str(path)!r} is a checkpoint already; give a folder of safetensors")
+        raise SavedError(
+            "is a checkpoint already",
+            place=f"convert: {str(path)!r}",
+            legal="a folder or file of weights",
+            way_out="give a folder of safetensors",
+        )
     if Path(path).is_dir():
         check_every_file(Path(path))
     matched = match_names(_wanted(model), source.shapes, str(path))

@@ -21,6 +21,7 @@ from meshwright.executor.errors import SavedError
 from meshwright.profiles.inputs import shown
 
 SHOWN = 5
+PLACE = "the saved model"
 ADAPTERS_INSIDE = "base_model.model."  # what peft puts before the names of the model it adapts
 
 
@@ -49,16 +50,18 @@ def saved_part(model: nn.Module, submodule: str | None) -> Part:
     if submodule is None:
         if len(outermost) > 1:
             raise SavedError(
-                f"the model has several of transformers: {outermost[:SHOWN]}; name one of them by "
-                f"submodule="
+                f"the model has several of transformers: {outermost[:SHOWN]}",
+                place=PLACE,
+                way_out="name one of them by submodule=",
             )
         submodule = outermost[0] if outermost else ""
     try:
         module = model.get_submodule(submodule)
     except AttributeError as error:
         raise SavedError(
-            f"submodule={shown(submodule)}: the model has none of that name; legal: "
-            f"{outermost[:SHOWN] or 'a name of named_modules()'}"
+            f"submodule={shown(submodule)}: the model has none of that name",
+            place=PLACE,
+            legal=f"{outermost[:SHOWN] or 'a name of named_modules()'}",
         ) from error
     prefix = f"{submodule}." if submodule else ""
     return Part(module=module, prefix=prefix, pretrained=_pretrained(module))
@@ -86,9 +89,10 @@ def saved_names(
     tensors. Raises ValueError for a part that holds adapters, or of which there is nothing."""
     if part.adapters:
         raise SavedError(
-            "the model holds peft's adapters, which are saved by trainable_only=True; for merged "
-            "weights load these on one device, PeftModel.from_pretrained(base, folder), and save "
-            "its merge_and_unload()"
+            "the model holds peft's adapters, which are saved by trainable_only=True",
+            place=PLACE,
+            way_out="for merged weights load these on one device, "
+            "PeftModel.from_pretrained(base, folder), and save its merge_and_unload()",
         )
     left_out = {*(getattr(part.module, "all_tied_weights_keys", None) or ())}
     never = {*(getattr(part.module, "_keys_to_ignore_on_save", None) or ())}
@@ -99,7 +103,11 @@ def saved_names(
         if inside and inside[0] not in never:
             chosen[fqn] = next((name for name in inside if name not in left_out), inside[0])
     if not chosen:
-        raise SavedError(f"the model has no tensor under {part.prefix!r} to be saved")
+        raise SavedError(
+            f"the model has no tensor under {part.prefix!r} to be saved",
+            place=PLACE,
+            way_out="name another submodule=",
+        )
     return chosen
 
 
@@ -111,8 +119,9 @@ def adapter_names(
     peft would not save."""
     if len(part.adapters) != 1:
         raise SavedError(
-            f"the model has the adapters {list(part.adapters)}, and one is saved at a time; delete "
-            f"the others by delete_adapter before planning"
+            f"the model has the adapters {list(part.adapters)}, and one is saved at a time",
+            place=PLACE,
+            way_out="delete the others by delete_adapter before planning",
         )
     (adapter,) = part.adapters
     inside = {
@@ -129,10 +138,16 @@ def adapter_names(
     if lost := [fqn for fqn in trained if fqn.startswith(part.prefix) and fqn not in names]:
         raise SavedError(
             f"{len(lost)} parameters train that peft doesn't save with the adapter, e.g. "
-            f"{lost[:SHOWN]}; freeze them, or name them in the adapter's modules_to_save"
+            f"{lost[:SHOWN]}",
+            place=PLACE,
+            way_out="freeze them, or name them in the adapter's modules_to_save",
         )
     if not names:
-        raise SavedError(f"the adapter {adapter!r} has no tensor of its own to be saved")
+        raise SavedError(
+            f"the adapter {adapter!r} has no tensor of its own to be saved",
+            place=PLACE,
+            legal="adapters with weights",
+        )
     return names
 
 

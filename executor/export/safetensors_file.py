@@ -53,8 +53,10 @@ class SafetensorsFile:
             dtype, shape = kinds[name]
             if dtype not in NAMES_OF_DTYPES:
                 raise SavedError(
-                    f"{name!r} is of {dtype}, which safetensors can't hold; give dtype= one of "
-                    f"{', '.join(map(str, NAMES_OF_DTYPES))}"
+                    f"is of {dtype}, which safetensors can't hold",
+                    place=f"{name!r}",
+                    legal=", ".join(map(str, NAMES_OF_DTYPES)),
+                    way_out="give one of these as dtype=",
                 )
             start, end = end, end + bytes_of(kinds[name])
             entry = {"dtype": NAMES_OF_DTYPES[dtype], "shape": list(shape)}

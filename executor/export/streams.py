@@ -148,7 +148,9 @@ def full_state_dict(state: RankState, rank: int) -> dict[str, torch.Tensor]:
     group = group_of(state)
     ranks = sorted({r for ranks in state.plan.devices for r in ranks})
     if rank not in ranks:
-        raise StateError(f"full_state_dict: rank {rank!r} is none of the plan's; legal: {ranks}")
+        raise StateError(
+            f"rank {rank!r} is none of the plan's", place="full_state_dict", legal=f"{ranks}"
+        )
     with progress.during("gathering a state dict"):
         run_on_all(group, lambda: check_loaded(state, "full_state_dict"))
         held = held_tensors(state)

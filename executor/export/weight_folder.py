@@ -69,7 +69,9 @@ def laid_out(kinds: Mapping[str, Kind], max_shard_size: int | str) -> Layout:
         )
     except ValueError as error:
         raise SavedError(
-            f"max_shard_size={shown(max_shard_size)}: {error}; legal: bytes, or text as '5GB'"
+            f"={shown(max_shard_size)}: {error}",
+            place="max_shard_size",
+            legal="bytes, or text as '5GB'",
         ) from error
     files = found.filename_to_tensors
     return Layout(files={file: {n: kinds[n] for n in names} for file, names in files.items()})
@@ -144,8 +146,9 @@ def prepare_folder(path: str | Path) -> tuple[Path, Path]:
     folder = atomic_folder.followed(path)
     if (folder / NOTES).exists():
         raise SavedError(
-            f"{str(folder)!r} holds a checkpoint of a run, which weights alone can't replace; save "
-            f"to another path"
+            "holds a checkpoint of a run, which weights alone can't replace",
+            place=f"{str(folder)!r}",
+            way_out="save to another path",
         )
     return folder, atomic_folder.prepare(folder)
 

@@ -65,10 +65,12 @@ def counting(graph: Graph, use: RowUse) -> Counting:
     elif not use.meetings and not use.sums and not any(map(_ignores, graph.ops)):
         return Counting()
     raise StateError(
-        f"evaluate: the loss ends in {op.key} ({op.target}), which does not tell what it is a mean "
-        "over; legal: a mean cross-entropy, a sum divided by a count of raw inputs (a loss_fn may "
-        "return both), a mean over rows. Way out: evaluate(batches, weigh=...), a function of a "
-        "batch that gives what its loss counts"
+        f"the loss ends in {op.key} ({op.target}), which does not tell what it is a mean over",
+        place="evaluate",
+        legal="a mean cross-entropy, a sum divided by a count of raw inputs (a loss_fn may return "
+        "both), a mean over rows",
+        way_out="evaluate(batches, weigh=...), a function of a batch that gives what its loss "
+        "counts",
     )
 
 

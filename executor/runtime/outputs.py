@@ -106,10 +106,11 @@ class _Kept:
         if self.step.plan.num_microbatches == 1 and found is None:
             return None
         raise StateError(
-            f"forward: the output {value!r} of shape {shape} has no dim of the batch's rows, or "
-            f"others before them, and the batch runs in {self.step.plan.num_microbatches} "
-            "micro-batches: it can't be put together; legal: outputs that have a dim of rows, or "
-            "num_microbatches=1"
+            f"the output {value!r} of shape {shape} has no dim of the batch's rows, or others "
+            f"before them, and the batch runs in {self.step.plan.num_microbatches} micro-batches: "
+            "it can't be put together",
+            place="forward",
+            legal="outputs that have a dim of rows, or num_microbatches=1",
         )
 
     def _shape(self, value: str) -> list[int]:

@@ -61,8 +61,13 @@ class DataLoader:
         """Batches of the epoch."""
         return len(self.order.batches(self.epoch))
 
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch is over: iterated again, the next begins."""
+        return self.position >= len(self)
+
     def __iter__(self) -> Iterator[Any]:
-        if self.position >= len(self):
+        if self.finished:
             self.epoch, self.position = self.epoch + 1, 0
         due = self.order.batches(self.epoch)[self.position :]
         if not self.share.reads and self.order.buckets is None:

@@ -87,14 +87,18 @@ class Loop:
             self.saved_step = self.saves.checkpoints.resume(self._load)
             if self.saved_step is not None:
                 log.info("resumed at step %d", self.saved_step)
+                if "data" not in self._extra:
+                    log.warning(
+                        "the data begin anew: %s has no state_dict(); data_loader has one",
+                        type(self.loader).__name__,
+                    )
         for each in self.loggers:
             self.result.log_to(each, every=self.log_every)
         requests = StopRequests()
         with requests.listening():
             ended = self._run(requests)
         self.result.monitor.close()
-        if self.saves is not None and self.saved_step != self.progress.step:
-            self._save()
+        self._save()
         return ended
 
     def _run(self, requests: StopRequests) -> str:
@@ -106,18 +110,22 @@ class Loop:
                 return DATA
             self._step(batch)
             ends, saves = requests.agreed()
-            if saves or (self.saves and self.saves.every and not progress.step % self.saves.every):
-                self._save()
             if ends:
-                return SIGNAL
+                return SIGNAL  # and saves
+            if saves:
+                self._save()
             if self.evaluations and not progress.step % self.evaluations.every:
                 self._evaluate(self.evaluations)
-                if self.evaluations.patience and progress.worse >= self.evaluations.patience:
-                    return PATIENCE
+            if self.saves and self.saves.every and not progress.step % self.saves.every:
+                self._save()
+            if self.evaluations and progress.worse >= (self.evaluations.patience or math.inf):
+                return PATIENCE
         return STEPS
 
     def _batches(self) -> Iterator[Any]:
         """Batch after batch, epoch after epoch where the number of steps is what ends the run."""
+        if self.steps is None and getattr(self.loader, "finished", False):
+            return
         while True:
             before = self.progress.step
             yield from self.loader
@@ -152,7 +160,7 @@ class Loop:
         return {name: x for name, x in own.items() if hasattr(x, "state_dict")}
 
     def _save(self) -> None:
-        if self.saves is None:
+        if self.saves is None or self.saved_step == self.progress.step:
             return
         kept, step = self.saves.checkpoints, self.progress.step
         self.result.save_checkpoint(kept.path(step), self.optimizer, extra=self._extra)

@@ -328,15 +328,14 @@ def test_buffers_outside_the_state_are_asked_for_with_the_way_out() -> None:
 
 def sharded(folder: Path, name: Any) -> Path:
     """An index that names one file for all of `STATE`."""
-    index = {"weight_map": {key: name for key in STATE}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    index = json.dumps({"weight_map": {key: name for key in STATE}})
+    (folder / "model.safetensors.index.json").write_text(index)
     return folder
 
 
 @pytest.mark.parametrize("name", ["../state.safetensors", "link.safetensors", "/etc/passwd", 5])
 def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
-    inside = tmp_path / "at"
-    inside.mkdir()
+    (inside := tmp_path / "at").mkdir()
     write(tmp_path, "safetensors")
     (inside / "link.safetensors").symlink_to(tmp_path / "state.safetensors")
     with pytest.raises(ValueError, match=r"index.json' names the file .*, which is"):

@@ -13,7 +13,15 @@ from meshwright.data.order import Order
 from meshwright.profiles.inputs import MeshwrightError
 from tests.helpers.launching import Results, results_of
 from tests.helpers.tiny import loss, net
-from tests.meshwright.data.feeding import RANKS, ROWS, SAMPLES, Tokens, plain_losses, planned
+from tests.meshwright.data.feeding import (
+    RANKS,
+    ROWS,
+    SAMPLES,
+    Tokens,
+    batch_of,
+    plain_losses,
+    planned,
+)
 from tests.meshwright.training.fit_worker import SEED, STEPS, STOPPED_AT, run
 
 MORE = 3  # steps on one rank
@@ -94,6 +102,23 @@ def test_batches_of_ones_own_are_global(expected: list[float]) -> None:
     ]
     done = fit(planned(ranks=1), batches, optimizer=sgd, max_grad_norm=None)
     assert done.loss == pytest.approx(expected[2], rel=1e-5)
+
+
+def test_a_run_over_an_epoch_is_done_when_the_epoch_is(tmp_path: Path) -> None:
+    for _ in range(2):
+        done = fit(planned(ranks=1), Tokens(), optimizer=sgd, folder=tmp_path)
+        assert (done.ended, done.steps) == ("data", 3)
+    assert done.loss is None  # of the second: nothing was left to train
+
+
+def test_data_without_a_state_begin_anew_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = [batch_of(range(ROWS))] * 2
+    for steps in (1, 2):
+        done = fit(planned(ranks=1), batches, optimizer=sgd, folder=tmp_path, steps=steps)
+        assert done.steps == steps
+    assert "the data begin anew: list has no state_dict()" in caplog.text
 
 
 @pytest.mark.parametrize(
