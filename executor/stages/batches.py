@@ -71,7 +71,7 @@ class Batches:
         unknown = sorted(path for path in leaves.keys() - known if leaves[path] is not None)
         if unknown:
             raise BatchError(
-                f"{unknown} were not among example_inputs; the model was planned with "
+                f": {unknown} were not among example_inputs; the model was planned with "
                 f"inputs {sorted(known)}",
                 place="batch",
                 way_out="drop them, or plan again with them",

@@ -36,7 +36,7 @@ def measured(times: float, **changes: object) -> ParallelModel:
     result = planned(net(), **changes)
     own = result.monitor.predicted
     seconds = {"train_step_s": own.train_step_s, **own.terms}
-    result.monitor._observed += [{name: times * s for name, s in seconds.items()}] * 15
+    result.monitor._rows += [{name: times * s for name, s in seconds.items()}] * 15
     return result
 
 
@@ -65,7 +65,7 @@ def test_to_recalibrate_twice_does_not_square_a_factor() -> None:
     assert twice.corrections == once.corrections and twice.before_s == once.before_s
     corrected = planned(net(), plan=first.plan)
     assert corrected.monitor.predicted.train_step_s == pytest.approx(once.after_s)
-    corrected.monitor._observed += first.monitor._observed  # it takes as long as it did
+    corrected.monitor._rows += first.monitor._rows  # it takes as long as it did
     thrice = corrected.recalibrate()
     assert thrice.before_s == pytest.approx(once.before_s)
     assert thrice.corrections == once.corrections

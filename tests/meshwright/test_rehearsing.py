@@ -258,7 +258,7 @@ def test_where_ranks_are_running_nothing_is_rehearsed() -> None:
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        with pytest.raises(ValueError, match=r"1 ranks are running: start it without"):
+        with pytest.raises(ValueError, match=r"1 ranks are running; start it without"):
             result.rehearse()
     finally:
         torch.distributed.destroy_process_group()
