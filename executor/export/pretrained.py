@@ -157,4 +157,4 @@ def _finished(writer: FileWriter, rank: int) -> dict[str, OwnFile]:
     try:
         return writer.finish()
     except OSError as error:
-        raise UnwrittenError(f"{error}", place=f"rank {rank}") from error
+        raise UnwrittenError(f": {error}", place=f"rank {rank}") from error

@@ -12,9 +12,11 @@ plan, it goes on under another, no sample lost or repeated, whatever the number 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, default_collate
 
 from meshwright.data.order import Buckets, GlobalBatch, Order
-from meshwright.executor.ranks import all_gather_object, gloo_group, launch
+from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import DataParallel, Steps
 
@@ -70,7 +72,8 @@ class DataLoader:
         if self.finished:
             self.epoch, self.position = self.epoch + 1, 0
         due = self.order.batches(self.epoch)[self.position :]
-        if not self.share.reads and self.order.buckets is None:
+        whole = all(len(batch.samples) == batch.rows for batch in due)
+        if not self.share.reads and self.order.buckets is None and (whole or self.share.filling):
             for _ in due:
                 self.position += 1
                 yield None
@@ -79,7 +82,7 @@ class DataLoader:
             _Padded(self.dataset, self.padding),
             batch_sampler=_Numbers(self, due),
             collate_fn=self.collate_fn,
-            **self.loading,
+            **{**self.loading, **self._workers()},
         )
         began_s = time.perf_counter()
         for batch, found in zip(due, loaded, strict=True):
@@ -88,6 +91,14 @@ class DataLoader:
             self.waited(time.perf_counter() - began_s)
             yield filled
             began_s = time.perf_counter()
+
+    def _workers(self) -> dict[str, Any]:
+        """Workers in process groups of their own: a signal to this rank's group, by which torchrun
+        ends it, must not end them while it saves."""
+        init = self.loading.get("worker_init_fn")
+        if not self.loading.get("num_workers"):
+            return {}
+        return {"worker_init_fn": partial(_apart, init)}
 
     def own(self, batch: GlobalBatch) -> list[int]:
         """The numbers of this rank's samples. A smaller batch is shared out evenly."""
@@ -138,7 +149,7 @@ class DataLoader:
             "size": order.size,
             "seed": order.seed,
             "shuffle": order.shuffle,
-            "bucketed": order.buckets is not None,
+            "buckets": order.buckets.described() if order.buckets is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,12 +157,16 @@ class DataLoader:
         ValueError for another dataset, and for batches that were made otherwise."""
         order = self.order
         self._check_same("samples in the dataset", state["size"], order.size)
-        self._check_same("buckets", state["bucketed"], order.buckets is not None)
+        buckets = order.buckets.described() if order.buckets is not None else None
+        self._check_same("buckets", state["buckets"], buckets)
         self.order = order = replace(
             order, seed=state["seed"], shuffle=state["shuffle"], _epoch=None, _batches=()
         )
         self.epoch, self.position = state["epoch"], state["position"]
         if state["rows"] == order.rows:
+            return
+        if state["samples"] == order.size:
+            self.epoch, self.position = self.epoch + 1, 0
             return
         if order.buckets is not None or state["samples"] % order.rows:
             raise MeshwrightError(
@@ -208,6 +223,7 @@ def data_loader(
     Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
     can't be shared out.
     """
+    background.finish_all()  # a save in the background uses the same group
     size = _size(dataset)
     made = None
     if buckets is not None:
@@ -271,6 +287,12 @@ def _length_of(sample: Any) -> int:
     """The first dim of a sample's first tensor or list."""
     entries = sample.values() if isinstance(sample, Mapping) else sample
     return len(next(iter(entries)))
+
+
+def _apart(init: Callable[[int], None] | None, number: int) -> None:
+    os.setpgid(0, 0)
+    if init is not None:
+        init(number)
 
 
 # --- padding --------------------------------------------------------------------------------------

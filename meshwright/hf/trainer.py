@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ class Trainer:
     ) -> None:
         """Raises ValueError for arguments that are refused, and as `auto_parallelize` does."""
         check_arguments(args)
+        torch.manual_seed(args.seed)  # what dropout draws from
         self.args = args
         self.processing_class = processing_class
         self.optimizer: Callable[[ParallelModel], torch.optim.Optimizer] | None
@@ -79,7 +81,7 @@ class Trainer:
         columns = _columns(model, args) if args.remove_unused_columns else None
         self._collate = _Collate(data_collator or _collator(processing_class), columns)
         self.train_dataset, self.eval_dataset = _samples(train_dataset), _samples(eval_dataset)
-        cluster = cluster or Cluster.detect()
+        cluster = cluster or (_cpus() if args.use_cpu else Cluster.detect())
         rows = min(2, len(train_dataset))
         options = {
             "global_batch_size": global_batch_size(args, cluster.num_devices),
@@ -94,6 +96,7 @@ class Trainer:
         """Train to the end of the arguments' steps or epochs. With `resume_from_checkpoint` from
         the newest checkpoint in `output_dir` on; else there must be none."""
         args = self.args
+        _check_resume(resume_from_checkpoint, args)
         resume = bool(args.resume_from_checkpoint if resume_from_checkpoint is None
                       else resume_from_checkpoint)  # fmt: skip
         epoch = self._epoch_steps
@@ -149,7 +152,11 @@ class Trainer:
             "seed": args.seed if args.data_seed is None else args.data_seed,
             "drop_last": args.dataloader_drop_last,
             "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
         }
+        if args.dataloader_num_workers:
+            found["persistent_workers"] = args.dataloader_persistent_workers
+            found["prefetch_factor"] = args.dataloader_prefetch_factor
         return found
 
     def _optimizer(self, result: ParallelModel) -> torch.optim.Optimizer:
@@ -190,6 +197,23 @@ class Trainer:
             global_step=done.steps,
             training_loss=done.loss,
             metrics={**metrics, **self.result.metrics()},
+        )
+
+
+def _cpus() -> Cluster:
+    """CPU processes, as many as torchrun started."""
+    return Cluster.local(int(os.environ.get("WORLD_SIZE", 1)), "cpu", measure=False)
+
+
+def _check_resume(given: Any, args: Any) -> None:
+    asked = args.resume_from_checkpoint if given is None else given
+    saves = args.save_strategy.value != "no"
+    if asked and (not saves or not isinstance(asked, bool)):
+        raise MeshwrightError(
+            f"={asked!r:.80}, with save_strategy {args.save_strategy.value!r}",
+            place="Trainer.train: resume_from_checkpoint",
+            legal="True, which means the newest in output_dir, where it is saved to",
+            way_out="move the checkpoint into output_dir, and set save_strategy",
         )
 
 

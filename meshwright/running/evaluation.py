@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import StateError
-from meshwright.executor.ranks import all_gather_object, gloo_group, run_on_all
+from meshwright.executor.ranks import all_gather_object, background, gloo_group, run_on_all
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
 from meshwright.planner.batch import batch_rows
 from meshwright.running.generation import Generator
@@ -111,7 +111,15 @@ class Evaluation(PlannedModel):
         that counts nothing is a StateError, too.
         """
         runtime = self._evaluable()
+        background.finish_all()  # a save in the background uses the same group
         local = bool(getattr(batches, "local", False)) if local is None else local
+        if local and weigh is not None:
+            raise StateError(
+                "weigh= is given, and each rank gives rows of its own, which it would weigh alone",
+                place="evaluate",
+                legal="weigh= with the same batches on every rank",
+                way_out="give global batches, or a loss that tells what it counts",
+            )
         how = counting(runtime.graph, self._traced.use) if weigh is None else Counting()
         total = weight = 0.0
         rows = number = 0

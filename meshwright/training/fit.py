@@ -106,7 +106,10 @@ def fit(
     loader = _loader(result, data, loading)
     evaluations = None
     if evaluation is not None:
-        batches = _loader(result, evaluation, {**loading, "shuffle": False, "drop_last": False})
+        own = {**loading, "shuffle": False, "drop_last": False}
+        if not callable(own.get("lengths")):
+            own.pop("lengths", None)  # of the training samples
+        batches = _loader(result, evaluation, own)
         evaluations = Evaluations(batches=batches, every=evaluate_every, patience=patience)
     loop = Loop(
         result=result,
@@ -159,10 +162,26 @@ def _planned(
         given["example_inputs"] = (
             collate([data[k] for k in range(min(SAMPLES, len(data)))])
             if _is_dataset(data)
-            else next(iter(data))
+            else _first(data)
         )
     cluster = given.pop("cluster", None) or Cluster.detect()
     return auto_parallelize(model, cluster, **given)
+
+
+def _first(batches: Any) -> Any:
+    """The first of batches that are iterated over again later."""
+    if iter(batches) is batches:
+        raise MeshwrightError(
+            f" are a {type(batches).__name__}, which gives each of them once",
+            place="fit: data",
+            legal="a dataset, or batches that can be iterated over again",
+            way_out='give planning={"example_inputs": ...}, or a loader',
+        )
+    state = batches.state_dict() if hasattr(batches, "state_dict") else None
+    found = next(iter(batches))
+    if state is not None:
+        batches.load_state_dict(state)
+    return found
 
 
 def _is_dataset(data: Any) -> bool:

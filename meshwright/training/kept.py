@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.executor.errors import DamagedError
+from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files import atomic_folder
 from meshwright.executor.ranks import launch
 
@@ -47,8 +47,7 @@ class KeptCheckpoints:
         Other errors, of another model or optimizer, are raised, and so is the last where none is
         sound. Collective.
         """
-        if launch.rank() == 0:
-            atomic_folder.clear_unfinished(self.folder, "step-*")
+        launch.agree_on(lambda: atomic_folder.clear_unfinished(self.folder, "step-*"))
         damaged: DamagedError | None = None
         for step in reversed(self.steps()):
             try:
@@ -62,8 +61,14 @@ class KeptCheckpoints:
             raise damaged
         return None
 
-    def drop_old(self) -> None:
-        """Remove all but the newest `keep`, on rank 0."""
-        if launch.rank() == 0:
-            for step in self._steps()[: -self.keep]:
-                atomic_folder.remove(self.path(step))
+    def drop_old(self, saved: int) -> None:
+        """Remove what is older than the `keep` newest up to the step that was `saved`, on rank 0;
+        what can't be removed stays, with a warning. Later ones, of a run that was damaged or begun
+        again before, stay too."""
+        if launch.rank() != 0:
+            return
+        for step in [k for k in self._steps() if k <= saved][: -self.keep]:
+            try:
+                atomic_folder.remove(atomic_folder.published(self.path(step)))
+            except (OSError, SavedError) as error:
+                log.warning("an old checkpoint stays: %s", error)

@@ -97,8 +97,8 @@ class Loop:
         requests = StopRequests()
         with requests.listening():
             ended = self._run(requests)
-        self.result.monitor.close()
-        self._save()
+            self.result.monitor.close()
+            self._save()
         return ended
 
     def _run(self, requests: StopRequests) -> str:
@@ -126,11 +126,13 @@ class Loop:
         """Batch after batch, epoch after epoch where the number of steps is what ends the run."""
         if self.steps is None and getattr(self.loader, "finished", False):
             return
-        while True:
+        empty = 0
+        while empty < 2:  # the first may be the end of a pass that was resumed
             before = self.progress.step
             yield from self.loader
-            if self.steps is None or self.progress.step == before:  # or there is none
+            if self.steps is None:
                 return
+            empty = empty + 1 if self.progress.step == before else 0
 
     def _step(self, batch: Any) -> None:
         result = self.result
@@ -150,7 +152,7 @@ class Loop:
         progress.eval_loss, progress.best_loss = found, min(progress.best_loss, found)
         if launch.rank() == 0:
             for each in self.loggers:
-                each({"step": progress.step, "eval_loss": found})
+                each({"step": self.result.runtime.steps, "eval_loss": found})
 
     # --- checkpoints ---
 
@@ -165,7 +167,7 @@ class Loop:
         kept, step = self.saves.checkpoints, self.progress.step
         self.result.save_checkpoint(kept.path(step), self.optimizer, extra=self._extra)
         self.saved_step = step
-        kept.drop_old()
+        kept.drop_old(step)
 
     def _load(self, path: Any) -> None:
         self.result.load_checkpoint(path, self.optimizer, extra=self._extra)

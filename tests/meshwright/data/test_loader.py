@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -183,3 +185,38 @@ def test_lists_are_padded_as_tensors_are() -> None:
     assert {k: x.tolist() for k, x in found.items()} == {
         "input_ids": [1, 2, 0], "labels": [3, 4, IGNORED],
     }  # fmt: skip
+
+
+class Groups:
+    """Samples that say which process group they were loaded in."""
+
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        return {"labels": torch.tensor([os.getpgid(0)])}
+
+
+def test_workers_outlive_a_signal_to_the_group_of_their_rank() -> None:
+    """torchrun signals a rank's process group; a rank that saves then still needs its workers."""
+    (loader,) = loaders({"size": ROWS, "shuffle": False, "seed": 0}, 1, dataset=Groups())
+    loader.loading = {"num_workers": 1}
+    (batch,) = loader
+    assert os.getpgid(0) not in batch["labels"].flatten().tolist()
+
+
+def test_ranks_without_need_load_a_smaller_batch_that_cannot_be_filled() -> None:
+    """Its shape is another, which all ranks must know."""
+    for size, given in ((2 * ROWS, True), (ROWS + 4, False)):
+        (loader,) = loaders({"size": size, "shuffle": False, "seed": 0}, 1)
+        loader.share = dataclasses.replace(loader.share, reads=False, filling=None)
+        assert [batch is None for batch in loader] == [given] * 2
+
+
+def test_a_state_of_other_buckets_is_refused() -> None:
+    def made(to: tuple[int, ...]) -> DataLoader:
+        buckets = Buckets(lengths=[3] * 16, to=to)
+        order = {"size": 16, "shuffle": True, "seed": 0, "buckets": buckets}
+        return loaders(order, 1, dataset=Texts([3] * 16))[0]
+
+    state = made((8, 16)).state_dict()
+    made((8, 16)).load_state_dict(state)
+    with pytest.raises(MeshwrightError, match="was saved with buckets"):
+        made((4, 16)).load_state_dict(state)

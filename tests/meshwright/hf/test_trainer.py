@@ -97,6 +97,11 @@ def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
 
+def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match="resume_from_checkpoint"):
+        ours(arguments(tmp_path)).train("elsewhere/checkpoint-5")  # type: ignore[arg-type]
+
+
 def test_accumulation_is_rows_of_a_step(tmp_path: Path) -> None:
     args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     assert ours(args).result.plan.global_batch_size == 6

@@ -111,6 +111,12 @@ def test_a_run_over_an_epoch_is_done_when_the_epoch_is(tmp_path: Path) -> None:
     assert done.loss is None  # of the second: nothing was left to train
 
 
+def test_batches_that_come_once_are_not_looked_into(tmp_path: Path) -> None:
+    planning = {"global_batch_size": ROWS, "loss_fn": loss}
+    with pytest.raises(MeshwrightError, match="which gives each of them once"):
+        fit(net(), iter([batch_of(range(ROWS))]), planning=planning, optimizer=sgd)
+
+
 def test_data_without_a_state_begin_anew_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

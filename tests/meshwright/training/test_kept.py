@@ -17,7 +17,7 @@ def test_the_newest_are_kept_and_resumed(tmp_path: Path) -> None:
     assert kept.steps() == [] and kept.resume(loaded.append) is None
     for step in (5, 10, 1_000_000_000):
         run.save(kept.path(step))
-        kept.drop_old()
+        kept.drop_old(step)
     assert kept.steps() == [10, 1_000_000_000]
     (kept.folder / "step-best").mkdir()
     (kept.folder / "notes.txt").write_text("mine")
@@ -54,3 +54,15 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
     start("mlp", "alone").save(kept.path(1))
     with pytest.raises(SavedError):
         kept.resume(start("gpt2_tied", "alone").load)
+
+
+def test_what_was_just_saved_is_never_dropped(tmp_path: Path) -> None:
+    """A damaged newer checkpoint, which the run went on before, does not count; a folder with
+    somebody's file stays, with a warning."""
+    run, kept = start("mlp", "alone"), KeptCheckpoints(folder=tmp_path, keep=1)
+    for step in (5, 6, 7, 60):
+        run.save(kept.path(step))
+    (kept.path(5) / "mine.txt").write_text("1")
+    kept.drop_old(7)
+    assert kept.steps() == [5, 7, 60]
+    assert (kept.path(5) / "mine.txt").exists()
