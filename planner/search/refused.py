@@ -40,7 +40,10 @@ def without_refused(search: Search) -> SearchResult:
         raise failure(search, search.drafts)
     spent, excess = Counter(search.phases_s), search.excess_bytes
     last = search
+    time = search.programs.time
     for _ in range(TRIES):
+        if time.over():
+            break
         known = last.refused
         last = search.like()
         last.refused = known
@@ -51,8 +54,11 @@ def without_refused(search: Search) -> SearchResult:
             return replace(found, phases_s=dict(spent))
         if last.refused == known:
             break
+    if time.over():
+        raise failure(search, search.drafts)
     assert excess < math.inf
-    helps = relaxations(search)
+    # found by the most of each kind too: on more nodes alone there is surely less to hold
+    helps = [each for each in relaxations(search) if each.more_nodes]
     raise InfeasibleError(
         f"the model does not fit {search.problem.cluster.describe()}: plans fit by the most of "
         f"each kind of memory, and in the course of its step the closest takes {sized(excess)} "

@@ -134,7 +134,8 @@ class Search(Drafter):
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
         the time limit a first plan is still looked for where it is likely."""
-        return self.attempt() or without_refused(self)
+        with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
+            return self.attempt() or without_refused(self)
 
     def attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""
@@ -306,8 +307,8 @@ class Search(Drafter):
             stages = (
                 self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
             )
-            if stages is not None:
-                self.drafts.append(self.simulated(stages, m, schedule))
+            found = [] if stages is None else [self.simulated(stages, m, schedule)]
+            self.drafts += [d for d in found if kind_of_draft(d) not in self.refused]
 
     # --- the answer ---
 

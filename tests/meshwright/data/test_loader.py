@@ -204,10 +204,10 @@ def test_workers_outlive_a_signal_to_the_group_of_their_rank() -> None:
 
 def test_ranks_without_need_load_a_smaller_batch_that_cannot_be_filled() -> None:
     """Its shape is another, which all ranks must know."""
-    for size, given in ((2 * ROWS, True), (ROWS + 4, False)):
+    for size, none in ((2 * ROWS, True), (ROWS + 4, False)):
         (loader,) = loaders({"size": size, "shuffle": False, "seed": 0}, 1)
         loader.share = dataclasses.replace(loader.share, reads=False, filling=None)
-        assert [batch is None for batch in loader] == [given] * 2
+        assert [batch is None for batch in loader] == [none] * 2
 
 
 def test_a_state_of_other_buckets_is_refused() -> None:

@@ -52,3 +52,12 @@ def test_where_nothing_is_left_the_least_that_lacks_is_said() -> None:
         searching(memory_bytes, devices=1).run()
     assert 0 < caught.value.shortfall_bytes[0] < 0.1 * memory_bytes
     assert caught.value.relaxations
+
+
+@pytest.mark.parametrize("share", [0.30, 0.285])
+def test_a_larger_space_loses_no_plan_that_fits(share: float) -> None:
+    """Different meshes draft no plan again that was refused, in place of others like it."""
+    on = limited(cluster(4, bandwidth=1e9), int(share * states_bytes()))
+    for overrides in (Overrides(forbid=("pp",)), None):
+        search = Search(problem_of(linears(512, 4, 8), on), 8, overrides or Overrides())
+        assert search.run().best.fits
