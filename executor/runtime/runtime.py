@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Instruction
@@ -221,6 +222,9 @@ class Runtime(RankState):
         finally:
             for program in programs:
                 program.train(True)
+                for module in program.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()  # no backward does: weights may be written before the next
 
     def _prepared(self, batch: Any, local: bool) -> tuple[Step, Given]:
         """The step for a batch, which the programs run from now on, and its inputs: the same on all

@@ -196,7 +196,10 @@ def _setups(a: Row, b: Row) -> Iterator[Change]:
 
 
 def _software(assumptions: Sequence[str]) -> str:
-    return "; ".join(text for text in assumptions if text.startswith("target ")) or ABSENT
+    return (
+        "; ".join(text for text in assumptions if text.startswith(("target ", "corrected by ")))
+        or ABSENT
+    )
 
 
 def _prices(a: Row, b: Row) -> Iterator[Price]:

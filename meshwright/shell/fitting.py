@@ -88,7 +88,7 @@ def fit(search: Search) -> Fit:
     shared: dict[str, Any] = {
         "memory_bytes": float(problem.cluster.device.memory_bytes),
         "batch": search.global_batch_size,
-        "batch_at_once": _largest_batch(search),
+        "batch_at_once": _largest_batch(search, found is not None),
         "sequence_now": length,
         "sequence": _longest(search, length, found is not None) if length else None,
     }
@@ -136,13 +136,14 @@ def _largest(fits: Callable[[float], bool]) -> float:
     return low * (FINER[1] if fits(low * FINER[1]) else 1.0)
 
 
-def _largest_batch(search: Search) -> int:
-    """The largest batch, a multiple of the one given, that fits as one micro-batch."""
+def _largest_batch(search: Search, planned: bool) -> int:
+    """The largest batch, a multiple or a part of the one given, that fits as one micro-batch; a
+    part alone where that was not `planned`."""
     batch, free = search.global_batch_size, search.overrides
 
     def fits(factor: float) -> bool:
         size = batch * factor
-        if size < 1 or size != int(size):
+        if size < 1 or size != int(size) or (factor >= 1 and not planned):
             return False
         only = replace(free, num_microbatches=1)
         progress.debug(f"asking whether {int(size)} rows fit at once")
@@ -158,7 +159,7 @@ def _longest(search: Search, length: int, planned: bool) -> int | None:
         return None
 
     def fits(factor: float) -> bool:
-        if length * factor < 1:
+        if length * factor < 1 or (factor >= 1 and not planned):
             return False
         if planned and factor <= 1:
             return True

@@ -300,6 +300,7 @@ def from_meta(layout: str) -> dict[str, Any]:
     result.load_state_dict({**plain.model.state_dict(), "shift": plain.model.shift})
     optimizer = adam(model.parameters())
     found["loss"] = abs(steps(result, optimizer, range(1))[0] - plain.step(0))
+    plain.model.eval()
     found["forward"] = float(
         (result.forward(batch(9)[0], gather=True) - plain.model(batch(9)[0])).abs().max()
     )
