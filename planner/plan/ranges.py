@@ -16,6 +16,7 @@ class PlanError(MeshwrightError):
 
 # One spelling per number: without leading zeros, which a range would lose.
 _NUMBER = "(0|[1-9][0-9]*)"
+_RANKS = re.compile(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*")
 
 
 def compress_names(names: Sequence[str]) -> list[str]:
@@ -71,19 +72,23 @@ def compress_ranks(ranks: Sequence[int]) -> str:
 def expand_ranks(text: Any, place: str = "plan") -> tuple[int, ...]:
     """The inverse of `compress_ranks`. Raises `PlanError`, before anything is expanded, for a rank
     from `MAX_DEVICES`."""
+    if not isinstance(text, str) or text.count(",") >= MAX_DEVICES:
+        raise _not_ranks(text, place)
     runs: list[range] = []
-    for part in text.split(",") if isinstance(text, str) else [""]:
-        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+    total = 0
+    for part in text.split(","):
+        match = _RANKS.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < MAX_DEVICES or len(runs) >= MAX_DEVICES:
-            raise PlanError(
-                f"={shown(text)}",
-                place=f"{place}: ranks",
-                legal=f'"0-3" or "0,2,4", each below {MAX_DEVICES}',
-            )
+        total += last + 1 - first
+        if not first <= last < MAX_DEVICES or total > MAX_DEVICES:
+            raise _not_ranks(text, place)
         runs.append(range(first, last + 1))
-    if sum(map(len, runs)) > MAX_DEVICES:
-        raise PlanError(
-            f"={shown(text)}", place=f"{place}: ranks", legal=f"up to {MAX_DEVICES}, each once"
-        )
     return tuple(rank for run in runs for rank in run)
+
+
+def _not_ranks(text: Any, place: str) -> PlanError:
+    return PlanError(
+        f"={shown(text)}",
+        place=f"{place}: ranks",
+        legal=f'"0-3" or "0,2,4", up to {MAX_DEVICES} ranks, each below {MAX_DEVICES}',
+    )

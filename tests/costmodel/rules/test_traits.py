@@ -37,6 +37,7 @@ NAMED = {
     "costmodel/sharding/numbers_of_rows.py": 2,  # constants made in the graph
     "costmodel/sharding/padding.py": 7,  # the arithmetic of masks and counts
     "costmodel/sharding/rows.py": 7,  # which rows an indexing reads
+    "executor/runtime/counting.py": 1,  # a loss that is divided by its count
 }
 
 
@@ -110,8 +111,7 @@ def test_a_norm_sums_its_statistics_and_runs_once(
     assert priced(graph, 1) == alone
     assert priced(graph, 2).forward_comm_s > 0 == alone.forward_comm_s
     assert not repeatable(graph)
-    with pytest.raises(ValueError, match=r"normalise.* takes the statistics of the batch"):
-        check_evaluable(graph)
+    check_evaluable(graph)  # by its running statistics
 
 
 def test_a_norm_of_rows_updates_its_buffers_and_sums_nothing(
