@@ -11,6 +11,8 @@ from meshwright.executor.checkpoint import hand_over, take_over
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.planner.overrides import Overrides
+from meshwright.planner.plan import Plan
+from meshwright.profiles.cluster import Cluster
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.running import (
     Evaluation,
@@ -63,6 +65,17 @@ class ParallelModel(Steps, Evaluation, State):
             left = hand_over(self._runtime, new.plan, optimizer)
             take_over(new.runtime, left, optimizer)
         return new.started()
+
+    @one_at_a_time()
+    def plan_for(self, cluster: Cluster) -> Plan:
+        """The plan of this model, as it was asked for, on another cluster: searched, not run here.
+        What is chosen can be run there, by `auto_parallelize(..., plan=)`.
+
+        Where ranks are running, all of them call this together. Raises as `auto_parallelize` does.
+        """
+        from meshwright.plan_search import plan_elsewhere  # as above
+
+        return plan_elsewhere(self._problem, self._request, cluster)
 
     def started(self) -> ParallelModel:
         """This model, lowered where ranks are running: process groups are made by all of them

@@ -10,10 +10,13 @@ from meshwright.decisions import Decision, Request, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
-from meshwright.planner.plan import InfeasibleError
+from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
+from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.profile import load_profile
+from meshwright.profiles.steps import RunKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +43,33 @@ def search_plan(
             place="executable=False",
             legal="True or None, or plan in a process of its own",
         )
+    programs = before.programs if isinstance(before, SearchedPlan) else None
+    asked = replace(request, executable=executable)
+    _check(problem, asked)
+    return launch.agree_on(lambda: _searched(problem, asked, phases_s, programs))
+
+
+def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan:
+    """The best plan of a problem on another cluster, searched by one rank for all, for ranks that
+    will run there. Raises `OverrideError` and `InfeasibleError`."""
+    profile = problem.profile
+    if profile is not None:
+        run = RunKind(precision=problem.precision, target=problem.target.name)
+        profile = load_profile(cluster, run=run)
+    there = replace(problem, cluster=cluster, profile=profile)
+    asked = replace(request, executable=True)
+    _check(there, asked)
+    return launch.agree_on(lambda: _searched(there, asked, {}, None).plan)
+
+
+def _check(problem: Problem, request: Request) -> None:
     check_overrides(
         request.overrides,
         num_devices=problem.cluster.num_devices,
         global_batch_size=request.global_batch_size,
         num_blocks=len(problem.graph.blocks),
-        executable=executable,
+        executable=bool(request.executable),
     )
-    programs = before.programs if isinstance(before, SearchedPlan) else None
-    asked = replace(request, executable=executable)
-    return launch.agree_on(lambda: _searched(problem, asked, phases_s, programs))
 
 
 def _searched(

@@ -27,6 +27,9 @@ from meshwright.profiles.inputs import shown
 from meshwright.profiles.inputs.limits import MAX_DEVICES
 
 NOTICE_S = 10.0  # of waiting
+OWN_STORES = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"  # each start has a store of its own
+)
 POLL_S = 0.05
 
 
@@ -97,6 +100,8 @@ def connected(rank: int, *, limit_s: float, timeout: timedelta) -> TCPStore:
 def _await_listener(host: str, port: int, rank: int, limit_s: float) -> None:
     """Wait until somebody listens there: a store's own attempts fill the screen."""
     absent = f"{holder_of_store()} at MASTER_ADDR={host}, MASTER_PORT={port}"
+    if agent_holds_store():
+        absent += f" (after a host was lost torchrun may keep its address: set {OWN_STORES})"
     wait = _Wait(limit_s, speaks=rank == 1 or os.environ.get("LOCAL_RANK") == "0")
     while True:
         with suppress(OSError):

@@ -6,12 +6,18 @@
 A rank that gets a signal says so at its next step. What ranks say is gathered while the step after
 it runs, so that nobody waits, and in a process group of its own, which nothing else holds up: all
 know it one step later.
+
+Where torchrun starts ranks anew, as a host has come, each host's agent sends SIGTERM when it hears
+of it. A rank that ends before its own agent has, is done with its work to that agent, and is not
+started again: so a rank that others told to end waits for its signal (`await_signal`).
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +28,7 @@ import torch.distributed as dist
 from meshwright.executor.ranks import launch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+AGENTS_S = 10.0  # after which an agent that has not sent SIGTERM is taken not to
 
 
 class StopRequests:
@@ -31,6 +38,7 @@ class StopRequests:
         self._group = dist.new_group(backend="gloo") if launch.world_size() > 1 else None
         self._here = torch.zeros(len(SIGNALS), dtype=torch.int32)
         self._said: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._told = False  # of SIGTERM, itself
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -48,6 +56,16 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._here[SIGNALS.index(number)] = 1
+        if number == signal.SIGTERM:
+            self._told = True
+
+    def await_signal(self) -> None:
+        """Of a run that a signal ends: wait until this process has got it, too, where its host has
+        an agent of its own."""
+        if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+            ends_s = time.monotonic() + AGENTS_S
+            while not self._told and time.monotonic() < ends_s:
+                time.sleep(0.05)
 
     def agreed(self) -> tuple[bool, bool]:
         """Whether to end, and whether to save: what any rank had been asked when all of them called

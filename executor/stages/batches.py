@@ -7,7 +7,6 @@ share (they differ in their tensor axis, or their stage) give the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,7 +59,7 @@ class Batches:
         self.filling = filling
         self.graph = graph
         self.place = place
-        self.data_ranks = math.lcm(*(stage.dp for stage in plan.stages))
+        self.data_ranks = plan.data_ranks
         self.planned = BatchShape.of(graph, plan.global_batch_size, graph.values)
 
     def checked(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -92,9 +91,14 @@ class Batches:
     @property
     def share(self) -> Sequence[int]:
         """Numbers of the rows of a global batch that this rank's share has, in their order."""
-        rows, axis = self.plan.microbatch_rows, self.place.data
+        return self.share_of(self.plan.global_batch_size)
+
+    def share_of(self, total: int) -> Sequence[int]:
+        """`share` of a global batch of `total` rows, of which there may be fewer than planned."""
+        parts, axis = self.plan.microbatches_of(total), self.place.data
+        rows = total // parts
         own = torch.arange(rows).tensor_split(axis.size)[axis.rank].tolist()
-        return [k * rows + n for k in range(self.plan.num_microbatches) for n in own]
+        return [k * rows + n for k in range(parts) for n in own]
 
     def shape(self, given: Given) -> BatchShape:
         """The shape of the global batch as it is run, filled up where that can be and batches of

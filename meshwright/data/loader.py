@@ -101,12 +101,11 @@ class DataLoader:
         return {"worker_init_fn": partial(_apart, init)}
 
     def own(self, batch: GlobalBatch) -> list[int]:
-        """The numbers of this rank's samples. A smaller batch is shared out evenly."""
-        samples, share = batch.samples, self.share
-        if len(samples) == batch.rows == self.order.rows:
-            return samples[list(share.rows)].tolist()
-        part: list[int] = samples.tensor_split(share.size)[share.rank].tolist()
-        return part
+        """The numbers of this rank's samples: those in its rows of the global batch, under any
+        plan. Of a smaller batch, which is filled up at its end, a rank may have none."""
+        samples = batch.samples
+        total = len(samples) if self.share.filling is None else batch.rows
+        return [int(samples[row]) for row in self.share.rows_of(total) if row < len(samples)]
 
     def _filled(self, batch: GlobalBatch, found: Any) -> Any:
         """A rank's part of a smaller batch, with rows that count nothing where there may be any."""

@@ -5,7 +5,6 @@ The model is traced at the shape, and what was decided holds for it: stages, sha
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +68,7 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
             legal="up to the rows of global_batch_size",
             way_out="plan for this batch",
         )
-    dp = math.lcm(*(stage.dp for stage in plan.stages))
+    dp = plan.data_ranks
     if rows % dp:
         raise MeshwrightError(
             f": dp={dp} does not divide {rows} rows",
@@ -78,8 +77,7 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
             way_out=f"give a multiple of {dp}, by padding or dropping rows (drop_last=True of a "
             "DataLoader)",
         )
-    parts = max(m for m in range(1, plan.num_microbatches + 1) if rows // dp % m == 0)
-    return replace(plan, global_batch_size=rows, num_microbatches=parts)
+    return replace(plan, global_batch_size=rows, num_microbatches=plan.microbatches_of(rows))
 
 
 def _larger(sizes: tuple[int, ...], planned: tuple[int, ...]) -> bool:

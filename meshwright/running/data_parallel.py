@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ class DataParallel:
     same where stages have as many data ranks.
 
     `rows` are the numbers in the global batch of the rows that `train_step(..., local=True)` takes,
-    in their order: those of the first micro-batch, of the second, and so on. A rank that does not
-    read data (`reads`: the stages between the first and the last mostly don't) may give None.
-    `filling` says what makes rows count nothing, of which inputs (by path), where anything does.
+    in their order: those of the first micro-batch, of the second, and so on; `rows_of` are those of
+    a global batch of so many rows, which may be fewer. A rank that does not read data (`reads`: the
+    stages between the first and the last mostly don't) may give None. `filling` says what makes
+    rows count nothing, of which inputs (by path), where anything does.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class DataParallel:
     reads: bool
     rows: tuple[int, ...]
     filling: Mapping[str, int] | None
+    rows_of: Callable[[int], Sequence[int]]
 
     @staticmethod
     def of(runtime: Runtime) -> DataParallel:
@@ -41,6 +43,7 @@ class DataParallel:
             reads=step.reads_data,
             rows=tuple(step.batches.share),
             filling=step.batches.filling,
+            rows_of=step.batches.share_of,
         )
 
     def filled(self, batch: Any, own: int, rows: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.inputs.limits import MAX_ROWS
 from meshwright.training.kept import KeptCheckpoints
 from meshwright.training.loop import Evaluations, Loop, Saves
+from meshwright.training.plans import KeptPlans
 
 SAMPLES = 2  # of the data, that a plain module is traced on
 
@@ -55,6 +56,7 @@ def fit(
     save_every: int | None = None,
     keep: int = 3,
     resume: bool = True,
+    hosts: Iterable[int] = (),
     log_to: MetricsLogger | str | Path | None = None,
     log_every: int = 10,
     **loading: Any,
@@ -87,6 +89,11 @@ def fit(
     schedule, and the position in the data where they have a state (`data_loader` has), to the
     sample. `resume=False` refuses a folder with checkpoints.
 
+    The plan of a plain module is kept in the folder, too, and taken again where the run goes on
+    with as many hosts of the same devices, and is planned by the same arguments. `hosts` are
+    numbers of hosts that it may go on with (`range(2, 5)`): plans for them are made before the
+    first step, and a number of hosts on which the run could not go on is a warning then.
+
     `log_to` gets the metrics of every `log_every`th step and the evaluations: a logger of
     `meshwright.monitor`, any function of a mapping, or the path of a file for JSON lines.
 
@@ -101,7 +108,7 @@ def fit(
         keep=keep,
         log_every=log_every,
     )
-    result = _planned(model, data, planning, loading)
+    result = _planned(model, data, planning, loading, folder, tuple(hosts))
     made = optimizer(result)
     loader = _loader(result, data, loading)
     evaluations = None
@@ -139,7 +146,10 @@ def _planned(
     data: Any,
     planning: Mapping[str, Any] | None,
     loading: Mapping[str, Any],
+    folder: str | Path | None,
+    hosts: tuple[int, ...],
 ) -> ParallelModel:
+    _check_hosts(hosts, folder, isinstance(model, ParallelModel) or "plan" in (planning or {}))
     if isinstance(model, ParallelModel):
         if planning is not None:
             raise MeshwrightError(
@@ -165,7 +175,12 @@ def _planned(
             else _first(data)
         )
     cluster = given.pop("cluster", None) or Cluster.detect()
-    return auto_parallelize(model, cluster, **given)
+    if folder is None or "plan" in given:
+        return auto_parallelize(model, cluster, **given)
+    kept = KeptPlans(folder=Path(folder) / "plans", asked=given)
+    result = kept.planned(model, cluster)
+    kept.plan_ahead(result, cluster, hosts)
+    return result
 
 
 def _first(batches: Any) -> Any:
@@ -205,6 +220,19 @@ def _saves(folder: str | Path | None, keep: int, every: int | None, resume: bool
             way_out="give another folder, or move the checkpoints elsewhere",
         )
     return Saves(checkpoints=kept, every=every)
+
+
+def _check_hosts(hosts: tuple[Any, ...], folder: str | Path | None, decided: bool) -> None:
+    if not hosts:
+        return
+    if decided or folder is None:
+        raise MeshwrightError(
+            " are given, but " + ("no folder" if folder is None else "the plan is, too"),
+            place="fit: hosts",
+            legal="with a plain module, which is planned here, and a folder that keeps its plans",
+            way_out="leave hosts out, or pass folder=, and the module without plan=",
+        )
+    _check_counts(**{f"hosts[{k}]": count for k, count in enumerate(hosts)})
 
 
 def _check_counts(**counts: int | None) -> None:

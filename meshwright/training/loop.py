@@ -99,6 +99,8 @@ class Loop:
             ended = self._run(requests)
             self.result.monitor.close()
             self._save()
+            if ended == SIGNAL:
+                requests.await_signal()
         return ended
 
     def _run(self, requests: StopRequests) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,17 @@ class Plan:
     def microbatch_rows(self) -> int:
         """Rows of one micro-batch over all data-parallel ranks of a stage."""
         return self.global_batch_size // self.num_microbatches
+
+    @property
+    def data_ranks(self) -> int:
+        """The least number by which every stage's data-parallel ranks share out rows evenly."""
+        return math.lcm(*(stage.dp for stage in self.stages))
+
+    def microbatches_of(self, rows: int) -> int:
+        """In how many micro-batches a global batch of fewer rows goes: as many as may be, up to
+        `num_microbatches`."""
+        each = rows // self.data_ranks
+        return max(m for m in range(1, self.num_microbatches + 1) if each % m == 0)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced."""

@@ -1,0 +1,1 @@
+"""Runs that lose hosts and get them back: `python -m scripts.elastic.trials`."""
