@@ -56,7 +56,7 @@ class Host:
 
     def kill(self) -> None:
         """SIGKILL for all of its processes at once, until none is left."""
-        while pids := self._pids():
+        while pids := self.processes():
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -64,7 +64,8 @@ class Host:
         if self.agent is not None:
             self.agent.wait()
 
-    def _pids(self) -> list[int]:
+    def processes(self) -> list[int]:
+        """Ids of those that run."""
         mark, found = f"{MARK}={self.word}".encode(), []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):

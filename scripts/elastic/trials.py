@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.elastic.hosts import EMULATED, PLAIN, Host, made_hosts, start_store, torchrun
-from scripts.elastic.worker import HOST, PHASES
+from scripts.elastic.worker import HOST, LOADING, PHASES, Strike, train
 
-STEPS = 40
+STEPS = 60
 LIMIT_S = 240.0  # of one trial
 TOLERANCE = 1e-4  # relative, of losses in fp32
 
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, help="keeps logs and losses here")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts end with it
     folder = args.folder or Path(tempfile.mkdtemp(prefix="trials"))
     expected = reference(folder / "reference")
     print("phase | host | goes on after, s | with it again after, s | again | ranks | difference")
@@ -76,12 +78,9 @@ def main() -> int:
 
 
 def reference(folder: Path) -> dict[int, float]:
-    """Losses by step of one device without a break."""
-    with made_hosts(PLAIN, 1, 1.0) as (store, host):
-        folder.mkdir(parents=True)
-        endpoint = start_store(store, folder / "store.log")
-        start(host, endpoint, folder, least=1, most=1)
-        wait_until(lambda: (folder / "done").exists(), LIMIT_S, [host])
+    """Losses by step of one device without a break: of this process."""
+    folder.mkdir(parents=True)
+    train(folder, STEPS, (), Strike(folder, host="none"))
     return {line["step"]: line["loss"] for line in lines(folder)}
 
 
@@ -97,7 +96,7 @@ def trial(
     (folder / f"struck.{killed}").write_text(phase)
     for host in training:
         start(host, endpoint, folder, least=1, most=len(training))
-    if phase == "loading a checkpoint":  # the first start has none: the host leaves once before
+    if phase == LOADING:  # the first start has none: the host leaves once before
         wait_until(lambda: len(lines(folder)) > 6, LIMIT_S, training)
         victim.kill()
         start(victim, endpoint, folder, least=1, most=len(training))

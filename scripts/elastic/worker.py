@@ -30,14 +30,17 @@ from meshwright.executor.ranks.watchdog import progress
 ROWS, LENGTH, SAMPLES, SAVE_EVERY = 12, 32, 30, 4
 HOST = "TRIAL_HOST"
 STRIKE_STEP = 6  # phases of a step: those of this one, or the first after it
+SLOW_S = 1.0  # a step without the lost host, after the first few: it shall come back to a run
 
-START, DATA, USER, RENAME = "start", "reading data", "optimizer step", "putting a save in its place"
+# the runtime's names of phases, and names for what is no phase of its own
+START, JOINING, PLANNED = "start", "joining the process group", "with a plan, before the first step"
+LOADING, DATA, USER = "loading a checkpoint", "reading data", "optimizer step"
+RENAME = "putting a save in its place"
+BEFORE_STEPS = (START, JOINING, PLANNED, LOADING)
 PHASES = (
-    START, "joining the process group", DATA, "planning", "loading a checkpoint",
-    "preparing the step", "forward", "backward", "reducing gradients", USER,
+    *BEFORE_STEPS, DATA, "preparing the step", "forward", "backward", "reducing gradients", USER,
     "evaluating a batch", "saving a checkpoint", RENAME,
 )  # fmt: skip
-BEFORE_STEPS = (START, "joining the process group", "planning", "loading a checkpoint")
 
 
 class Tokens:
@@ -61,8 +64,7 @@ class Strike:
     """Halts this rank in the phase that the trial wrote for its host, once it has been trained for
     some steps (a phase of the start: at once)."""
 
-    def __init__(self, folder: Path) -> None:
-        host = os.environ[HOST]
+    def __init__(self, folder: Path, host: str) -> None:
         self.halted = folder / f"halted.{host}"
         asked = folder / f"struck.{host}"
         self.phase = asked.read_text() if asked.exists() and not self.halted.exists() else ""
@@ -112,12 +114,14 @@ def train(folder: Path, steps: int, hosts: tuple[int, ...], strike: Strike) -> s
                 file.write(json.dumps({**line, "time_s": time.time()}) + "\n")
 
     def optimizer(result: Any) -> torch.optim.Optimizer:
-        strike.at("planning")
+        strike.at(PLANNED)
         made = torch.optim.AdamW(result.parameters(), lr=1e-3)
 
         def count(*_: Any) -> None:
             strike.step += 1
             strike.at(USER)
+            if launch.world_size() < max(hosts, default=1) and strike.step > STRIKE_STEP:
+                time.sleep(SLOW_S)
 
         made.register_step_post_hook(count)
         return made
@@ -143,7 +147,7 @@ def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     hosts = tuple(int(x) for x in sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
     torch.set_num_threads(1)
-    strike = Strike(folder)
+    strike = Strike(folder, os.environ[HOST])
     strike.at(START)
     with strike.watching(), distributed("gloo"):
         ended = train(folder, steps, hosts, strike)

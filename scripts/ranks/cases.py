@@ -95,7 +95,11 @@ CASES: Mapping[str, Case] = {
     "tp2": Case(what="parallelize_module", theirs=by_hand.tensor_parallel, tp=2, target=0.95),
     "pp2": Case(
         what="PipelineStage + Schedule1F1B", theirs=by_hand.pipeline(), pp=2, schedule="1f1b",
-        microbatches=8, link_target=0.85,
+        microbatches=8,
+    ),
+    "pp2-eager": Case(  # what the search takes where messages between hosts are worth hiding
+        what="PipelineStage + Schedule1F1B", theirs=by_hand.pipeline(), pp=2,
+        schedule="eager_1f1b", microbatches=8, link_target=0.85,
     ),
     "interleaved": Case(
         what="ScheduleInterleaved1F1B", theirs=by_hand.pipeline("Interleaved1F1B", 2), pp=2,
