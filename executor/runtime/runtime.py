@@ -245,7 +245,8 @@ class Runtime(RankState):
                 check(None)
             raise
         tensors = given.tensors or {}
-        check({path: tensors[name] for name, path in self.graph.inputs.items() if name in tensors})
+        known = {p: tensors[name] for name, p in self.graph.inputs.items() if name in tensors}
+        check(known, rows_in_all=shape.rows)
         try:
             step = self._step_at(shape, batch)
         except ValueError as error:
