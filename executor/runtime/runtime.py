@@ -193,8 +193,8 @@ class Runtime(RankState):
         """As `eval_step`, with the step that was run: it hands the `values` of the graph that it
         makes, as they are on this rank, to what `keep` makes for it."""
         self._check_ready()
-        check_evaluable(self.graph)
         step, inputs = self._prepared(batch, local)
+        check_evaluable(step.graph, step.plan.num_microbatches)
         if values:
             step = self._keeping(step, frozenset(values))
         self.follow_buffers()
