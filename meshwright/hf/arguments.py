@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
@@ -126,8 +127,8 @@ PLATEAU = "reduce_lr_on_plateau"
 # arguments of transformers' Trainer, with what to give here
 OF_THEIRS = {
     "callbacks": "loggers=[...], functions of a mapping of numbers",
-    "compute_metrics": "the model's outputs by result.forward",
-    "preprocess_logits_for_metrics": "the model's outputs by result.forward",
+    "compute_metrics": "evaluate(), and metrics of your own of result.forward(batch, gather=True)",
+    "preprocess_logits_for_metrics": "metrics of your own of result.forward(batch, gather=True)",
     "optimizers": "optimizer=, a function of the parallel model, and schedule=, one of the "
     "optimizer",
     "optimizer_cls_and_kwargs": "optimizer=, a function of the parallel model",
@@ -142,13 +143,14 @@ def check_arguments(args: Any) -> None:
     those without effect."""
     _check_choices(args)
     best = args.load_best_model_at_end  # sets the next two by itself
+    said: dict[str, list[str]] = {}
     theirs = ("metric_for_best_model", "greater_is_better") if best else ()
     for f in dataclasses.fields(args):
         name, default, value = f.name, _default(f), getattr(args, f.name)
-        if name in TAKEN or name in theirs or _is_unset(value) or value == default:
+        if name in TAKEN or name in theirs or _is_unset(value, default):
             continue
         if name in SAID:
-            log.warning("TrainingArguments: %s is without effect: %s", name, SAID[name])
+            said.setdefault(SAID[name], []).append(name)
         if name in WITHOUT_EFFECT or _derived(name, value):
             continue
         raise MeshwrightError(
@@ -157,6 +159,8 @@ def check_arguments(args: Any) -> None:
             legal=f"{default!r:.40}, its default",
             way_out=INSTEAD.get(name, "leave it out"),
         )
+    for why, names in said.items() if launch.rank() == 0 else ():
+        log.warning("TrainingArguments: without effect: %s: %s", ", ".join(names), why)
 
 
 def _check_choices(args: Any) -> None:
@@ -204,9 +208,12 @@ def chosen(args: Any, name: str) -> str | None:
     return None if value is None else str(getattr(value, "value", value))
 
 
-def _is_unset(value: Any) -> bool:
-    """Whether a value is nothing: None, an empty text or list. False and 0 say something."""
-    return value is None or (not value and not isinstance(value, bool | int | float))
+def _is_unset(value: Any, default: Any) -> bool:
+    """Whether a value is its default, or nothing: None, an empty text or list, False in the place
+    of None. Where the default is True or a number, False and 0 say something."""
+    if value == default or value is None or (value is False and default is None):
+        return True
+    return not value and not isinstance(value, bool | int | float)
 
 
 def _default(field: Any) -> Any:
