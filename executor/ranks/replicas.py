@@ -110,13 +110,15 @@ class BatchCheck:
         *,
         share: tuple[int, int] = (0, 1),
         rows: Collection[str] = (),
+        rows_in_all: int = 0,
     ) -> None:
         """Raise ValueError, on all ranks, for a batch that is another on some rank, or illegal
         there (None). Collective.
 
         `names` are those of the inputs, of which a rank that reads none may give none. Ranks of one
         `share` (rank and size on the data axis) must give the same; those of others the same but
-        for inputs with `rows`, of which they give the same dtype and sizes of a row.
+        for inputs with `rows`, of which they give the same dtype and sizes of a row. `rows_in_all`
+        are those of the global batch that would be run.
         """
         due = self.batches < FIRST or self.batches % EVERY == 0
         self.batches += 1
@@ -124,7 +126,8 @@ class BatchCheck:
             return
         found = [_described((inputs or {}).get(name)) for name in names]
         own = torch.tensor(
-            [int(inputs is None), *share, *(x for three in found for x in three)], device=device
+            [int(inputs is None), *share, rows_in_all, *(x for three in found for x in three)],
+            device=device,
         )
         size = launch.world_size()
         every, work = all_gather_flat(own, Axis("world", size, launch.rank()))
@@ -136,6 +139,11 @@ class BatchCheck:
             raise BatchError(_other_batches(unlike, LOCAL if rows else GLOBAL))
         if unlike := _unlike(names, table, KIND):
             raise BatchError(_other_batches(unlike, SIZES))
+        if len({row[3] for row in table}) > 1:
+            raise BatchError(
+                f"batch: ranks give {[row[3] // row[2] for row in table]} rows, where the shares "
+                f"of a global batch are as long: {ROWS}"
+            )
 
 
 CONTENT, KIND = 0, 1  # which digest
@@ -148,6 +156,11 @@ LOCAL = (
     "read the same data. Shard the data by that rank and size (data_loader does), not by torch's"
 )
 SIZES = "rows have the same dtype and sizes on every rank: pad to the same length on all of them"
+
+ROWS = (
+    "give as many rows on every rank, fewer alike for the last batch (data_loader does), or end "
+    "the loop on all ranks before it"
+)
 
 
 def _unlike(
@@ -162,7 +175,7 @@ def _unlike(
     found: dict[str, list[int]] = {}
     for k, name in enumerate(names):
         first: dict[tuple[int, ...], int] = {}
-        for rank, (_, number, size, *described) in enumerate(table):
+        for rank, (_, number, size, _, *described) in enumerate(table):
             given, *digests = described[3 * k : 3 * k + 3]
             group = (number, size) if name in alone else ()
             if given and first.setdefault(group, digests[digest_of]) != digests[digest_of]:

@@ -36,6 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed does not declare it
 
+from meshwright.executor.ranks.apart import waits_elsewhere
+
 POLL_S = 1.0
 ROLL_CALL_POLL_S = 0.1  # once, after a failure
 GRACE_S = 5.0  # for the answers of ranks that are busy, and to come out of a lost step
@@ -338,7 +340,8 @@ class Watchdog:
 
     def _roll_call(self) -> str:
         """The ranks that do not answer, and those in a phase of their own for longer than `GRACE_S`
-        while this rank waits for them; text to append to the cause."""
+        while this rank waits for them, and those that wait elsewhere, for this one; text to append
+        to the cause."""
         others = [r for r in range(self.world_size) if r != self.rank]
         deadline_s = time.monotonic() + GRACE_S
         while not self.store.check([f"heard/{r}" for r in others]):
@@ -357,6 +360,8 @@ class Watchdog:
         busy = [a for a in answers if not a[3] and a[2] > GRACE_S]
         for name, activity, seconds, _ in sorted(busy, key=lambda a: -a[2])[:SHOWN]:
             text += f"; {name} has been in {activity} for {seconds:.0f} s"
+        if not busy:
+            text += waits_elsewhere(str(progress.activity), [a for a in answers if a[3]], SHOWN)
         return text
 
 

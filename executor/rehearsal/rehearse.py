@@ -63,7 +63,7 @@ def rehearse(
     meshes = stage_meshes(plan, checked.graph, checked.factors, checked.assignments)
     kind_of = kinds_of_ranks(meshes, splits_of(checked, meshes), every=every)
     chosen = sorted(set(kind_of.values()))
-    why = why_not_evaluable(checked.graph)
+    why = why_not_evaluable(checked.graph, plan.num_microbatches)
     device, why_host = device_for(backend)
 
     run = partial(rank_log, checked, model, batch, optimizer, evaluates=not why)

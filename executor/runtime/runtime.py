@@ -193,8 +193,8 @@ class Runtime(RankState):
         """As `eval_step`, with the step that was run: it hands the `values` of the graph that it
         makes, as they are on this rank, to what `keep` makes for it."""
         self._check_ready()
-        check_evaluable(self.graph)
         step, inputs = self._prepared(batch, local)
+        check_evaluable(step.graph, step.plan.num_microbatches)
         if values:
             step = self._keeping(step, frozenset(values))
         self.follow_buffers()
@@ -245,7 +245,8 @@ class Runtime(RankState):
                 check(None)
             raise
         tensors = given.tensors or {}
-        check({path: tensors[name] for name, path in self.graph.inputs.items() if name in tensors})
+        known = {p: tensors[name] for name, p in self.graph.inputs.items() if name in tensors}
+        check(known, rows_in_all=shape.rows)
         try:
             step = self._step_at(shape, batch)
         except ValueError as error:

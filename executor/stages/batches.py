@@ -146,9 +146,10 @@ class Batches:
                 )
             return given
         if not is_number(given) or planned.shape:
+            rows = (self.planned.rows,) if name in self.graph.batched else planned.shape[:1]
             raise BatchError(
                 f"{path!r} is a {type(given).__name__}; the model was planned with a "
-                f"{planned.dtype} of shape {planned.shape}",
+                f"{planned.dtype} of shape {(*rows, *planned.shape[1:])}",
                 place="batch",
                 way_out="give such a tensor, or plan again with inputs like it",
             )

@@ -57,6 +57,13 @@ class DataLoader:
         self.waited = waited  # takes the seconds that a batch was waited for
         self.epoch = 0
         self.position = 0  # batches of the epoch that were handed out
+        if not self.order.batches(0):
+            raise MeshwrightError(
+                f" has {order.size} samples, less than a batch of {order.rows}",
+                place="data_loader: dataset",
+                legal=f"{order.rows} samples (the plan's global_batch_size) or more with drop_last",
+                way_out="drop_last=False, or plan for a smaller global_batch_size",
+            )
         self._check_last()
 
     def __len__(self) -> int:
@@ -114,16 +121,8 @@ class DataLoader:
         return self.share.filled(found, len(self.own(batch)), batch.rows // self.share.size)
 
     def _check_last(self) -> None:
-        """Raise ValueError for a dataset without a batch, and for batches that can't be shared
-        out."""
-        found, rows = self.order.batches(0), self.order.rows
-        if not found:
-            raise MeshwrightError(
-                f" has {self.order.size} samples, less than a batch of {rows}",
-                place="data_loader: dataset",
-                legal=f"{rows} samples (the plan's global_batch_size) or more with drop_last",
-                way_out="drop_last=False, or plan for a smaller global_batch_size",
-            )
+        """Raise ValueError for batches that can't be shared out."""
+        found = self.order.batches(self.epoch)
         size = self.share.size
         uneven = {len(b.samples) for b in found if len(b.samples) % size or b.rows % size}
         if uneven and (self.share.filling is None or any(b.rows % size for b in found)):
@@ -143,7 +142,8 @@ class DataLoader:
         return {
             "epoch": self.epoch,
             "position": self.position,
-            "samples": sum(len(batch.samples) for batch in due),
+            "samples": order.behind(self.epoch) + sum(len(batch.samples) for batch in due),
+            "begun": order.behind(self.epoch),
             "rows": order.rows,
             "size": order.size,
             "seed": order.seed,
@@ -152,31 +152,30 @@ class DataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position that was saved, of the same dataset, in the order it was in. Raises
-        ValueError for another dataset, and for batches that were made otherwise."""
+        """Go on at a position that was saved, of the same dataset, in the order it was in; in
+        batches of other rows from the sample on that is next. Raises ValueError for another
+        dataset, and for buckets that were made otherwise."""
         order = self.order
         self._check_same("samples in the dataset", state["size"], order.size)
         buckets = order.buckets.described() if order.buckets is not None else None
         self._check_same("buckets", state["buckets"], buckets)
-        self.order = order = replace(
-            order, seed=state["seed"], shuffle=state["shuffle"], _epoch=None, _batches=()
-        )
         self.epoch, self.position = state["epoch"], state["position"]
-        if state["rows"] == order.rows:
-            return
-        if state["samples"] == order.size:
-            self.epoch, self.position = self.epoch + 1, 0
-            return
-        if order.buckets is not None or state["samples"] % order.rows:
-            raise MeshwrightError(
-                f" was saved after {state['samples']} samples in batches of {state['rows']}, and "
-                f"goes on in batches of {order.rows}",
-                place="data_loader: state",
-                legal="the same global_batch_size, or one that divides the samples, without "
-                "buckets",
-                way_out=f"plan with global_batch_size={state['rows']}, or begin an epoch anew",
-            )
-        self.position = state["samples"] // order.rows
+        samples, begun = state["samples"], state.get("begun", 0)
+        if state["rows"] != order.rows:
+            if samples == order.size:
+                self.epoch, samples = self.epoch + 1, 0
+            if order.buckets is not None and samples:
+                self._check_same("rows in a batch, and buckets", state["rows"], order.rows)
+            self.position, begun = 0, samples
+        self.order = replace(
+            order,
+            seed=state["seed"],
+            shuffle=state["shuffle"],
+            begun=(self.epoch, begun),
+            _epoch=None,
+            _batches=(),
+        )
+        self._check_last()
 
     def _check_same(self, what: str, saved: Any, here: Any) -> None:
         if saved != here:

@@ -72,7 +72,8 @@ class Buckets:
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """The order of `size` samples in batches of `rows`; shuffled, another in every epoch."""
+    """The order of `size` samples in batches of `rows`; shuffled, another in every epoch. `begun`:
+    an epoch, and how many of its samples were in batches of other rows already."""
 
     size: int
     rows: int
@@ -80,11 +81,17 @@ class Order:
     seed: int
     drop_last: bool
     buckets: Buckets | None = None
+    begun: tuple[int, int] = (0, 0)
     _epoch: int | None = None
     _batches: Any = field(default=())
 
+    def behind(self, epoch: int) -> int:
+        """Samples of an epoch that were in batches of other rows."""
+        return self.begun[1] if epoch == self.begun[0] else 0
+
     def batches(self, epoch: int) -> Sequence[GlobalBatch]:
-        """The global batches of an epoch, in order."""
+        """The global batches of an epoch, in order; of one that was begun in batches of other rows
+        those that are left."""
         if self._epoch != epoch:
             self._batches = self._made(epoch)
             self._epoch = epoch
@@ -99,7 +106,7 @@ class Order:
             else torch.arange(self.size)
         )
         if self.buckets is None:
-            return self._cut(samples, self.rows, None)
+            return self._cut(samples[self.behind(epoch) :], self.rows, None)
         to = self.buckets.to
         number = torch.tensor([bisect_left(to, n) for n in self.buckets.lengths])
         found: list[GlobalBatch] = []

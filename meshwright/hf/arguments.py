@@ -7,11 +7,16 @@ argument is dropped in silence.
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
+
+log = logging.getLogger(__name__)
 
 TAKEN = frozenset(
     [
@@ -53,19 +58,27 @@ TAKEN = frozenset(
         "dataloader_prefetch_factor",
         "remove_unused_columns",
         "label_names",
+        "train_sampling_strategy",
         "resume_from_checkpoint",
     ]
 )
 
-# what says nothing of a run here: how other code logs, shows and launches, what the plan decides
+# without effect, which a warning says: what the plan decides, and what is done one way alone
+SAID = {
+    "average_tokens_across_devices": "losses are means over the global batch",
+    "activation_checkpointing": "the plan decides what is recomputed",
+    "gradient_checkpointing": "the plan decides what is recomputed",
+    "per_device_eval_batch_size": "evaluations are in batches of global_batch_size",
+    "logging_first_step": "logging_steps says which steps are logged",
+    "torch_empty_cache_steps": "nothing empties the allocator's cache",
+}
+
+# what says nothing of a run here: how other code logs, shows and launches
 WITHOUT_EFFECT = frozenset(
     [
-        "average_tokens_across_devices",
-        "activation_checkpointing",
-        "gradient_checkpointing",
+        *SAID,
         "gradient_checkpointing_kwargs",
         "activation_checkpointing_kwargs",
-        "logging_first_step",
         "log_on_each_node",
         "logging_nan_inf_filter",
         "log_level",
@@ -74,7 +87,6 @@ WITHOUT_EFFECT = frozenset(
         "run_name",
         "project",
         "logging_dir",
-        "per_device_eval_batch_size",
         "prediction_loss_only",
         "eval_do_concat_batches",
         "ddp_find_unused_parameters",
@@ -90,7 +102,6 @@ WITHOUT_EFFECT = frozenset(
         "do_predict",
         "local_rank",
         "use_cache",
-        "torch_empty_cache_steps",
     ]
 )
 
@@ -104,18 +115,43 @@ INSTEAD = {
     "load_best_model_at_end": "load_checkpoint the step that the metrics say was best",
     "label_smoothing_factor": "a model, or a loss_fn, that smooths",
     "neftune_noise_alpha": "a model that adds the noise",
+    "train_sampling_strategy": "fit(..., buckets=...) makes batches of similar lengths",
+    "group_by_length": "fit(..., buckets=...) makes batches of similar lengths",
+    "dataloader_in_order": "batches are given in their order, so that a run can be resumed",
 }
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+STRATEGIES = ("no", "steps", "epoch")
+SAMPLING = ("random", "sequential")
+PLATEAU = "reduce_lr_on_plateau"
+
+# arguments of transformers' Trainer, with what to give here
+OF_THEIRS = {
+    "callbacks": "loggers=[...], functions of a mapping of numbers",
+    "compute_metrics": "evaluate(), and metrics of your own of result.forward(batch, gather=True)",
+    "preprocess_logits_for_metrics": "metrics of your own of result.forward(batch, gather=True)",
+    "optimizers": "optimizer=, a function of the parallel model, and schedule=, one of the "
+    "optimizer",
+    "optimizer_cls_and_kwargs": "optimizer=, a function of the parallel model",
+    "compute_loss_func": "loss_fn=, a function of outputs and targets, and a model without labels",
+    "model_init": "a model",
+    "tokenizer": "processing_class=",
+}
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ValueError for the arguments that are set, and that this Trainer doesn't do."""
-    unset = {f.name: _default(f) for f in dataclasses.fields(args)}
-    for name, default in unset.items():
-        value = getattr(args, name)
-        if name in TAKEN or name in WITHOUT_EFFECT or value == default or not value:
+    """Raise ValueError for the arguments that are set, and that this Trainer doesn't do; warn about
+    those without effect."""
+    _check_choices(args)
+    best = args.load_best_model_at_end  # sets the next two by itself
+    said: dict[str, list[str]] = {}
+    theirs = ("metric_for_best_model", "greater_is_better") if best else ()
+    for f in dataclasses.fields(args):
+        name, default, value = f.name, _default(f), getattr(args, f.name)
+        if name in TAKEN or name in theirs or _is_unset(value, default):
             continue
-        if _derived(name, value):
+        if name in SAID:
+            said.setdefault(SAID[name], []).append(name)
+        if name in WITHOUT_EFFECT or _derived(name, value):
             continue
         raise MeshwrightError(
             f"={value!r:.80} is not done by this Trainer",
@@ -123,20 +159,61 @@ def check_arguments(args: Any) -> None:
             legal=f"{default!r:.40}, its default",
             way_out=INSTEAD.get(name, "leave it out"),
         )
-    if str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS:
-        raise MeshwrightError(
-            f"={args.optim!s:.80}",
-            place="TrainingArguments: optim",
-            legal=", ".join(OPTIMIZERS),
-            way_out="or give optimizer=, a function of the parallel model",
-        )
-    for name in ("logging_strategy", "eval_strategy", "save_strategy"):
-        given = str(getattr(args, name).value)
-        if given not in ("no", "steps", "epoch"):
+    for why, names in said.items() if launch.rank() == 0 else ():
+        log.warning("TrainingArguments: without effect: %s: %s", ", ".join(names), why)
+
+
+def _check_choices(args: Any) -> None:
+    """Raise ValueError for choices of which this Trainer has some."""
+    choices = {
+        "optim": (OPTIMIZERS, "or give optimizer=, a function of the parallel model"),
+        "logging_strategy": (STRATEGIES, 'give "steps" and how many'),
+        "eval_strategy": (STRATEGIES, 'give "steps" and how many'),
+        "save_strategy": (STRATEGIES, 'give "steps" and how many'),
+        "train_sampling_strategy": (SAMPLING, INSTEAD["train_sampling_strategy"]),
+    }
+    for name, (legal, way_out) in choices.items():
+        given = chosen(args, name)
+        if given is not None and given not in legal:
             raise MeshwrightError(
-                f"={given!r}", place=f"TrainingArguments: {name}", legal="no, steps, epoch",
-                way_out='give "steps" and how many',
-            )  # fmt: skip
+                f"={given!r:.80}",
+                place=f"TrainingArguments: {name}",
+                legal=", ".join(legal),
+                way_out=way_out,
+            )
+    if chosen(args, "lr_scheduler_type") == PLATEAU:
+        raise MeshwrightError(
+            f"={PLATEAU!r}, which is stepped by evaluations",
+            place="TrainingArguments: lr_scheduler_type",
+            legal="schedules of the step alone",
+            way_out='"cosine", "linear" or another, or give schedule=, a function of the optimizer',
+        )
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of transformers' Trainer that this one doesn't have."""
+    for name, instead in OF_THEIRS.items():
+        if name in given:
+            raise MeshwrightError(
+                " is an argument of transformers' Trainer, not of this one",
+                place=f"Trainer: {name}",
+                legal="what Trainer, auto_parallelize and (optimizer, schedule) fit take",
+                way_out=f"give {instead}",
+            )
+
+
+def chosen(args: Any, name: str) -> str | None:
+    """A choice as text; None where these TrainingArguments have none of that name."""
+    value = getattr(args, name, None)
+    return None if value is None else str(getattr(value, "value", value))
+
+
+def _is_unset(value: Any, default: Any) -> bool:
+    """Whether a value is its default, or nothing: None, an empty text or list, False in the place
+    of None. Where the default is True or a number, False and 0 say something."""
+    if value == default or value is None or (value is False and default is None):
+        return True
+    return not value and not isinstance(value, bool | int | float)
 
 
 def _default(field: Any) -> Any:
@@ -178,7 +255,7 @@ def optimizer_of(args: Any, decayed: list[Any], others: list[Any]) -> torch.opti
         {"params": decayed, "weight_decay": args.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    if str(getattr(args.optim, "value", args.optim)) == "sgd":
+    if chosen(args, "optim") == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)

@@ -26,6 +26,8 @@ from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
 from meshwright.hf.arguments import (
     check_arguments,
+    check_options,
+    chosen,
     every,
     global_batch_size,
     optimizer_of,
@@ -70,6 +72,9 @@ class Trainer:
     ) -> None:
         """Raises ValueError for arguments that are refused, and as `auto_parallelize` does."""
         check_arguments(args)
+        check_options(planning)
+        train = _samples(train_dataset, "train_dataset")
+        _check_evaluation(args, eval_dataset)
         torch.manual_seed(args.seed)  # what dropout draws from
         self.args = args
         self.processing_class = processing_class
@@ -78,14 +83,16 @@ class Trainer:
         self.schedule = planning.pop("schedule", None)
         self.loggers: list[MetricsLogger] = list(planning.pop("loggers", ()))
         self._decayed = _decayed(model)
+        self._adapted = any(hasattr(module, "peft_config") for module in model.modules())
         columns = _columns(model, args) if args.remove_unused_columns else None
         self._collate = _Collate(data_collator or _collator(processing_class), columns)
-        self.train_dataset, self.eval_dataset = _samples(train_dataset), _samples(eval_dataset)
+        self.train_dataset = train
+        self.eval_dataset = None if eval_dataset is None else _samples(eval_dataset, "eval_dataset")
         cluster = cluster or (_cpus() if args.use_cpu else Cluster.detect())
-        rows = min(2, len(train_dataset))
+        rows = min(2, len(train))
         options = {
             "global_batch_size": global_batch_size(args, cluster.num_devices),
-            "example_inputs": self._collate([train_dataset[k] for k in range(rows)]),
+            "example_inputs": self._collate([train[k] for k in range(rows)]),
             "precision": precision_of(args),
             "compile": args.torch_compile_backend or args.torch_compile,
             "tf32": bool(args.tf32),
@@ -125,17 +132,20 @@ class Trainer:
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = _samples(given, "eval_dataset")
         loading = {**self._loading, "shuffle": False, "drop_last": False}
-        batches = data_loader(_samples(eval_dataset) or self.eval_dataset, self.result, **loading)
+        batches = data_loader(dataset, self.result, **loading)
         found = self.result.evaluate(batches)
         perplexity = found.perplexity
         extra = {} if perplexity is None else {"eval_perplexity": perplexity}
         return {"eval_loss": found.loss, **extra}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the weights for `from_pretrained`, into `model` in the arguments' folder if no
-        other is given. Collective."""
-        self.result.save_pretrained(output_dir or Path(self.args.output_dir) / "model")
+        """Write the weights for `from_pretrained`, of a model with peft's adapters those alone,
+        into `model` in the arguments' folder if no other is given. Collective."""
+        folder = output_dir or Path(self.args.output_dir) / "model"
+        self.result.save_pretrained(folder, trainable_only=self._adapted)
 
     # --- what the arguments say ---
 
@@ -151,6 +161,7 @@ class Trainer:
             "collate_fn": self._collate,
             "seed": args.seed if args.data_seed is None else args.data_seed,
             "drop_last": args.dataloader_drop_last,
+            "shuffle": chosen(args, "train_sampling_strategy") != "sequential",
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
         }
@@ -217,12 +228,39 @@ def _check_resume(given: Any, args: Any) -> None:
         )
 
 
-def _samples(dataset: Any) -> Any:
-    """A dataset of samples, which a list is here (and of batches to `fit`)."""
+def _samples(dataset: Any, what: str) -> Any:
+    """A dataset of samples, which a list is here (and of batches to `fit`). Raises ValueError for
+    what is none, or empty."""
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(
+        dataset, Mapping
+    ):
+        raise MeshwrightError(
+            f" is a {type(dataset).__name__}",
+            place=f"Trainer: {what}",
+            legal="a dataset with len() and samples by number, or a list of samples",
+            way_out="give list(dataset), or one dataset of several at a time; batches that are "
+            "streamed go to fit",
+        )
+    if not len(dataset):
+        raise MeshwrightError(
+            " is empty", place=f"Trainer: {what}", legal="one sample at least", way_out="give some"
+        )
     if not isinstance(dataset, list):
         return dataset
     samples: Any = dataset  # as good as a Dataset
     return Subset(samples, range(len(samples)))
+
+
+def _check_evaluation(args: Any, eval_dataset: Any) -> None:
+    """Raise ValueError where evaluations are asked for, of nothing."""
+    asked = chosen(args, "eval_strategy")
+    if asked != "no" and eval_dataset is None:
+        raise MeshwrightError(
+            f"={asked!r}, without an eval_dataset",
+            place="TrainingArguments: eval_strategy",
+            legal='"no", or with an eval_dataset',
+            way_out="give Trainer(eval_dataset=...)",
+        )
 
 
 class _Collate:
@@ -240,17 +278,23 @@ class _Collate:
 
 
 def _collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    """As Trainer: padding where there is what pads, else stacking."""
-    if processing_class is None:
-        return default_collate
-    from transformers import DataCollatorWithPadding
+    """As Trainer: padding where there is what pads, else stacking, `label` being the `labels`."""
+    from transformers import DataCollatorWithPadding, default_data_collator
 
-    collator: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)
-    return collator
+    if processing_class is not None:
+        collator: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)
+        return collator
+    by_name: Callable[[list[Any]], Any] = default_data_collator
+    return lambda samples: (
+        by_name(samples) if isinstance(samples[0], Mapping) else default_collate(samples)
+    )
 
 
 def _columns(model: nn.Module, args: Any) -> frozenset[str]:
-    taken = inspect.signature(model.forward).parameters
+    """Names that the model's forward takes, and labels'; of a model that peft adapted those of the
+    model inside."""
+    inner = getattr(model, "get_base_model", None)
+    taken = inspect.signature((inner() if inner else model).forward).parameters
     return frozenset([*taken, "label", "label_ids", *(args.label_names or ())])
 
 

@@ -7,11 +7,14 @@ length or the next power of two of it, so that few shapes are lowered.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from meshwright.executor.errors import StateError
+from meshwright.executor.ranks import all_gather_object, background, gloo_group, run_on_all
 from meshwright.executor.runtime import Runtime, forward
 from meshwright.running.inputs import behind, completed
 from meshwright.traced import TracedModel
@@ -38,7 +41,11 @@ class Generator:
         pad_token_id: int | None,
     ) -> torch.Tensor:
         """The prompts with what follows them. Collective."""
-        _check(prompts, max_new_tokens)
+        background.finish_all()  # a save in the background uses the same group
+        group = None if self.runtime.place.mesh is None else gloo_group()
+        asked = max_new_tokens, eos_token_id, pad_token_id
+        run_on_all(group, lambda: _check(prompts, max_new_tokens))
+        _check_same(all_gather_object(group, (_digest(prompts), *asked)))
         pad = eos_token_id if pad_token_id is None else pad_token_id
         pad = 0 if pad is None else pad
         lengths = _lengths(prompts, pad_token_id)
@@ -137,8 +144,9 @@ def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:
         whole = not meta.dtype.is_floating_point and len(meta.shape) == 2
         if whole and shape[:2] == meta.shape and ids[0] in graph.batched:
             return logits, needed[ids[0]]
+    inputs = sorted(needed.values()) or sorted(graph.inputs.values())
     raise StateError(
-        f"generate: the model makes {sorted(known)} of the inputs {sorted(needed.values())}; "
+        f"generate: the model makes {sorted(known)} of the inputs {inputs}; "
         "legal: a causal language model, whose output `logits` [rows, length, classes] is made of "
         "ids [rows, length] and of nothing else but an attention_mask. Way out: plan it with these "
         "inputs alone (and labels), or use forward"
@@ -152,6 +160,22 @@ def _check(prompts: torch.Tensor, max_new_tokens: int) -> None:
         raise StateError(
             f"generate: input_ids are {prompts.dtype} of shape {tuple(prompts.shape)}, "
             f"max_new_tokens={max_new_tokens}; legal: ids [rows, length], and a number from 1"
+        )
+
+
+def _digest(prompts: torch.Tensor) -> tuple[Any, ...]:
+    ids = prompts.to("cpu", torch.int64).contiguous()
+    return tuple(ids.shape), zlib.crc32(ids.numpy().tobytes())
+
+
+def _check_same(given: Sequence[Any]) -> None:
+    """Raise `StateError`, on all ranks, where one asks for something else than rank 0."""
+    if unlike := [rank for rank, own in enumerate(given) if own != given[0]]:
+        raise StateError(
+            f"ranks {unlike} give other prompts or arguments than rank 0",
+            place="generate",
+            legal="the same on every rank",
+            way_out="read the prompts on rank 0 and broadcast them",
         )
 
 

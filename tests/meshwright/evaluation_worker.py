@@ -114,6 +114,7 @@ def language(build: Callable[[], nn.Module], layout: str) -> dict[str, Any]:
     found["perplexity"] = abs((of.perplexity or 0.0) / float(torch.tensor(mean).exp()) - 1)
     found["counted"] = [of.counted == sum(counts), of.rows, of.batches]
     found["tokens"] = tokens(result, alone)
+    found["other prompts"] = said(lambda: result.generate(ids(2, 3, launch.rank() // 2), 2))
     found["ended"] = said(lambda: result.evaluate(uneven(data)))
     return found
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, ParallelModel, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.executor.errors import StateError
 from tests.helpers.launching import Results, results_of
 from tests.meshwright.evaluation_worker import CELLS
@@ -46,6 +46,7 @@ def test_a_data_set_is_a_mean_over_its_targets(found: Results, cell: str) -> Non
 def test_tokens_are_those_of_transformers(found: Results, cell: str) -> None:
     assert found[cell]["tokens"]
     assert found[cell]["no loss"]
+    assert "generate: ranks [2, 3] give other prompts" in found[cell]["other prompts"]
 
 
 @pytest.mark.parametrize("cell", IMAGES)
@@ -94,6 +95,30 @@ CALLS: dict[str, Callable[[ParallelModel], Any]] = {
 def test_a_forward_of_another_course_in_evaluation_is_refused(call: str) -> None:
     with pytest.raises(StateError, match=r"the first difference is .*mul.* in .* mode"):
         CALLS[call](on_one(F.mse_loss, twice=True))
+
+
+def test_statistics_of_a_batch_are_not_those_of_its_parts() -> None:
+    """A norm without running statistics takes those of the whole batch, or is not evaluated."""
+
+    def planned(num_microbatches: int) -> ParallelModel:
+        torch.manual_seed(0)
+        return auto_parallelize(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)),
+            Cluster.local(1, measure=False),
+            example_inputs=BATCH,
+            global_batch_size=ROWS,
+            loss_fn=F.mse_loss,
+            precision="fp32",
+            overrides=Overrides(num_microbatches=num_microbatches),
+        )
+
+    result = planned(1)
+    with torch.no_grad():
+        wanted = F.mse_loss(result.runtime.model.eval()(BATCH[0]), BATCH[1])
+    assert float(result.eval_step(BATCH)) == pytest.approx(float(wanted), rel=1e-6)
+    for call in CALLS.values():
+        with pytest.raises(StateError, match=r"no running statistics.*num_microbatches=1"):
+            call(planned(2))
 
 
 def test_rows_weigh_batches_of_a_mean() -> None:

@@ -111,7 +111,11 @@ def test_a_norm_sums_its_statistics_and_runs_once(
     assert priced(graph, 1) == alone
     assert priced(graph, 2).forward_comm_s > 0 == alone.forward_comm_s
     assert not repeatable(graph)
-    check_evaluable(graph)  # by its running statistics
+    check_evaluable(graph, num_microbatches=2)  # by its running statistics
+    special(monkeypatch, Traits(statistics=Statistics(of_batch=True, running=(2,), training=2)))
+    check_evaluable(graph)  # by those of the batch, as it has no others
+    with pytest.raises(ValueError, match="no running statistics"):
+        check_evaluable(graph, num_microbatches=2)
 
 
 def test_a_norm_of_rows_updates_its_buffers_and_sums_nothing(

@@ -37,6 +37,7 @@ STEPS = 4
 OPTIMIZER = "optimizer step"  # the user's own code: to the runtime it is no phase
 APART = "user code, while the others are in theirs"  # nobody waits for the one that fails
 SAVING = "saving a checkpoint"
+FEWER = "fewer batches on the failing rank, which ends its loop before the others"
 
 
 class InjectedError(Exception):
@@ -101,6 +102,9 @@ def once(fault: str, failing_rank: str, phase: str, folder: str) -> None:
         FAULTS[fault]()
 
     for step in range(STEPS):
+        if phase == FEWER and step == HEALTHY_STEPS and launch.rank() == int(failing_rank):
+            Path(folder, "struck").touch()
+            return
         failing = step == HEALTHY_STEPS and launch.rank() == int(failing_rank)
         if failing:
             strike_at(phase, strikes)

@@ -30,7 +30,7 @@ from meshwright.executor.ranks.watchdog import (
     is_out_of_memory,
     memory_advice,
 )
-from tests.executor.ranks.fault_worker import APART, OPTIMIZER, SAVING, STEPS
+from tests.executor.ranks.fault_worker import APART, FEWER, OPTIMIZER, SAVING, STEPS
 from tests.helpers.launching import ROOT, Launch, launch
 from tests.helpers.tiny import ROWS, net, planned
 
@@ -136,6 +136,14 @@ def test_rank_that_hangs_in_user_code(tmp_path: Path) -> None:
     said = run.ranks[1].stderr
     assert f"rank 1 (stage 1) stops: {cause}" in said
     assert "in hangs" in said
+
+
+def test_rank_that_has_fewer_batches(tmp_path: Path) -> None:
+    """Each waits for the other, elsewhere: whoever notices first says where both are, and why."""
+    run = _run(tmp_path, "none", 1, FEWER)
+    said = "".join(rank.stderr for rank in run.ranks)
+    assert "waits in " in said and "leaving the process group, step 3" in said
+    assert "other numbers of batches wait for each other so" in said
 
 
 def test_rank_that_leaves_with_an_exit_code(tmp_path: Path) -> None:

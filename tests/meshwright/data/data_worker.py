@@ -43,6 +43,7 @@ def errors() -> dict[str, Any]:
     wrong = {
         "of another share": batch_of(planned_rows(rank % 2, result)),
         "longer on a rank": tuple(torch.cat([x, x], 1) for x in right) if rank >= 2 else right,
+        "more rows on a rank": tuple(torch.cat([x, x]) for x in right) if rank >= 2 else right,
         "none": None,
         "another key": {"ids": right[0]},
     }

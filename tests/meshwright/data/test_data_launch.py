@@ -42,6 +42,7 @@ def test_only_stages_that_read_data_need_any(launched: Results) -> None:
     [
         ("of another share", "ranks of one result.data_parallel.rank give the same rows"),
         ("longer on a rank", "on ranks [2, 3]: rows have the same dtype and sizes on every rank"),
+        ("more rows on a rank", "ranks give [4, 4, 8, 8] rows, where the shares of a global batch"),
         ("none", "it is None, and this rank reads data"),
         ("another key", "['ids'] were not among example_inputs"),
         ("sharded dataset", f"has {[SAMPLES + k for k in range(RANKS)]} samples on the ranks"),

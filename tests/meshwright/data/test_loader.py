@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -35,7 +35,11 @@ class Numbers:
 
 
 def loaders(
-    order: dict[str, Any], ranks: int, microbatches: int = 2, dataset: Any = None
+    order: dict[str, Any],
+    ranks: int,
+    microbatches: int = 2,
+    dataset: Any = None,
+    rows_in_all: int = ROWS,
 ) -> list[DataLoader]:
     """Of all ranks of a data axis."""
 
@@ -55,11 +59,11 @@ def loaders(
                 rank=rank,
                 size=ranks,
                 reads=True,
-                rows=tuple(rows_of(rank, ROWS)),
+                rows=tuple(rows_of(rank, rows_in_all)),
                 filling={"labels": IGNORED},
                 rows_of=partial(rows_of, rank),
             ),
-            Order(rows=ROWS, drop_last=False, **order),
+            Order(**{"rows": rows_in_all, "drop_last": False, **order}),
             collate_fn=default_collate,
             padding={"labels": IGNORED},
             loading={},
@@ -127,30 +131,69 @@ def test_epochs_differ_and_follow_each_other() -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_another_global_batch_goes_on_at_the_same_sample() -> None:
-    (before,) = loaders({"size": 32, "shuffle": True, "seed": 0}, 1)
-    batches = iter(before)
-    seen = [n for _ in range(2) for n in next(batches)["n"].flatten().tolist()]
-    (after,) = loaders({"size": 32, "shuffle": True, "seed": 0}, 1)
-    after.order.rows = 4
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(8, 60),
+    drop_last=st.booleans(),
+    runs=st.lists(
+        st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2]), st.integers(1, 3)),
+        min_size=2,
+        max_size=5,
+    ),
+)
+def test_another_global_batch_goes_on_at_the_same_sample(
+    size: int, drop_last: bool, runs: list[tuple[int, int, int]]
+) -> None:
+    """Runs of other rows and ranks, each of some batches: the samples come in the one order, and in
+    the next epoch in that of all."""
+    order = {"size": size, "shuffle": True, "seed": 3, "drop_last": drop_last}
+    plain = Order(rows=1, **order)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    state = None
+    for rows, ranks, batches in [*runs, (2, 1, 60)]:
+        each = loaders(order, ranks, 1, rows_in_all=rows)
+        for loader in each:
+            if state is not None:
+                loader.load_state_dict(state)
+        for parts in zip(*map(islice, each, [batches] * ranks), strict=True):
+            if each[0].epoch > 1:
+                break
+            seen[each[0].epoch] += counted(parts)
+        state = each[0].state_dict()
+    wanted = [int(n) for batch in plain.batches(0) for n in batch.samples]
+    if drop_last:
+        assert len(seen[0]) > size - 8
+        wanted = wanted[: len(seen[0])]
+    assert sorted(seen[0]) == sorted(wanted)
+    assert len(set(seen[1])) == len(seen[1])
+
+
+def test_buckets_go_on_in_other_rows_at_an_epoch_alone() -> None:
+    def made(rows: int) -> DataLoader:
+        buckets = Buckets(lengths=[3] * 16, to=(4,))
+        order = {"size": 16, "shuffle": True, "seed": 0, "buckets": buckets}
+        return loaders(order, 1, 1, dataset=Texts([3] * 16), rows_in_all=rows)[0]
+
+    before, after = made(8), made(4)
+    for k, _ in enumerate(before):
+        if k == 0:
+            with pytest.raises(MeshwrightError, match="rows in a batch, and buckets: 8; here it"):
+                after.load_state_dict(before.state_dict())
     after.load_state_dict(before.state_dict())
-    assert after.position == 4
-    assert not set(seen) & {int(n) for n in after.order.batches(0)[after.position].samples}
+    assert (after.epoch, after.position) == (1, 0)
 
 
 @pytest.mark.parametrize(
     ("order", "says"),
     [
         ({"size": 31}, "samples in the dataset: 32; here it is 31"),
-        ({"size": 32, "rows": 5}, "goes on in batches of 5"),
+        ({"size": 31, "rows": 4}, "samples in the dataset: 32; here it is 31"),
     ],
 )
 def test_another_dataset_is_refused(order: dict[str, Any], says: str) -> None:
     (before,) = loaders({"size": 32, "shuffle": True, "seed": 0}, 1)
     next(iter(before))
-    rows = order.pop("rows", ROWS)
     (after,) = loaders({"shuffle": True, "seed": 0, **order}, 1)
-    after.order.rows = rows
     with pytest.raises(MeshwrightError, match=says):
         after.load_state_dict(before.state_dict())
 

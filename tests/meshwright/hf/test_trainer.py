@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    TrainingArguments,
+)
 from transformers import Trainer as Theirs
 
 from meshwright import Cluster, MeshwrightError
 from meshwright.hf import Trainer
-from meshwright.hf.arguments import TAKEN, WITHOUT_EFFECT
+from meshwright.hf.arguments import TAKEN, WITHOUT_EFFECT, check_arguments
 
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 
@@ -115,7 +120,12 @@ def test_accumulation_is_rows_of_a_step(tmp_path: Path) -> None:
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
          "load_best_model_at_end"),
         ({"optim": "adafactor"}, "optim"),
-        ({"group_by_length": True}, "group_by_length"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+        ({"dataloader_in_order": False}, "dataloader_in_order"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
+         "lr_scheduler_type"),
+        ({"save_strategy": "best"}, "save_strategy"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )  # fmt: skip
@@ -128,6 +138,83 @@ def test_what_it_does_not_do_is_refused_by_name(
         pytest.skip("not an argument of this transformers")
     with pytest.raises(MeshwrightError, match=f"TrainingArguments: {says}"):
         ours(args)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"callbacks": []}, "Trainer: callbacks"),
+        ({"compute_metrics": len}, "Trainer: compute_metrics"),
+        ({"optimizers": (None, None)}, "optimizer=, a function of the parallel model"),
+        ({"train_dataset": iter(())}, "train_dataset is a"),
+        ({"train_dataset": []}, "train_dataset is empty"),
+        ({"eval_dataset": {"one": dataset()}}, "eval_dataset is a dict"),
+    ],
+)
+def test_arguments_that_are_none_of_its_own_are_refused(
+    tmp_path: Path, given: dict[str, Any], says: str
+) -> None:
+    options = {"train_dataset": dataset(), "cluster": Cluster.local(1, "cpu", measure=False)}
+    with pytest.raises(MeshwrightError, match=says):
+        Trainer(model(), arguments(tmp_path), **{**options, **given})
+
+
+def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_arguments(arguments(tmp_path))
+    assert not caplog.records
+    check_arguments(arguments(tmp_path, gradient_checkpointing=True, logging_first_step=True))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "gradient_checkpointing: the plan decides" in said[0]
+    assert "logging_first_step: logging_steps says" in said[1]
+
+
+def test_samples_are_collated_as_by_transformers(tmp_path: Path) -> None:
+    """Lists become rows, a `label` the `labels`, and text is left out."""
+    rows = [
+        {"input_ids": row["input_ids"].tolist(), "label": k % 3, "text": "x"}
+        for k, row in enumerate(dataset())
+    ]
+    trainer = Trainer(
+        classifier(),
+        arguments(tmp_path, train_sampling_strategy="sequential", max_steps=1),
+        train_dataset=rows,
+        cluster=Cluster.local(1, "cpu", measure=False),
+    )
+    batch = trainer._collate(rows)
+    assert batch["labels"].tolist() == [k % 3 for k in range(ROWS)] and set(batch) == {
+        "input_ids", "labels"
+    }  # fmt: skip
+    with torch.no_grad():
+        expected = float(classifier().eval()(**batch).loss)
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    assert trainer.train().training_loss == pytest.approx(expected, abs=1e-5)
+    assert not trainer._loading["shuffle"]
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=32, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3, pad_token_id=31,
+    )  # fmt: skip
+    return GPT2ForSequenceClassification(config)
+
+
+def test_of_an_adapted_model_the_adapters_are_saved(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    given = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    trainer = Trainer(
+        peft.get_peft_model(model(), given),  # whose forward takes any name
+        arguments(tmp_path, max_steps=2),
+        train_dataset=dataset(),
+        cluster=Cluster.local(1, "cpu", measure=False),
+    )
+    assert trainer.train().global_step == 2
+    trainer.save_model()
+    adapters = peft.PeftModel.from_pretrained(model(), tmp_path / "model").eval()
+    with torch.no_grad():
+        loss = float(adapters(**trainer._collate(dataset())).loss)
+    assert trainer.evaluate(dataset())["eval_loss"] == pytest.approx(loss, abs=1e-5)
 
 
 def test_every_argument_is_taken_or_refused(tmp_path: Path) -> None:
