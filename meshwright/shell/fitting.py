@@ -50,8 +50,8 @@ class Fit:
         if self.sequence is not None:
             found = f"{self.sequence:,} tokens" if self.sequence else "none"
             lines.append(
-                f"  longest sequence that fits: {found} (planned: {self.sequence_now:,}); by memory, "
-                "whatever the model's positions allow"
+                f"  longest sequence that fits: {found} (planned: {self.sequence_now:,}); "
+                "by memory, whatever the model's positions allow"
             )
         if self.helps:
             lines += ["What would help", *(f"  - {text}" for text in self.helps)]

@@ -40,7 +40,7 @@ def _chart(block: Row) -> Spec | None:
         {"line": k, "states": states, "value": sum(parts.values())}
         for k, (_, states, parts) in enumerate(lines)
     ]
-    most = max(end["value"] for end in ends)
+    most = max(sum(parts.values()) for _, _, parts in lines)
     y = alt.Y("line:O", title=None, axis=alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]"))
     x = alt.X(
         "value:Q",

@@ -209,7 +209,7 @@ def test_fit_finds_the_largest_batch(capsys: Captured) -> None:
     assert low < data["peak_bytes"] <= data["memory_bytes"] and high > low
     assert data["batch_at_once"] > 16 and data["batch_at_once"] % 16 == 0
     assert main(asked) == 0
-    assert f"as one micro-batch: {data['batch_at_once']} rows" in capsys.readouterr().out
+    assert f"as one micro-batch: {data['batch_at_once']:,} rows" in capsys.readouterr().out
 
 
 def test_fit_says_what_would_help(capsys: Captured) -> None:
