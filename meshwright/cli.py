@@ -33,7 +33,7 @@ from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, Plan
-from meshwright.planner.report import Report, sensitivity_lines
+from meshwright.planner.report import Document, Part, Report, sensitivity_parts
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.running import repeated
@@ -273,18 +273,19 @@ def _plan(args: argparse.Namespace) -> int:
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:
     costs = asking.asked_costs(args)
     with progress_shown():  # what was deferred takes seconds
-        data, text = (report.to_dict(), "") if args.json else ({}, report.text(full=args.full))
+        data = report.to_dict() if args.json else {}
+        text: list[list[Part]] = [] if args.json else [[*report.document(full=args.full).parts]]
         if costs:
             data["cost"] = dict(report.cost(**costs) or {})
-            text += "\n\n" + asking.cost_text(data["cost"])
+            text.append([asking.cost_text(data["cost"])])
         if args.sensitivity:
             data["sensitivity"] = [dict(row) for row in report.sensitivity()]
-            text += "\n\n" + "\n".join(sensitivity_lines(data["sensitivity"]))
+            text.append(sensitivity_parts(data["sensitivity"]))
         if args.html:
             report.html(args.html, sensitivity=args.sensitivity, **costs)
     if args.html:
         _say(f"page written to {args.html}")
-    _print(json.dumps(data, indent=2) if args.json else f"{text}\n\n{last}")
+    _print(json.dumps(data, indent=2) if args.json else Document.of(*text, [last] if last else []))
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -350,8 +351,8 @@ def _judged(found: Rehearsal, report: Report) -> int:
     return code
 
 
-def _print(text: str) -> None:
-    show(text, colour=text[:1] not in "[{")
+def _print(text: str | Document) -> None:
+    show(text, colour=isinstance(text, Document) or text[:1] not in "[{")
 
 
 def _say(text: str) -> None:

@@ -32,5 +32,6 @@ class MovedBytes:
         now = self.clock()
         if now >= self.next_s or self.done >= self.total:
             self.next_s = now + EVERY_S
-            done = sized(min(self.done, self.total))
-            progress.debug("%s: %s of %s%s", self.what, done, sized(self.total), self.whose)
+            done, share = sized(min(self.done, self.total)), self.done / self.total
+            said = (self.what, done, sized(self.total), self.whose)
+            progress.debug("%s: %s of %s%s", *said, extra={"share": share})

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.plan import seconds
+from meshwright.planner.plan import seconds, slower
 
 TERMS = ("forward_s", "backward_s", "reduction_s", "waiting_s")  # of a train_step
 BETWEEN = ("input_s", "between_s")  # before it; between_s without the wait for the input
@@ -89,7 +89,7 @@ class Deviation:
         where = "inside" if self.inside else "outside"
         text = (
             f"after {self.steps} steps: a step takes {seconds(self.measured_s)}, predicted "
-            f"{seconds(self.predicted_s)} ({more:+.0%}), {where} of the 80 % interval {low} to "
+            f"{seconds(self.predicted_s)} ({slower(more)}), {where} of the 80 % interval {low} to "
             f"{high}"
         )
         if names := self.likely:

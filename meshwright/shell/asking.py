@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from meshwright.planner.report import Report
+from meshwright.planner.plan import counted
+from meshwright.planner.report import Document, Report
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.shell import catalog_listing, comparing, differing, explaining, fitting
@@ -37,7 +38,7 @@ class Ask:
     searching: Callable[[argparse.Namespace, Cluster], Search]
     add_model: Callable[..., None]
     add_search: Callable[[argparse.ArgumentParser], None]
-    show: Callable[[str], None]
+    show: Callable[[str | Document], None]
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +72,7 @@ def cost_text(cost: Mapping[str, Any]) -> str:
         lines[0] += f", {cost['energy_kwh_per_step']:.4g} kWh at {power}"
     if "tokens" in cost:
         lines.append(
-            f"  {cost['tokens']:.4g} tokens: {cost['steps']:,.0f} steps, "
+            f"  {counted(cost['tokens'])} tokens: {cost['steps']:,.0f} steps, "
             f"{_counted(cost['days'])} days, {_counted(cost['device_hours'])} device-hours"
         )
     if "price" in cost:
@@ -126,13 +127,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser, ask: Ask) -> No
     catalog.set_defaults(command=lambda args: _catalog(args, ask))
 
 
-def _show(args: argparse.Namespace, ask: Ask, data: Any, text: str) -> None:
+def _show(args: argparse.Namespace, ask: Ask, data: Any, text: str | Document) -> None:
     ask.show(json.dumps(data, indent=2) if args.json else text)
 
 
 def _diff(args: argparse.Namespace, ask: Ask) -> int:
     found = differing.between(args.a, args.b)
-    _show(args, ask, found.as_dict(), str(found))
+    _show(args, ask, found.as_dict(), found.document())
     return DIFFERENT if found else SAME
 
 
@@ -152,7 +153,7 @@ def _compare(args: argparse.Namespace, ask: Ask) -> int:
         watts=args.watts,
         by=args.by,
     )
-    _show(args, ask, found.as_dict(), str(found))
+    _show(args, ask, found.as_dict(), found.document())
     return 0 if found.chosen else 2
 
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from meshwright.planner.report import table
+from meshwright.planner.report import Document, Part, Table
 from meshwright.profiles.catalog_reader import SOURCE_KINDS, Entry, catalog_names, read_entry
 
-Listing = tuple[Any, str]  # data, text
+Listing = tuple[Any, Document]  # data, text
 
 
 def every() -> Listing:
     """All entries, a row each."""
     entries = [read_entry(name) for name in catalog_names()]
     rows = [_row(entry) for entry in entries]
-    parts = []
+    parts: list[Part] = []
     for kind in ("device", "node"):
         own = [row for row in rows if row["entry"] == kind]
         heads = [key for key in own[0] if key not in ("entry", "numbers")]
-        lines = table([
-            [*heads, "numbers"],
-            *([*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in own),
-        ])  # fmt: skip
-        parts += [f"{kind.capitalize()}s", *lines, ""]
-    return rows, "\n".join([*parts, "`meshwright catalog NAME` lists the numbers and sources."])
+        cells = [[*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in own]
+        parts += [f"{kind.capitalize()}s", Table(heads=[*heads, "numbers"], rows=cells), ""]
+    last = "`meshwright catalog NAME` lists the numbers and sources."
+    return rows, Document((*parts, last))
 
 
 # the rates that training takes, the one shown first where a device has it
@@ -64,8 +62,11 @@ def entry(name: str) -> Listing:
         {"key": key, "value": q.text, "kind": q.kind, "date": q.date, "source": q.source}
         for key, q in found.quantities.items()
     ]
-    lines = [f"{found.name}: {found.texts['title']}"]
+    plain = []
     for row in rows:
-        lines.append(f"  {row['key']} = {row['value']}")
-        lines.append(f"    {row['kind']}, {row['date']}: {row['source']}")
-    return {"name": name, "texts": dict(found.texts), "quantities": rows}, "\n".join(lines)
+        plain.append(f"  {row['key']} = {row['value']}")
+        plain.append(f"    {row['kind']}, {row['date']}: {row['source']}")
+    heads = ("key", "value", "kind", "date", "source")
+    numbers = Table(heads=heads, rows=[[*row.values()] for row in rows], plain=plain)
+    text = Document((f"{found.name}: {found.texts['title']}", numbers))
+    return {"name": name, "texts": dict(found.texts), "quantities": rows}, text

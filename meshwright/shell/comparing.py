@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
-from meshwright.planner.report import Report, table
+from meshwright.planner.report import Document, Report, Table
 from meshwright.profiles.inputs import MeshwrightError
 
 
@@ -24,13 +24,18 @@ class Compared:
         return {"rows": [dict(row) for row in self.rows], "by": self.by, "chosen": self.chosen}
 
     def __str__(self) -> str:
+        return str(self.document())
+
+    def document(self) -> Document:
+        """The table."""
         heads = ["cluster", "devices", "step", "80 %", "rows/s", "tokens/s", "MFU", "memory"]
         priced = [key for key in _COSTS if any(key in row for row in self.rows)]
-        lines = [[*heads, *(_COSTS[key] for key in priced), "chosen", "plan"]]
+        heads += [*(_COSTS[key] for key in priced), "chosen", "plan"]
+        lines = []
         for row in self.rows:
             mark = f"CHOSEN by {self.by}" if row["cluster"] == self.chosen else ""
             if row["plan"] is None:
-                gaps = [""] * (len(heads) - 2 + len(priced))
+                gaps = [""] * (len(heads) - 4)
                 lines.append([row["cluster"], "", *gaps, mark, row["why"]])
                 continue
             low, high = map(seconds, row["step_interval_s"])
@@ -41,7 +46,7 @@ class Compared:
                 *(f"{low} to {high}", f"{row['rows_per_s']:.4g}", tokens, f"{row['mfu']:.1%}"),
                 *(row["memory_verdict"], *costs, mark, row["plan"]),
             ])  # fmt: skip
-        return "\n".join(table(lines))
+        return Document((Table(heads=heads, rows=lines),))
 
 
 _COSTS = {

@@ -20,6 +20,7 @@ from meshwright.planner.plan import (
     sized,
     slower,
 )
+from meshwright.planner.report import Document, Part, Table
 from meshwright.shell.named import saved_json
 
 ABSENT = "not there"
@@ -59,12 +60,16 @@ class Price:
         return abs(self.more) > EQUAL * max(abs(self.a), abs(self.b))
 
     def __str__(self) -> str:
+        a, b, more = self.cells
+        return f"  {self.what}: {a} -> {b}, {more}"
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """In A, in B, and how much more."""
         said = {"s": seconds, "bytes": sized}[self.unit]
         part = f" ({slower(self.more / self.a)})" if self.a else ""
         sign = "+" if self.more > 0 else "-"
-        return (
-            f"  {self.what}: {said(self.a)} -> {said(self.b)}, {sign}{said(abs(self.more))}{part}"
-        )
+        return said(self.a), said(self.b), f"{sign}{said(abs(self.more))}{part}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,16 +93,27 @@ class Difference:
         return {"same": not self, "changes": changes, "prices": prices}
 
     def __str__(self) -> str:
+        return str(self.document())
+
+    def document(self) -> Document:
+        """Decisions, and what they cost, as tables."""
         if not self:
-            return "no difference"
-        lines = ["Decisions", *map(str, self.changes or ("  the same",))]
+            return Document(("no difference",))
+        parts: list[Part] = ["Decisions", "  the same"]
+        if self.changes:
+            changes = [(c.what, c.a, c.b) for c in self.changes]
+            plain = [*map(str, self.changes)]
+            parts[1] = Table(heads=("what", "A", "B"), rows=changes, plain=plain)
         if self.prices is None:
-            lines.append(
+            parts.append(
                 "(a plan file has no prices: two of `meshwright plan --json` tell what this costs)"
             )
         elif self.prices:
-            lines += ["", "Costs of a step", *map(str, self.prices)]
-        return "\n".join(lines)
+            prices = [(p.what, *p.cells) for p in self.prices]
+            plain = [*map(str, self.prices)]
+            heads = ("what", "A", "B", "B less A")
+            parts += ["", "Costs of a step", Table(heads=heads, rows=prices, plain=plain)]
+        return Document(tuple(parts))
 
 
 def between(a: str | Path, b: str | Path) -> Difference:

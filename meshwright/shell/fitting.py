@@ -48,10 +48,10 @@ class Fit:
     def __str__(self) -> str:
         lines = [*self._verdict(), f"  largest batch that fits at once, {self._batch()}"]
         if self.sequence is not None:
-            found = f"{self.sequence} tokens" if self.sequence else "none"
+            found = f"{self.sequence:,} tokens" if self.sequence else "none"
             lines.append(
-                f"  longest sequence that fits: {found} (planned: {self.sequence_now}); by memory, "
-                "whatever the model's positions allow"
+                f"  longest sequence that fits: {found} (planned: {self.sequence_now:,}); "
+                "by memory, whatever the model's positions allow"
             )
         if self.helps:
             lines += ["What would help", *(f"  - {text}" for text in self.helps)]
@@ -69,7 +69,7 @@ class Fit:
 
     def _batch(self) -> str:
         if self.batch_at_once:
-            said = f"{self.batch_at_once} rows; larger ones fit in several micro-batches"
+            said = f"{self.batch_at_once:,} rows; larger ones fit in several micro-batches"
         elif self.verdict == NOT:
             said = "none"
         else:

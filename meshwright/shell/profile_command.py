@@ -54,7 +54,6 @@ BUDGET_S = 120.0
 COLLECTIVES_SHARE = 1 / 3  # of the budget, at most
 LOGS, TABLES = (".log", ".txt"), (".csv",)  # any other file is an export
 MAX_ROWS = 6  # sizes of a micro-batch that are timed; others lie between two of them
-BAR_WIDTH = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,8 +373,7 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
     """The items, with a bar on stderr as they come."""
     with Progress() as said:
         for done, item in enumerate(items, 1):
-            bar = "#" * (BAR_WIDTH * done // max(1, total))
-            said(f"profile [{bar:<{BAR_WIDTH}}] {done}/{total}")
+            said(f"profiling: {done} of {total}", done / max(1, total))
             yield item
 
 

@@ -1,4 +1,5 @@
-"""Progress on stderr: one line that is written over on a terminal, few lines elsewhere."""
+"""Progress on stderr: on a terminal one line that is written over, with a bar where it is known how
+much is done; few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+BAR = 20  # letters
 FIRST_S = 10.0  # until the first line where there is no terminal; the next come at doubled times
 WATCHED = "meshwright.progress"  # the logger by which what takes long says where it is
+USUAL_COLUMNS = 120
 CLEAR = "\x1b[K"  # the rest of the line
 
 
 class Progress:
     """Takes lines of progress inside `with`, and shows them on rank 0's stderr.
 
-    On a terminal each takes the place of the last. Elsewhere a line is written after `FIRST_S`
+    On a terminal each takes the place of the last, after a bar for the `share` that is done, and as
+    much of it as the terminal is wide. Elsewhere a line is written after `FIRST_S`
     seconds, and then whenever twice as much time has passed: what is short says nothing, and an
     hour nine lines. Where the environment says that this is another rank, nothing is shown.
     """
@@ -28,11 +32,12 @@ class Progress:
         self.clock, self.began, self.next_s = clock, clock(), FIRST_S
         self.open = False  # a line on the terminal has no end yet
 
-    def __call__(self, line: str) -> None:
+    def __call__(self, line: str, share: float | None = None) -> None:
         if not self.shown:
             return
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r{line}{CLEAR}")
+            shown = (bar(share) + line)[: columns() - 1]
+            sys.stderr.write(f"\r{shown}{CLEAR}")
             sys.stderr.flush()
             self.open = True
         elif (passed := self.clock() - self.began) >= self.next_s:
@@ -53,6 +58,22 @@ class Progress:
         if self.open:
             sys.stderr.write("\n")
             self.open = False
+
+
+def bar(share: float | None) -> str:
+    """`[#####               ] `; nothing where the share is not known."""
+    if share is None:
+        return ""
+    done = "#" * round(BAR * min(max(share, 0.0), 1.0))
+    return f"[{done:<{BAR}}] "
+
+
+def columns() -> int:
+    """How wide the terminal of stderr is."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
+    except (OSError, ValueError):  # it has no size, or is no file
+        return USUAL_COLUMNS
 
 
 @contextmanager
@@ -82,4 +103,4 @@ class _Handler(logging.Handler):
         self.said = said
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said(record.getMessage())
+        self.said(record.getMessage(), getattr(record, "share", None))

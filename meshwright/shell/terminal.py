@@ -1,40 +1,78 @@
-"""What commands write to stdout: the result alone, in colour where it is a terminal and rich is
-installed (extra `meshwright[terminal]`)."""
+"""What commands write to stdout: the result alone, with colour and drawn tables where it is a
+terminal and rich is installed (extra `meshwright[terminal]`)."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
 
+from meshwright.planner.report import Document, Table
+
+HEADINGS = {r"(?m)^[A-Z].*$": "bold"}
 STYLES = {
-    r"(?m)^[A-Z].*$": "bold",
     r"\bdoes not fit\b": "bold red",
     r"\btight\b|\ba tie\b": "yellow",
     r"\bfits\b|\bCHOSEN by \w+": "green",
     r"\+\d[\d.]*%|\+\d[\d.]* (?:µs|ms|s)\b": "red",
-    r"(?<=[( ])-\d[\d.]*%|(?<= )-\d[\d.]* (?:µs|ms|s)\b": "green",
+    r"(?<=[( ])-\d[\d.]*%|^-\d[\d.]*%|(?<= )-\d[\d.]* (?:µs|ms|s)\b": "green",
     r"`[^`]+`": "cyan",
 }
+NUMBER = re.compile(r"[-+]?[\d.,]+(?:%| ?[A-Za-zµ]{1,3})?")  # a cell that has one alone
 
 
-def show(text: str, *, colour: bool = True) -> None:
+def show(result: str | Document, *, colour: bool = True) -> None:
     """Write a result. Pipes, files and `NO_COLOR` get plain text."""
-    text = text.rstrip("\n")
-    if colour and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        try:
-            from rich.console import Console
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            styled = Text(text)
-            for pattern, style in STYLES.items():
-                styled.highlight_regex(pattern, style)
-            Console(file=sys.stdout, highlight=False).print(styled, soft_wrap=True)
-            return
-    sys.stdout.write(text + "\n")
+    terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if colour and terminal and find_spec("rich"):
+        _draw(result if isinstance(result, Document) else Document((result,)))
+    else:
+        sys.stdout.write(str(result).rstrip("\n") + "\n")
+
+
+def _draw(document: Document) -> None:
+    """Write to a terminal, by rich."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    last: str | Table | None = None
+    for part in document.parts:
+        if isinstance(part, Table):
+            console.print(_drawn(part))
+        elif part or not isinstance(last, Table):  # tables have a line below them
+            console.print(_styled(part.rstrip("\n"), HEADINGS | STYLES), soft_wrap=True)
+        last = part
+
+
+def _styled(text: str, styles: dict[str, str]) -> Any:
+    from rich.text import Text
+
+    styled = Text(text)
+    for pattern, style in styles.items():
+        styled.highlight_regex(pattern, style)
+    return styled
+
+
+def _drawn(part: Table) -> Any:
+    """The table as rich draws it: numbers to the right and whole, text in as many lines as it
+    takes."""
+    from rich import box
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column, head in enumerate(part.heads):
+        cells = [row[column] for row in part.rows]
+        number = any(cells) and all(NUMBER.fullmatch(cell) for cell in cells if cell)
+        drawn.add_column(
+            head, justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
+    for row in part.rows:
+        drawn.add_row(*(_styled(cell, STYLES) for cell in row))
+    return drawn
 
 
 @contextmanager

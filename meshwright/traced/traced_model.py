@@ -35,6 +35,7 @@ from meshwright.traced.modes import first_difference
 from meshwright.traced.quantized import check_not_quantized
 
 progress = logging.getLogger("meshwright.progress")
+PARTS = 3  # of a trace
 
 
 class TracedModel:
@@ -58,7 +59,6 @@ class TracedModel:
         self.model = model
         _check_parameters(model)
         self.check_batch(example)
-        progress.debug("tracing the model")
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self._modes = [(m, m.training) for m in model.modules()]
@@ -139,6 +139,7 @@ class TracedModel:
     def _traced(
         self, model: nn.Module, rows: int, *, like: Graph | None
     ) -> tuple[Graph, FactorTable]:
+        _said(0, "running it on shapes")
         with same_random_state(), self._in_first_modes():
             traced = trace(
                 model,
@@ -148,7 +149,9 @@ class TracedModel:
                 precision=self._precision,
             )
         graph = verified(traced)
+        _said(1, "which dims belong together")
         factors = analyse(graph)
+        _said(2, "cutting it into blocks")
         return cut_blocks(graph, factors, like), factors
 
     @contextmanager
@@ -162,6 +165,11 @@ class TracedModel:
         finally:
             for m, training in now:
                 m.training = training
+
+
+def _said(done: int, what: str) -> None:
+    """Tell who watches which of the `PARTS` of a trace begins."""
+    progress.debug("tracing the model: %s", what, extra={"share": done / PARTS})
 
 
 def _check_parameters(model: nn.Module) -> None:

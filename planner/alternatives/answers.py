@@ -25,7 +25,7 @@ from meshwright.planner.drafts import Candidate, PlanDraft
 from meshwright.planner.overrides import OverrideError, Overrides, each_dropped
 from meshwright.planner.plan import InfeasibleError, describe, seconds
 from meshwright.planner.pricing import Evaluator
-from meshwright.planner.search import Search, SearchResult
+from meshwright.planner.search import TIE, Search, SearchResult
 
 T = TypeVar("T")
 
@@ -183,7 +183,13 @@ class Answers:
             elif draft.step_time_s < best.step_time_s:
                 bigger.append(_rival(draft))
         evaluator = Evaluator(replace(search.problem, profile=None))
-        return Sensitivity(evaluator=evaluator, chosen=_rival(best), rivals=rivals, bigger=bigger)
+        return Sensitivity(
+            evaluator=evaluator,
+            chosen=_rival(best),
+            rivals=rivals,
+            bigger=bigger,
+            tie=TIE if search.objective == "robust" else 0.0,
+        )
 
 
 def _said(given: Mapping[str, Any]) -> str:

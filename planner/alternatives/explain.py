@@ -124,12 +124,14 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
 
 
 def _against(chosen: Components, other: Evaluation) -> dict[str, Any]:
-    """What another plan takes on its fullest device, and its seconds less the chosen one's by
-    component, as data and in words."""
+    """What another plan takes on its fullest device, the intervals of that and of its step, and its
+    seconds less the chosen one's by component, as data and in words."""
     parts = breakdown(other)
     ours, theirs = chosen.as_dict(), parts.as_dict()
     return {
+        "step_interval_s": list(other.prediction.step_interval_s),
         "peak_memory_bytes": max(other.prediction.peak_memory_bytes),
+        "memory_interval_bytes": list(other.prediction.memory_interval_bytes),
         "components_s": {name: theirs[name] - ours[name] for name in ours},
         "why": why_slower(chosen, parts),
     }

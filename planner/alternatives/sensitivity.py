@@ -4,7 +4,8 @@ Nothing is searched again: the chosen plan and its rivals are priced on the scal
 t(f) the modelled step at factor f and T what was predicted, a plan is taken to need T·t(f)/t(1), so
 that what was measured keeps its weight. The factor nearest to 1 at which some rival takes less than
 the chosen plan is found by halving the interval of log f: the ends first, since only a rival that
-wins there is asked again.
+wins there is asked again. Where prices can't tell plans apart (`tie`, a part of a step), a rival
+has to take less by more than that, or, if it does so already, by as much again.
 
 A bandwidth or FLOP/s that is scaled is so at every size: efficiency curves, fractions of a peak
 over the work, stay as they are. Of the memory only what tensors may use is scaled; who fits is then
@@ -90,12 +91,14 @@ class Flip:
 
 @dataclass(slots=True, kw_only=True)
 class Sensitivity:
-    """The chosen plan against its rivals; `bigger` would be faster, but don't fit."""
+    """The chosen plan against its rivals; `bigger` would be faster, but don't fit. `tie` is the
+    part of a step that a rival has to be faster by."""
 
     evaluator: Evaluator
     chosen: Rival
     rivals: Sequence[Rival]
     bigger: Sequence[Rival] = ()
+    tie: float = 0.0
     _base_s: dict[int, float] = field(default_factory=dict)
 
     def flips(self, time_limit_s: float | None = None) -> tuple[Flip, ...]:
@@ -136,11 +139,21 @@ class Sensitivity:
     def _faster(
         self, scale: Callable[[Cluster, float], Cluster], factor: float, rivals: Sequence[Rival]
     ) -> list[Rival]:
-        """Rivals that take less than the chosen plan, the fastest first."""
+        """Rivals that take clearly less than the chosen plan, the fastest first."""
         priced = self.evaluator.on(scale(self.evaluator.problem.cluster, factor))
         limit = self._seconds(self.chosen, priced)
         steps = [(self._seconds(rival, priced), k, rival) for k, rival in enumerate(rivals)]
-        return [rival for step_s, _, rival in sorted(steps, key=lambda x: x[:2]) if step_s < limit]
+        return [
+            rival
+            for step_s, _, rival in sorted(steps, key=lambda x: x[:2])
+            if step_s < limit * self._needed(rival)
+        ]
+
+    def _needed(self, rival: Rival) -> float:
+        """The part of the chosen plan's step that a rival must not take."""
+        least = 1 / (1 + self.tie)
+        now = rival.step_time_s / self.chosen.step_time_s
+        return least if now >= least else now * least
 
     def _seconds(self, rival: Rival, evaluator: Evaluator) -> float:
         if id(rival) not in self._base_s:
@@ -167,7 +180,8 @@ class Sensitivity:
         return Flip(knob=MEMORY, factor=factor, rival=winner)
 
     def _more_memory(self) -> Flip | None:
-        faster = [r for r in self.bigger if r.step_time_s < self.chosen.step_time_s]
+        limit = self.chosen.step_time_s / (1 + self.tie)
+        faster = [r for r in self.bigger if r.step_time_s < limit]
         first = min(faster, key=self._factor, default=None)
         if first is None or self._factor(first) > ENDS[1]:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,13 +86,26 @@ def line(step: Row) -> Line:
     operands, results = (", ".join(step[key]) for key in ("operands", "results"))
     return Line(
         kind="run",
-        what=step["operator"],
-        how=step["strategy"],
+        what=" ".join(filter(None, operator_words(step))),
+        how=strategy_words(step["strategy"]),
         states=f"{operands} → {results}" if operands else results,
         forward=time(step["forward_s"]),
         backward=time(step["backward_s"]),
         about=" · ".join(filter(None, (step["key"], step["source"]))),
     )
+
+
+def operator_words(step: Row) -> tuple[str, str]:
+    """The module that an operator runs in, where it has a name, and the operator."""
+    module = step["key"].partition(":")[0].rpartition(".")[2]
+    return "" if module.isdecimal() else module, step["operator"]
+
+
+def strategy_words(name: str) -> str:
+    """What the tensor axis splits, in words; which atom of a dim it is the shardings say."""
+    factor = re.sub(r"\.\d+$", "", name)
+    dim = re.fullmatch(r"d(\d+)", factor)
+    return f"dim {dim[1]}" if dim else "by dims" if re.fullmatch(r"f\d+", factor) else factor
 
 
 def _shaped(step: Row) -> str:

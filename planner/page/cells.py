@@ -35,9 +35,9 @@ def words(text: object) -> Cell:
 
 
 def number(value: float) -> Cell:
-    """A count, or a number of up to four digits."""
-    whole = float(value).is_integer() and abs(value) < 1e15
-    return Cell(text=f"{int(value):,}" if whole else f"{value:.4g}", value=value)
+    """A count, or a number of up to four digits, or all before the point."""
+    whole = float(value).is_integer() or abs(value) >= 1e4
+    return Cell(text=f"{value:,.0f}" if whole else f"{value:.4g}", value=value)
 
 
 def share(value: float) -> Cell:

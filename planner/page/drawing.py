@@ -103,7 +103,9 @@ def seconds_axis(most: float, title: str) -> Any:
     """An axis of seconds, in the unit that suits the largest."""
     units = (("seconds", 1), ("milliseconds", 1e3), ("microseconds", 1e6))
     unit, factor = next((each for each in units if most * each[1] >= 1), units[-1])
-    return alt.Axis(title=f"{unit} {title}", labelExpr=f"format(datum.value * {factor:g}, '.5~g')")
+    return alt.Axis(
+        title=f"{unit} {title}".strip(), labelExpr=f"format(datum.value * {factor:g}, '.5~g')"
+    )
 
 
 def peak_marks(rows: Sequence[Row], shapes: Mapping[str, str]) -> Any:

@@ -57,5 +57,13 @@ addEventListener("afterprint", () => {
   for (const each of closed) each.open = false;
   closed.clear();
 });
-const drawn = [...document.querySelectorAll("[data-chart]")].map(draw);
+const hidden = place => place.closest("details.diagram:not([open])");
+for (const each of document.querySelectorAll("details.diagram")) {
+  each.addEventListener("toggle", () => {
+    const place = each.querySelector("[data-chart]:not([data-drawn])");
+    if (each.open && place) draw(place);
+  });
+}
+const charts = [...document.querySelectorAll("[data-chart]")];
+const drawn = charts.filter(place => !hidden(place)).map(draw);
 Promise.all(drawn).then(() => { document.body.dataset.drawn = "true"; });

@@ -143,7 +143,10 @@ def _commands(data: Row) -> list[tuple[str, str]]:
     cluster, plan = data["cluster"], data["plan"]
     nodes = cluster["num_nodes"]
     several = f"--nnodes {nodes} " if nodes > 1 else ""
-    asked = f"MODULE:FUNCTION --cluster CLUSTER --batch {plan['global_batch_size']}"
+    asked = (
+        f"MODULE:FUNCTION --cluster {cluster.get('flag') or 'CLUSTER'} "
+        f"--batch {plan['global_batch_size']}"
+    )
     return [
         (
             "train by it",

@@ -65,7 +65,7 @@ def _colour(groups: Sequence[Row], axes: Sequence[str]) -> Any:
         "colour:O" if few else "colour:Q",
         title="place on the axis" if len(axes) > 1 else _of(axes),
         scale=alt.Scale(scheme="viridis"),
-        legend=alt.Legend(columns=FEW // 2) if few else alt.Legend(format="d"),
+        legend=alt.Legend(symbolLimit=FEW) if few else alt.Legend(format="d"),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import altair as alt
 
+from meshwright.planner.page.block_charts import block_charts
 from meshwright.planner.page.cells import COURSE, REHEARSED, peaks_of, stage_words
 from meshwright.planner.page.drawing import (
     BAR,
@@ -57,6 +58,7 @@ def charts(data: Row) -> dict[str, Spec]:
         "components": components(data),
         **timelines(data),
         "communication": communication(data),
+        **block_charts(data),
         "ranks": rank_map(data),
         "sensitivity": sensitivity(data),
         "sources": sources(data),

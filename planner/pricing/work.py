@@ -153,7 +153,8 @@ def _messages(plan: Plan, coster: StageCoster) -> list[float]:
 class Traffic:
     """What a rank of a stage says to others in a step on one axis by one collective: calls, bytes
     that it gives to links, seconds by themselves, and those that nothing hides. `link` is the
-    slowest that its group has. A message between stages is counted by the stage that sends it."""
+    slowest that its group has. Messages between stages are counted by the stage that sends them:
+    to the next activations, to the one before gradients."""
 
     stage: int
     axis: Axis
@@ -191,7 +192,8 @@ def traffic(
                     exposed_s=amount.exposed_s,
                 )
             )
-    return [*found, *_between_stages(evaluation, coster, counting)]
+    found += _between_stages(evaluation, coster, counting)
+    return sorted(found, key=lambda row: row.stage)
 
 
 def _amounts(
@@ -229,25 +231,25 @@ def _between_stages(
     without = price_stages(plan, coster, evaluation.stages, send_scale=0.0)
     step_s = evaluation.prediction.step_time_s
     exposed = max(0.0, step_s - without.prediction.step_time_s)
-    node, found = coster.cluster.devices_per_node, []
+    node, found = coster.cluster.devices_per_node, dict[tuple[int, str], Traffic]()
     for edge, values in edges.items():
         seconds = plan.num_microbatches * taken[edge]
         if not seconds:
             continue  # to a stage on the same ranks
         source, destination = (plan.stages[k].ranks for k in edge)
-        crosses = crosses_node(source, destination, node)
+        link = LINKS[crosses_node(source, destination, node)]
+        sent = plan.num_microbatches * transfer_seconds(plan, counting, edge, values)
         for stage in edge:
-            found.append(
-                Traffic(
-                    stage=stage,
-                    axis="pipeline",
-                    collective="send",
-                    link=LINKS[crosses],
-                    calls=plan.num_microbatches,
-                    sent_bytes=plan.num_microbatches
-                    * transfer_seconds(plan, counting, edge, values),
-                    seconds=seconds,
-                    exposed_s=min(seconds, exposed * taken[edge] / whole / 2),
-                )
+            known = found.get((stage, link))
+            found[stage, link] = Traffic(
+                stage=stage,
+                axis="pipeline",
+                collective="send",
+                link=link,
+                calls=plan.num_microbatches + (known.calls if known else 0),
+                sent_bytes=sent + (known.sent_bytes if known else 0.0),
+                seconds=seconds + (known.seconds if known else 0.0),
+                exposed_s=min(seconds, exposed * taken[edge] / whole / 2)
+                + (known.exposed_s if known else 0.0),
             )
-    return found
+    return [*found.values()]

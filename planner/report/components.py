@@ -9,6 +9,7 @@ from meshwright.planner.plan import seconds
 from meshwright.planner.pricing import Evaluation
 
 SHOWN = 1e-6  # part of a step from which on a difference is one
+TOLD = 5e-4  # from which on it is told beside a larger one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,9 @@ def _stages(evaluation: Evaluation, ranks: tuple[int, ...]) -> list[StageCosts[f
 def why_slower(chosen: Components, other: Components) -> str:
     """The components that cost the other plan most, against the chosen one."""
     ours, theirs = chosen.as_dict(), other.as_dict()
-    least = SHOWN * sum(ours.values())
+    step_s = sum(ours.values())
+    most_s = max(abs(theirs[k] - ours[k]) for k in ours)
+    least = (TOLD if most_s > TOLD * step_s else SHOWN) * step_s
     losses = sorted(((theirs[k] - ours[k], k) for k in ours), reverse=True)
     parts = [f"+{seconds(d)} {k}" for d, k in losses[:2] if d > least]
     gains = [f"-{seconds(-d)} {k}" for d, k in losses[::-1][:1] if d < -least]

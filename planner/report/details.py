@@ -25,6 +25,7 @@ from meshwright.planner.pricing import (
 from meshwright.planner.report.components import of_group
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
+from meshwright.profiles.cluster import Cluster, catalog_names
 from meshwright.profiles.inputs import MeshwrightError, shown
 
 Row = Mapping[str, Any]
@@ -122,10 +123,12 @@ class Details:
 
     @property
     def cluster(self) -> Row:
-        """The devices, and how many there are."""
+        """The devices, how many there are, and what `--cluster` calls it where it is as a name
+        says."""
         cluster = self.problem.cluster
         return {
             "device": cluster.device.name,
+            "flag": named_as(cluster),
             "num_nodes": cluster.num_nodes,
             "devices_per_node": cluster.devices_per_node,
         }
@@ -197,6 +200,16 @@ class Details:
             "blocks": [dict(row) for row in self.blocks],
             "timeline": dict(self.timeline),
         }
+
+
+def named_as(cluster: Cluster) -> str | None:
+    """A cluster as `--cluster` takes it; None for one that no name gives."""
+    if cluster.name.startswith("local-"):
+        return f"local:{cluster.devices_per_node}"
+    if cluster.name not in catalog_names():
+        return None
+    same = Cluster.from_catalog(cluster.name, num_nodes=cluster.num_nodes) == cluster
+    return f"{cluster.name}:{cluster.num_nodes}" if same else None
 
 
 def sequence_length(problem: Problem) -> int | None:

@@ -13,6 +13,7 @@ from meshwright.planner.page import framed_page, render_page
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.report.components import Components
 from meshwright.planner.report.details import Details, cost_of
+from meshwright.planner.report.document import Document
 from meshwright.planner.report.text import full_text, short_text
 
 SCHEMA = 2  # of `Report.to_dict()`: another number where a key changes its meaning or goes
@@ -178,9 +179,13 @@ class Report:
         """Write the simulated step as a Chrome trace (chrome://tracing, Perfetto)."""
         Path(path).write_text(json.dumps(self.timeline))
 
+    def document(self, *, full: bool = False) -> Document:
+        """`text` with its tables, which a terminal draws."""
+        return full_text(self) if full else short_text(self)
+
     def text(self, *, full: bool = False) -> str:
         """What one decides from; `full` is all there is, whose answers take seconds to find."""
-        return full_text(self) if full else short_text(self)
+        return str(self.document(full=full))
 
     def __str__(self) -> str:
         return self.text()

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.plan import counted, seconds, sized, slower
+from meshwright.planner.report.document import Document, Part, Table
 
 if TYPE_CHECKING:
     from meshwright.planner.report.report import Report
@@ -18,16 +19,18 @@ MAX_REFUSALS = 2  # products that an alternative can't split
 MAX_STAGES = 8  # rows of the short stage table
 MAX_OTHERS = 5  # plans that the short text compares with
 MAX_PARTS = 3  # parts of a stage's memory by name
+BAR, BARS = "\u2588", 20  # of the whole
+LEAST_PHASE_S = 0.05  # of planning: what takes less is in the sum alone
 LEAST_PART = 5e-4  # of a step: what takes less is left out of the short text
 _OF_HARDWARE = re.compile(r"^(\S+): \S+ = .* is (assumed|fitted) \(", re.DOTALL)
 
 Row = Mapping[str, Any]
 
 
-def short_text(report: Report) -> str:
+def short_text(report: Report) -> Document:
     """Headline, stages, where the time goes, alternatives, notes on this plan."""
     notes = [note for note in report.notes if note not in report.aside]
-    return _joined(
+    return Document.of(
         _head(report, proof={}),
         _stage_table(report, _shown_stages(report.stages)),
         _memory_parts(report),
@@ -40,10 +43,10 @@ def short_text(report: Report) -> str:
     )
 
 
-def full_text(report: Report) -> str:
+def full_text(report: Report) -> Document:
     """Everything, as text."""
     deferred = report.deferred
-    return _joined(
+    return Document.of(
         _head(report, proof=deferred.proof() if deferred else {}),
         _stage_table(report, range(len(report.stages))),
         _memory_parts(report),
@@ -60,10 +63,6 @@ def full_text(report: Report) -> str:
     )
 
 
-def _joined(*parts: Sequence[str]) -> str:
-    return "\n\n".join("\n".join(part) for part in parts if part)
-
-
 # --- the plan ------------------------------------------------------------------------------------
 
 
@@ -73,12 +72,16 @@ def _head(report: Report, proof: Row) -> list[str]:
     return [
         f"{counted(s['parameters'])} parameters on {s['cluster']}",
         f"Chosen: {s['chosen']}",
-        f"  step {seconds(s['step_time_s'])}, {s['rows_per_s']:.4g} rows/s, {tokens}"
+        f"  step {seconds(s['step_time_s'])}, {_rate(s['rows_per_s'])} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
         f"peak memory {_peak(s)} of {sized(s['memory_bytes'])}",
         _intervals(report),
         *_bounds(report, proof),
     ]
+
+
+def _rate(value: float) -> str:
+    return counted(value) if value >= 1000 else f"{value:.4g}"
 
 
 def _peak(summary: Row) -> str:
@@ -90,11 +93,19 @@ def _peak(summary: Row) -> str:
 
 
 def _intervals(report: Report) -> str:
-    """What other models' measurements make of the step and the memory."""
-    s = report.summary
+    """What other models' measurements make of the step and the memory, and how many they are."""
+    s, error = report.summary, report.details.uncertainty if report.details else {}
     step = " to ".join(map(seconds, s["step_interval_s"]))
-    what = "memory " if s["memory_verdict_by"] == "price" else ""
-    return f"  with 80 %: {step}; {what}{report.memory}: {s['memory_verdict']}"
+    of_step, of_memory = (
+        f" (by {error[what]['rows']} measured: {error[what]['of']})" if error else ""
+        for what in ("step", "memory")
+    )
+    if s["memory_verdict_by"] == "price":
+        return (
+            f"  with 80 %: {step}{of_step}; "
+            f"memory {report.memory}{of_memory}: {s['memory_verdict']}"
+        )
+    return f"  with 80 %: {step}{of_step}; {report.memory}: {s['memory_verdict']}"
 
 
 def _bounds(report: Report, proof: Row) -> list[str]:
@@ -128,9 +139,10 @@ def _shown_stages(stages: Sequence[Row]) -> list[int]:
     return sorted(list(dict.fromkeys([*wanted, *every]))[:MAX_STAGES])
 
 
-def _stage_table(report: Report, shown: Sequence[int]) -> list[str]:
-    head = "stage blocks ranks mesh zero recompute forward backward comm memory"
-    rows: list[tuple[str, ...]] = [tuple(head.split())]
+def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
+    decisions = ("stage", "blocks", "ranks", "mesh", "zero", "recompute")
+    heads = (*decisions, "forward", "backward", "comm", "memory")
+    rows: list[tuple[str, ...]] = []
     for k in shown:
         s = report.stages[k]
         decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
@@ -138,7 +150,8 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[str]:
         modes = (f"{s['zero']}{within}", s["recompute"])
         times = (s["forward_s"], s["backward_s"], s["communication_s"])
         rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"])))
-    lines = [*table(rows), "  (per micro-batch; comm is the exposed part of forward and backward)"]
+    per = "  (per micro-batch; comm is the exposed part of forward and backward)"
+    lines: list[Part] = [Table(heads=heads, rows=rows), per]
     if len(shown) < len(report.stages):
         lines.append(
             f"  ({len(shown)} of {len(report.stages)} stages: the first, the slowest, the fullest "
@@ -147,18 +160,26 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[str]:
     return lines
 
 
-def _memory_parts(report: Report) -> list[str]:
+def _memory_parts(report: Report) -> list[Part]:
     """What holds the memory of the fullest device group, and of the others that differ."""
     if report.details is None:
         return []
     rows = sorted(report.details.memory, key=lambda row: -row["priced_bytes"])
-    told: dict[str, list[str]] = {}
+    alike: dict[str, list[Row]] = {}
     for row in rows:
-        told.setdefault(_parts_of(row), []).append(row["ranks"])
-    lines = [f"  ranks {', '.join(ranks)}: {text}" for text, ranks in told.items()]
-    more = len(lines) - MAX_PARTS
-    shown = lines if more <= 1 else [*lines[:MAX_PARTS], f"  and {more} less full device groups"]
-    return ["What holds the memory", *shown, *_at_once(rows[0])]
+        alike.setdefault(_parts_of(row), []).append(row)
+    more = len(alike) - MAX_PARTS
+    told = list(alike.items()) if more <= 1 else list(alike.items())[:MAX_PARTS]
+    ranks = [", ".join(row["ranks"] for row in own) for _, own in told]
+    lines = [f"  ranks {names}: {text}" for names, (text, _) in zip(ranks, told, strict=True)]
+    names = [name for name in rows[0]["parts"] if any(row["parts"][name] for row in rows)]
+    cells = [
+        (of, *(sized(own[0]["parts"][n]) for n in names), sized(own[0]["priced_bytes"]))
+        for of, (_, own) in zip(ranks, told, strict=True)
+    ]
+    shown = Table(heads=("ranks", *names, "in all"), rows=cells, plain=lines)
+    others = [] if more <= 1 else [f"  and {more} less full device groups"]
+    return ["What holds the memory", shown, *others, *_at_once(rows[0])]
 
 
 def _at_once(row: Row) -> list[str]:
@@ -189,30 +210,30 @@ def _rehearsed(report: Report) -> list[str]:
     return [line[:1].upper() + line[1:], *(f"  {x}" for x in rest)]
 
 
-def _where(report: Report, least: float) -> list[str]:
+def _where(report: Report, least: float) -> list[Part]:
     parts = report.components.as_dict()
     total = sum(parts.values()) or 1.0
-    said = [
-        f"{name} {seconds(value)} ({value / total:.0%})"
-        for name, value in parts.items()
-        if value >= least * total
+    named = [(name, s, s / total) for name, s in parts.items() if s >= least * total]
+    said = [f"{name} {seconds(s)} ({share:.0%})" for name, s, share in named]
+    rows = [
+        (name, seconds(s), f"{share:.0%}", BAR * round(BARS * share)) for name, s, share in named
     ]
-    return ["Where the step goes (busiest devices)", "  " + ", ".join(said)]
+    heads, plain = ("", "a step", "share", ""), ["  " + ", ".join(said)]
+    return ["Where the step goes (busiest devices)", Table(heads=heads, rows=rows, plain=plain)]
 
 
 # --- other plans ---------------------------------------------------------------------------------
 
 
-def _nearest(report: Report) -> list[str]:
+def _nearest(report: Report) -> list[Part]:
     """The fastest other plans that the search knows."""
     rows = _by_plan((*report.known_alternatives, *report.runners_up))
-    if not rows:
-        return []
-    lines = [line for names, row in rows[:MAX_OTHERS] for line in _compared(names, row)]
-    return ["Why not something else (the nearest that the search priced)", *lines]
+    title = "Why not something else (the nearest that the search priced)"
+    shown = [(names, {**row, "excluded": ()}) for names, row in rows[:MAX_OTHERS]]
+    return [title, _compared(shown)] if rows else []
 
 
-def _families(report: Report) -> list[str]:
+def _families(report: Report) -> list[Part]:
     """Alternatives and runners-up, fastest first, one line per plan; then what has none."""
     rows = _by_plan((*report.alternatives, *report.runners_up))
     without = [row for row in report.alternatives if not row["plan"]]
@@ -220,7 +241,7 @@ def _families(report: Report) -> list[str]:
         return []
     return [
         "Why not something else (the best found of each family)",
-        *(line for names, row in rows for line in (*_compared(names, row), *_refusals(row))),
+        *([_compared(rows)] if rows else []),
         *(
             line
             for row in without
@@ -239,11 +260,17 @@ def _by_plan(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], Row]]:
     return sorted(found.values(), key=lambda item: item[1]["step_time_s"])
 
 
-def _compared(names: Sequence[str], row: Row) -> Iterator[str]:
-    tie = ", a tie" if row.get("tie") else ""
-    said = f"{seconds(row['step_time_s'])} ({slower(row['slower'])}{tie}), {row['why']}"
-    yield f"  {', '.join(names) or 'next best'}: {said}"
-    yield f"    {row['plan']}"
+def _compared(found: Sequence[tuple[tuple[str, ...], Row]]) -> Table:
+    """Plans with their families beside the chosen one."""
+    rows, plain = list[tuple[str, ...]](), list[str]()
+    for names, row in found:
+        name, tie = ", ".join(names) or "next best", ", a tie" if row.get("tie") else ""
+        step, more, refused = seconds(row["step_time_s"]), slower(row["slower"]), _refusals(row)
+        plain += [f"  {name}: {step} ({more}{tie}), {row['why']}", f"    {row['plan']}", *refused]
+        plan = "\n".join([f"{name}: {row['plan']}", *map(str.strip, refused)])
+        rows.append((plan, step, more + tie, row["why"]))
+    heads = ("plan", "step", "slower", "why: more (+) and less (-) a step")
+    return Table(heads=heads, rows=rows, plain=plain)
 
 
 def _family(row: Row) -> tuple[str, ...]:
@@ -261,18 +288,18 @@ def _overrides(report: Report) -> list[str]:
     return ["Overrides", *(f"  {o['override']}: {o['effect']}" for o in report.overrides)]
 
 
-def sensitivity_lines(rows: Sequence[Row]) -> list[str]:
+def sensitivity_parts(rows: Sequence[Row]) -> list[Part]:
     """What `Report.sensitivity` found, as text."""
-    lines = []
+    told = []
     for row in rows:
         if row["factor"] is None:
-            said = "no flip between 1/4 and 4"
-        elif row["plan"] is None:
-            said = f"times {row['factor']:.3g}: no plan known from the search fits"
+            told.append((row["property"], "", "no flip between 1/4 and 4"))
         else:
-            said = f"times {row['factor']:.3g}: {row['plan']}"
-        lines.append(f"  {row['property']} {said}")
-    return ["What would flip the decision", *lines]
+            then = row["plan"] or "no plan known from the search fits"
+            told.append((row["property"], f"times {row['factor']:.3g}", then))
+    plain = [f"  {name} {times}{': ' if times else ''}{then}" for name, times, then in told]
+    heads = ("property", "scaled", "then chosen")
+    return ["What would flip the decision", Table(heads=heads, rows=told, plain=plain)]
 
 
 # --- what it rests on ----------------------------------------------------------------------------
@@ -323,22 +350,10 @@ def _solver(report: Report) -> list[str]:
 
 
 def _planned_in(report: Report) -> str:
-    spent = ", ".join(f"{name} {s:.1f} s" for name, s in report.phases_s.items())
-    return f"Planned in {sum(report.phases_s.values()):.1f} s: {spent}"
+    phases = {name: s for name, s in report.phases_s.items() if s >= LEAST_PHASE_S}
+    spent = ", ".join(f"{name} {s:.1f} s" for name, s in phases.items())
+    return f"Planned in {sum(report.phases_s.values()):.1f} s" + (f": {spent}" if spent else "")
 
 
 def _bullets(title: str, lines: Sequence[str]) -> list[str]:
     return [title, *(f"  - {text}" for text in lines)] if lines else []
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns aligned; the second one shortened to 36 characters."""
-    rows = [
-        [cell if i != 1 or len(cell) <= 36 else cell[:33] + "..." for i, cell in enumerate(row)]
-        for row in rows
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

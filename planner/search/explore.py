@@ -115,7 +115,9 @@ class Explorer:
                 break
             tries -= late
             if progress.isEnabledFor(logging.DEBUG):
-                progress.debug(self._standing(limit, queue))
+                # it ends where what is left promises no less than the best takes
+                share = queue.promised_s / limit
+                progress.debug(self._standing(limit, queue), extra={"share": share})
             _, _, what, cut = queue.pop()
             if what.bound_s >= limit:
                 continue

@@ -91,7 +91,7 @@ def unlabelled(browser: WebDriver) -> list[str]:
         const all = selector => [...document.querySelectorAll(selector)];
         const named = e => (e.getAttribute('aria-label') || e.textContent).trim() !== '';
         const unnamed = [
-          ...all('[data-chart]').filter(e => !e.querySelector(
+          ...all('[data-chart]').filter(e => !e.closest('details:not([open])') && !e.querySelector(
             '[role=graphics-document][aria-label], canvas[aria-label]')),
           ...all('main table').filter(e => e.caption === null),
           ...all('main th').filter(e => !['col', 'row'].includes(e.scope)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_fit_finds_the_largest_batch(capsys: Captured) -> None:
     assert low < data["peak_bytes"] <= data["memory_bytes"] and high > low
     assert data["batch_at_once"] > 16 and data["batch_at_once"] % 16 == 0
     assert main(asked) == 0
-    assert f"as one micro-batch: {data['batch_at_once']} rows" in capsys.readouterr().out
+    assert f"as one micro-batch: {data['batch_at_once']:,} rows" in capsys.readouterr().out
 
 
 def test_fit_says_what_would_help(capsys: Captured) -> None:
@@ -284,6 +285,31 @@ def test_colour_is_for_terminals(capsys: Captured, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NO_COLOR", "1")
     show("Chosen: tight")
     assert capsys.readouterr().out == "Chosen: tight\n"
+
+
+def on_a_terminal(capsys: Captured, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_tables_are_drawn_on_terminals(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    on_a_terminal(capsys, monkeypatch, columns)
+    for arguments in (["catalog"], FOUR):
+        assert main(arguments) == 0
+        drawn = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        rules = [line for line in drawn.splitlines() if set(line.strip()) == {"\u2500"}]
+        assert len(rules) >= 2 and all(len(line) <= columns for line in rules)
+        assert "\n\n\n" not in drawn
+    assert "Where the step goes" in drawn and "\u2588" in drawn
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["catalog"]) == 0
+    assert "\u2500" not in capsys.readouterr().out
 
 
 # --- progress ------------------------------------------------------------------------------------

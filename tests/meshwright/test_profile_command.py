@@ -290,4 +290,4 @@ def test_the_bar_is_for_rank_0s_terminal(
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     assert list(progress(range(3), 3)) == [0, 1, 2]
-    assert ("3/3" in stream.getvalue()) == shown
+    assert ("3 of 3" in stream.getvalue()) == shown

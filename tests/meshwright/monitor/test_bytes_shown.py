@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 def shown(stream: Terminal, what: str) -> list[tuple[str, str]]:
     """What was shown, as bytes moved of how many."""
-    return re.findall(rf"\r{what}: (\S+ \S+) of (\S+ \S+)\x1b", stream.getvalue())
+    return re.findall(rf"\r(?:\[[# ]*\] )?{what}: (\S+ \S+) of (\S+ \S+)\x1b", stream.getvalue())
 
 
 def test_reads_and_writes_are_shown_to_their_end(

@@ -170,7 +170,7 @@ def test_the_term_that_is_off_most_is_named(slow: str, sign: int) -> None:
     assert found.likely == (slow,) and not found.inside
     text = str(found)
     assert f"most is off in {NAMES[slow,]}: " in text and AIMS[slow,] in text
-    assert f"({0.1 * sign:+.0%}), outside of the 80 % interval" in text
+    assert f"({0.1 * sign:+.1%}), outside of the 80 % interval" in text
 
 
 def test_forward_and_backward_off_alike_have_one_reason() -> None:
@@ -199,7 +199,7 @@ def test_it_is_told_once_after_twenty_steps(caplog: pytest.LogCaptureFixture) ->
             run.step(inside=2.0)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "after 20 steps: a step takes 3 s, predicted 1 s (+200%)" in record.getMessage()
+    assert "after 20 steps: a step takes 3 s, predicted 1 s (3 times)" in record.getMessage()
     assert run.monitor.told is not None and run.monitor.told.likely == ("waiting_s",)
 
 

@@ -12,7 +12,7 @@ from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.plan.words import seconds
 from meshwright.planner.pricing.evaluate import Evaluation
-from meshwright.planner.report.text import sensitivity_lines
+from meshwright.planner.report import Document, sensitivity_parts
 from tests.planner.report.test_report import overridden, searched
 
 # --- overrides ---
@@ -111,13 +111,14 @@ def test_sensitivity_names_properties_factors_and_plans() -> None:
     assert {"intra-node bandwidth", "FLOP/s", "memory bandwidth", "memory"} == {
         row["property"] for row in rows
     }
-    lines = sensitivity_lines(
+    parts = sensitivity_parts(
         [
             *rows,
             {"property": "memory", "factor": 0.5, "plan": None},
             {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"},
         ]
     )
+    lines = str(Document(tuple(parts))).splitlines()
     assert lines[-2:] == [
         "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4×tp1",
     ]  # fmt: skip

@@ -95,6 +95,24 @@ def test_where_nothing_flips_the_chosen_plan_wins_at_both_ends() -> None:
                 assert step_s(there, chosen.plan) <= step_s(there, other.plan)
 
 
+def test_a_plan_that_prices_cannot_tell_apart_is_no_flip() -> None:
+    on, tie = cluster(4, flops=2e12, bandwidth=1e10), 0.03
+    chosen, other, _ = compared(on)
+    now_s = chosen.step_time_s
+    alike = [dataclasses.replace(chosen, step_time_s=now_s * x) for x in (1, 0.98, 0.9)]
+
+    def flips(rivals: list[Rival]) -> list[Flip]:
+        asked = Sensitivity(evaluator=evaluator(on), chosen=chosen, rivals=rivals, tie=tie)
+        return [flip for flip in asked.flips() if flip.knob in KNOBS]
+
+    assert {flip.factor for flip in flips(alike)} == {None}
+    clear = [(KNOBS[flip.knob], flip.factor) for flip in flips([other]) if flip.factor]
+    assert clear
+    for scale, factor in clear:
+        there = scale(on, factor)
+        assert step_s(there, other.plan) * (1 + tie) < step_s(there, chosen.plan)
+
+
 def test_links_that_are_not_there_are_not_asked() -> None:
     single = compared(cluster(4))[2]
     assert "inter-node bandwidth" not in single and "intra-node bandwidth" in single

@@ -65,8 +65,13 @@ def test_nothing_is_asked_for_and_nothing_fails(browser: WebDriver, path: Path) 
 
 def test_each_chart_has_marks_and_a_label(browser: WebDriver, path: Path) -> None:
     opened(browser, path)
+    browser.execute_script(
+        "for (const each of document.querySelectorAll('details.diagram')) each.open = true"
+    )
+    undrawn = "return document.querySelector('[data-chart]:not([data-drawn])') === null"
+    WebDriverWait(browser, TIMEOUT_S).until(lambda b: b.execute_script(undrawn))
     charts = elements(browser, "[data-chart]")
-    assert len(charts) >= 8
+    assert len(charts) >= 8 and elements(browser, "#chart-block-0")
     for chart in charts:
         name = chart.get_attribute("data-chart")
         (labelled,) = chart.find_elements(By.CSS_SELECTOR, "[role='graphics-document']")

@@ -18,7 +18,8 @@ import pytest
 import vl_convert
 
 from meshwright.planner.page import render_page
-from meshwright.planner.page.cells import stage_words
+from meshwright.planner.page.blocks import operator_words, strategy_words
+from meshwright.planner.page.cells import number, stage_words
 from meshwright.planner.page.plans import compared
 from meshwright.planner.page.specs import charts
 from meshwright.planner.report import timeline
@@ -190,6 +191,44 @@ def test_each_chart_has_marks_a_label_and_a_place(page: Page, data: dict[str, An
         shapes = re.findall(r'<g class="mark-(?:rect|symbol|rule)[^"]*role-mark[^>]*>(<path)?', svg)
         assert "<path" in shapes, name
         assert spec["description"]
+
+
+def test_a_blocks_diagram_has_all_that_takes_time(data: dict[str, Any]) -> None:
+    found = charts({**data, "compared": compared(data)})
+    for k, block in enumerate(data["blocks"]):
+        whole = sum(
+            step.get("seconds", 0.0) + step.get("forward_s", 0.0) + step.get("backward_s", 0.0)
+            for step in block["steps"]
+        )
+        spec = found[f"block-{k}"]
+        bars, ends = (spec["datasets"][layer["data"]["name"]] for layer in spec["layer"])
+        assert sum(bar["value"] for bar in bars) == pytest.approx(whole)
+        assert [end["line"] for end in ends] == sorted({bar["line"] for bar in bars})
+        collectives = [step for step in block["steps"] if step["kind"] == "collective"]
+        assert sum(bar["part"] == "communication" for bar in bars) == len(collectives)
+    assert any(step["kind"] == "collective" for block in data["blocks"] for step in block["steps"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("d1", "dim 1"), ("d2.0", "dim 2"), ("f2.0", "by dims"), ("colwise.0", "colwise"),
+     ("replicate", "replicate"), ("heads", "heads")],
+)  # fmt: skip
+def test_strategies_are_said_in_words(name: str, said: str) -> None:
+    assert strategy_words(name) == said
+
+
+def test_operators_are_told_with_their_modules() -> None:
+    words = operator_words({"key": "layers.0.mlp.up:linear#1", "operator": "linear"})
+    assert words == ("up", "linear")
+    assert operator_words({"key": "layers.0:add", "operator": "add"}) == ("", "add")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(86020.3, "86,020"), (1e9, "1,000,000,000"), (0.009017, "0.009017")]
+)
+def test_numbers_are_read_without_exponents(value: float, said: str) -> None:
+    assert number(value).text == said
 
 
 def test_bars_add_up_to_the_peak(data: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ def test_rows_add_up_to_what_is_priced(
         of_group = [row for row in rows if plan.stages[row.stage].ranks == ranks]
         sent = sum(row.sent_bytes for row in of_group)
         assert sent == pytest.approx(sum(work.sent_bytes.values()), rel=1e-6)
+    assert len({(row.stage, row.axis, row.collective, row.link) for row in rows}) == len(rows)
     for row in rows:
         assert row.calls > 0
         assert row.sent_bytes > 0

@@ -17,7 +17,7 @@ from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report.components import Components, why_slower
-from meshwright.planner.report.text import table
+from meshwright.planner.report.document import table
 from tests.helpers.tiny import batch, host, loss, net, planned, slow_host
 
 
