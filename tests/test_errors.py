@@ -43,6 +43,7 @@ INSIDE = {
     ("planner/inter_op/partition.py", "ValueError"): OWN_TABLES,
     ("planner/inter_op/equal_meshes.py", "ValueError"): OWN_TABLES,
     ("executor/files/checksums.py", "EOFError"): CAUGHT,
+    ("executor/files/dcp_reads.py", "InterruptedError"): "ends a thread, after another error",
     ("executor/stand_in/parts.py", "IndexError"): PROTOCOL,
     ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
 }

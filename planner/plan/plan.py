@@ -23,7 +23,7 @@ from meshwright.planner.plan.ranges import (
     expand_names,
     expand_ranks,
 )
-from meshwright.profiles.inputs import parse_json, read_json, shown
+from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
@@ -116,8 +116,9 @@ class Plan:
         return self.global_batch_size // self.num_microbatches
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an existing file is replaced."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON; an existing file is replaced. Raises ValueError for what is no
+        path, or can't be written."""
+        write_text(path, self.to_json(), "plan file")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
