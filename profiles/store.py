@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from meshwright.profiles.device import check_number, check_whole
-from meshwright.profiles.inputs import MeshwrightError, parse_json, read_json
+from meshwright.profiles.inputs import MeshwrightError, parse_json, read_json, write_text
 from meshwright.profiles.inputs.cache_file import CacheFile, rows_of
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 from meshwright.profiles.op_signature import OpSignature
@@ -266,7 +266,7 @@ def export_json(measurements: Measurements, path: str | Path) -> None:
         '  "collectives": ' + _listed(collectives) + ",",
         '  "steps": ' + _listed(steps),
     ]
-    Path(path).write_text("{\n" + "\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + "\n".join(lines) + "\n}\n", "export of measurements")
 
 
 def _listed(items: Iterable[Mapping[str, Any]]) -> str:

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from meshwright.executor.files import (
     LocalChunks,
     checksums,
+    dcp_reads,
     read_metadata,
     read_tensors,
     write_tensors,
@@ -118,6 +119,20 @@ def unsummed(run: Callable[[], object]) -> Callable[[], None]:
     return running
 
 
+def in_one_thread(run: Callable[[], object]) -> Callable[[], None]:
+    """The same, read by one thread."""
+
+    def running() -> None:
+        real = dcp_reads.READERS
+        dcp_reads.READERS = 1
+        try:
+            run()
+        finally:
+            dcp_reads.READERS = real
+
+    return running
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="made, and removed at the end")
@@ -146,8 +161,9 @@ def main() -> None:
         ]
         state = {"model": into}
         runs = {
-            "without checksums": unsummed(lambda: read_tensors(reads, bare)),
+            "without checksums": lambda: read_tensors(reads, bare),
             "with": lambda: read_tensors(reads, stored),
+            "without, in one thread": in_one_thread(lambda: read_tensors(reads, bare)),
             "torch's reader": lambda: dcp.load(state, checkpoint_id=chosen.folder, no_dist=True),
         }
         compare("load", runs, chosen.pairs, size)

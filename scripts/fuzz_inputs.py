@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from scripts.fuzzing import calls, files, ground, saved
+from scripts.fuzzing import calls, files, ground, running, saved, training
 from scripts.fuzzing.pool import GOOD, Family, Outcome, rng_of, run_cases
 
 FAMILIES = (
@@ -30,6 +30,13 @@ FAMILIES = (
     Family(name="weights", make=saved.weights, share=8),
     Family(name="cache", make=saved.cache_file, share=10),
     Family(name="environment", make=saved.environment, share=6, refuse_s=3.0, limit_s=4.0),
+    Family(name="loader", make=training.loader, share=9, refuse_s=3.0, limit_s=10.0),
+    Family(name="packing", make=training.packing, share=6),
+    Family(name="fit", make=training.fitting, share=9, refuse_s=5.0, limit_s=30.0),
+    Family(name="trainer", make=training.trainer, share=5, refuse_s=10.0, limit_s=60.0),
+    Family(name="asked", make=running.asked, share=10, refuse_s=5.0, limit_s=20.0),
+    Family(name="export", make=running.export, share=9, refuse_s=3.0, limit_s=10.0),
+    Family(name="reported", make=running.reported, share=9, limit_s=10.0),
     Family(name="model", make=calls.model, share=5, refuse_s=10.0, limit_s=60.0),
 )
 SAID_EVERY = 500  # cases
@@ -59,6 +66,7 @@ def fuzz(
 ) -> list[Outcome]:
     """The outcomes of so many cases, shared out among the families."""
     ground.plans(), ground.problem(), saved.saved(), saved.cached()  # made before the forks
+    running.exported(), running.report(), training.loaded()
     whole = sum(f.share for f in families)
     wanted = [
         (family, number)

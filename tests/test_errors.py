@@ -43,6 +43,7 @@ INSIDE = {
     ("planner/inter_op/partition.py", "ValueError"): OWN_TABLES,
     ("planner/inter_op/equal_meshes.py", "ValueError"): OWN_TABLES,
     ("executor/files/checksums.py", "EOFError"): CAUGHT,
+    ("executor/files/dcp_reads.py", "InterruptedError"): "ends a thread, after another error",
     ("executor/stand_in/parts.py", "IndexError"): PROTOCOL,
     ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
 }
@@ -52,7 +53,6 @@ INSIDE = {
 WHOLE = {
     "executor/checkpoint/notes.py": "the reader of the checkpoint names it around them",
     "executor/files/dcp_metadata.py": "the reader of the file names it around them",
-    "executor/files/dcp_reads.py": "the reader of the file names it around them",
     "executor/ranks/joining.py": "rank 0's own text, told by the others",
     "executor/ranks/replicas.py": "made of what all ranks say",
     "executor/runtime/evaluation.py": "a text that the report has too",

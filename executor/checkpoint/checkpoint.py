@@ -69,7 +69,7 @@ from meshwright.executor.ranks import (
 )
 from meshwright.executor.runtime import RankState, Runtime
 from meshwright.executor.stages import follow
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, shown
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,13 @@ def group_of(state: RankState) -> dist.ProcessGroup | None:
 
 
 def _check_extra(extra: Mapping[str, Any], verb: str) -> None:
+    if not isinstance(extra, Mapping):
+        raise MeshwrightError(
+            f" is a {type(extra).__name__}, {shown(extra)}",
+            place="extra",
+            legal="a dict of objects with state_dict() and load_state_dict(), or None",
+            way_out='extra={"scheduler": scheduler}',
+        )
     for name, x in extra.items():
         if not hasattr(x, verb):
             raise MeshwrightError(

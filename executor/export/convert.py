@@ -21,6 +21,7 @@ from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.export.naming import saved_names, saved_part, write_config
 from meshwright.executor.export.weight_folder import (
     FileWriter,
+    check_dtype,
     converted,
     in_turn,
     laid_out,
@@ -93,6 +94,7 @@ def to_pretrained_files(
     in `save_pretrained`. Raises ValueError where the checkpoint is of another model, RuntimeError
     where it is damaged or the folder can't be written.
     """
+    check_dtype(dtype)
     source = atomic_folder.published(atomic_folder.followed(checkpoint))
     if not (source / METADATA).is_file():
         raise SavedError(

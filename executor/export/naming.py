@@ -56,7 +56,7 @@ def saved_part(model: nn.Module, submodule: str | None) -> Part:
             )
         submodule = outermost[0] if outermost else ""
     try:
-        module = model.get_submodule(submodule)
+        module = model.get_submodule(submodule if isinstance(submodule, str) else "?")
     except AttributeError as error:
         raise SavedError(
             f"submodule={shown(submodule)}: the model has none of that name",

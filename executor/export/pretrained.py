@@ -27,6 +27,7 @@ from meshwright.executor.export.weight_folder import (
     ADAPTERS,
     FileWriter,
     Layout,
+    check_dtype,
     converted,
     in_turn,
     laid_out,
@@ -100,6 +101,7 @@ def _planned(
     dtype: torch.dtype | None,
     submodule: str | None,
 ) -> _Export:
+    check_dtype(dtype)
     part = saved_part(state.model, submodule)
     trained = [fqn for fqn, x in held.items() if x.trained]
     adapters = trainable_only and bool(part.adapters)

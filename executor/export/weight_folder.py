@@ -27,6 +27,7 @@ import torch
 
 from meshwright.executor.errors import SavedError
 from meshwright.executor.export.safetensors_file import (
+    NAMES_OF_DTYPES,
     Kind,
     SafetensorsFile,
     bytes_of,
@@ -59,6 +60,17 @@ class Layout:
 def laid_out(kinds: Mapping[str, Kind], max_shard_size: int | str) -> Layout:
     """Files of at most that many bytes ("5GB"), or of one tensor. Raises ValueError for a size that
     is none."""
+    if (
+        isinstance(max_shard_size, bool)
+        or not isinstance(max_shard_size, int | str)
+        or (isinstance(max_shard_size, int) and max_shard_size < 1)
+    ):
+        raise SavedError(
+            f"={shown(max_shard_size)}",
+            place="max_shard_size",
+            legal="bytes, from 1, or text as '5GB'",
+            way_out="leave it out for 5 GB",
+        )
     split = import_module("huggingface_hub").split_state_dict_into_shards_factory
     try:
         found = split(
@@ -75,6 +87,18 @@ def laid_out(kinds: Mapping[str, Kind], max_shard_size: int | str) -> Layout:
         ) from error
     files = found.filename_to_tensors
     return Layout(files={file: {n: kinds[n] for n in names} for file, names in files.items()})
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise ValueError for what floats can't be saved as."""
+    legal = [x for x in NAMES_OF_DTYPES if x.is_floating_point]
+    if dtype is not None and dtype not in legal:
+        raise SavedError(
+            f"={shown(dtype)}",
+            place="dtype",
+            legal=f"None, {', '.join(map(str, legal))}",
+            way_out="leave it out to keep what is stored",
+        )
 
 
 def converted(kind: Kind, dtype: torch.dtype | None) -> Kind:

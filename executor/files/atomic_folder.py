@@ -30,14 +30,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.executor.errors import SavedError
 from meshwright.executor.files.ownership import SHOWN, foreign_files
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, checked_path
 
 
 def followed(path: str | Path) -> Path:
     """The folder that a path leads to, be it there or not. Raises ValueError where links lead in a
     circle, or to no folder that a save could replace."""
+    given = checked_path(path, "checkpoint")
     try:
-        folder = Path(path).resolve()
+        folder = given.resolve()
     except (OSError, RuntimeError) as error:
         raise SavedError(
             f"its links lead nowhere ({error})",
@@ -58,7 +59,15 @@ def prepare(folder: Path) -> Path:
     """
     old = _old(folder)
     saving = _unfinished(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SavedError(
+            f"can't be made: {error}",
+            place=f"checkpoint {str(folder)!r}",
+            legal="a path whose folders are folders, or can be made",
+            way_out="save to another path",
+        ) from error
     if old.exists() and not folder.exists():
         _rename(old, folder)
     _refuse_foreign(folder, finished=True)

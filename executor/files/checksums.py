@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,19 +15,27 @@ BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
 Moved = Callable[[int], None]  # takes how many more bytes were moved
 
 
-def read_and_sum(handle: int, start: int, parts: Iterable[memoryview], moved: Moved) -> str:
-    """Fill memory, part by part, from an open file, from byte `start` on; returns the checksum of
-    what was read. Raises EOFError where the file ends before."""
-    state = xxhash.xxh3_64()
+def read_blocks(
+    handle: int, start: int, parts: Iterable[memoryview], moved: Moved
+) -> Iterator[memoryview]:
+    """Fill memory, part by part, from an open file, from byte `start` on; gives what was filled,
+    block by block. Raises EOFError where the file ends before."""
     for into in parts:
         count = 0
         while count < len(into):
             more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start)
             if not more:
                 raise EOFError("is not there: the file became shorter")
-            state.update(into[count : count + more])
+            yield into[count : count + more]
             start, count = start + more, count + more
             moved(more)
+
+
+def checksum_of(blocks: Iterable[memoryview]) -> str:
+    """Of blocks of memory together."""
+    state = xxhash.xxh3_64()
+    for block in blocks:
+        state.update(block)
     return state.hexdigest()
 
 

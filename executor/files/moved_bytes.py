@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -20,12 +21,17 @@ class MovedBytes:
     def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.what, self.total, self.clock = what, total, clock
         self.done, self.next_s = 0, clock()
+        self._lock = threading.Lock()  # threads read side by side
         self.said = launch.rank() == 0 and progress.isEnabledFor(logging.DEBUG)
         ranks = launch.world_size() if launch.running() else 1
         self.whose = f" (rank 0 of {ranks})" if ranks > 1 else ""
 
     def __call__(self, count: int) -> None:
         """So many more are moved."""
+        with self._lock:
+            self._add(count)
+
+    def _add(self, count: int) -> None:
         before, self.done = self.done, self.done + count
         if not self.said or before >= self.total:  # files hold more than their tensors
             return

@@ -32,7 +32,12 @@ from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.files.ownership import METADATA
 from meshwright.executor.files.paths import inside
 from meshwright.executor.ranks import launch
-from meshwright.profiles.inputs import MAX_MEASURED_BYTES, NotInstalledError, read_json
+from meshwright.profiles.inputs import (
+    MAX_MEASURED_BYTES,
+    NotInstalledError,
+    checked_path,
+    read_json,
+)
 
 log = logging.getLogger(__name__)
 FORMATS = (
@@ -53,7 +58,7 @@ class WeightSource(Protocol):
 def open_source(path: str | Path) -> WeightSource:
     """The weights at `path`, in any of `FORMATS`. Raises ValueError where there are none, or a name
     leads out of the folder, RuntimeError where a file is damaged or would run code."""
-    path = Path(path)
+    path = checked_path(path, "weights")
     if not path.is_file():  # a link to a file keeps its name, which says the format
         path = published(followed(path))
     if path.is_dir():

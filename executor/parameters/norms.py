@@ -27,7 +27,8 @@ from torch.nn.utils import get_total_norm
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
 from meshwright.executor.ranks import Place
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import is_number
 
 ROW = 4096  # elements
 
@@ -98,6 +99,10 @@ def _row_norms(x: torch.Tensor, norm_type: float) -> list[torch.Tensor]:
     return [norms, rest] if rest.numel() else [norms]
 
 
+def _is_norm(given: object) -> bool:
+    return is_number(given) or given == math.inf or isinstance(given, torch.Tensor)
+
+
 def clip_(
     parameters: Iterable[StageParameter], place: Place, max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
@@ -107,12 +112,19 @@ def clip_(
     calls it, also one whose parameters have no gradient. Raises ValueError where max_norm is
     negative or NaN.
     """
-    if not max_norm >= 0:
+    if not (_is_norm(max_norm) and max_norm >= 0):
         raise MeshwrightError(
-            f"={max_norm}: gradients are scaled down to a norm >= 0",
+            f"={shown(max_norm)}: gradients are scaled down to a norm >= 0",
             place="max_norm",
             legal="numbers from 0",
             way_out="float('inf') computes the norm and clips nothing",
+        )
+    if not (_is_norm(norm_type) and norm_type > 0):
+        raise MeshwrightError(
+            f"={shown(norm_type)}",
+            place="norm_type",
+            legal="numbers above 0, float('inf')",
+            way_out="leave it out for the Euclidean norm",
         )
     with torch.no_grad():  # under which a DTensor's local tensor costs a thirtieth
         gradients = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]

@@ -339,9 +339,8 @@ class Watchdog:
         return str(self.store.get("cause").decode())
 
     def _roll_call(self) -> str:
-        """The ranks that do not answer, and those in a phase of their own for longer than `GRACE_S`
-        while this rank waits for them, and those that wait elsewhere, for this one; text to append
-        to the cause."""
+        """The ranks that do not answer, those in a phase of their own for longer than `GRACE_S`
+        while this rank waits for them, or that wait elsewhere; text to append to the cause."""
         others = [r for r in range(self.world_size) if r != self.rank]
         deadline_s = time.monotonic() + GRACE_S
         while not self.store.check([f"heard/{r}" for r in others]):
@@ -360,9 +359,7 @@ class Watchdog:
         busy = [a for a in answers if not a[3] and a[2] > GRACE_S]
         for name, activity, seconds, _ in sorted(busy, key=lambda a: -a[2])[:SHOWN]:
             text += f"; {name} has been in {activity} for {seconds:.0f} s"
-        if not busy:
-            text += waits_elsewhere(str(progress.activity), [a for a in answers if a[3]], SHOWN)
-        return text
+        return text if busy else text + waits_elsewhere(str(progress.activity), answers, SHOWN)
 
 
 def _thread(run: Callable[[], None]) -> threading.Thread:

@@ -49,6 +49,7 @@ from meshwright.executor.stages import (
     RunStage,
     UserModel,
     add_totals,
+    look_ups_named,
     replicated,
 )
 
@@ -162,7 +163,8 @@ class Runtime(RankState):
             weight_gradients=self.weight_gradients,
             observe=observe,
         )
-        losses = run.run()
+        with look_ups_named():
+            losses = run.run()
         progress.enter("reducing gradients", waits=True)
         with torch.no_grad():
             observed(Phase.REDUCE, self._finish_gradients)
@@ -210,7 +212,8 @@ class Runtime(RankState):
                 observe=observe,
                 keep=None if keep is None else keep(step),
             )
-            return step.mean_loss(run.run()), step
+            with look_ups_named():
+                return step.mean_loss(run.run()), step
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

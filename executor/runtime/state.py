@@ -15,6 +15,7 @@ from meshwright.executor.parameters import StageParameter, load, refresh_frozen,
 from meshwright.executor.ranks import Place, background, broadcast_object, gloo_group
 from meshwright.executor.stages import BuiltStage, HeldBuffer, UserModel
 from meshwright.planner.plan import Plan
+from meshwright.profiles.inputs import shown
 
 T = TypeVar("T")
 
@@ -149,6 +150,13 @@ class RankState:
         a buffer of a model on meta that the state does not hold. What the graph doesn't read may be
         missing where it has a value.
         """
+        if not isinstance(state, Mapping):
+            raise SavedError(
+                f"is a {type(state).__name__}, {shown(state)}",
+                place="state dict",
+                legal="tensors by name",
+                way_out="give what state_dict() or full_state_dict() returned",
+            )
         if valueless := sorted(self.held_buffers.keys() & self.uninitialised - set(state)):
             raise SavedError(
                 f"buffers {valueless} have no value: the model is on the meta device "

@@ -38,7 +38,9 @@ from meshwright.executor.devices import Clock
 from meshwright.executor.ranks import gloo_group, run_on_first
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.stages import Phase
+from meshwright.profiles.inputs import check_writable, write_text
 
+PLACE = "timeline: path"
 ROUNDS = 8  # round trips per clock offset
 COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 RECEIVE_OF = {
@@ -168,7 +170,7 @@ def timed_step(
     step, where rank 0 can't write to `path`.
     """
     group = None if runtime.place.mesh is None else gloo_group()
-    run_on_first(group, Path(path).touch)
+    run_on_first(group, lambda: check_writable(path, PLACE))
     if group is not None:
         dist.barrier(group)
     watch = Stopwatch(runtime.place.device)
@@ -181,7 +183,7 @@ def timed_step(
 
     def write() -> StepTimes:
         trace = _trace(runtime, timings)
-        Path(path).write_text(json.dumps(trace))
+        write_text(path, json.dumps(trace), PLACE)
         return step_times(trace)
 
     measured = run_on_first(group, write)

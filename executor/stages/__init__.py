@@ -1,6 +1,6 @@
 """Pipeline stages on a rank: built, run by instruction streams, connected."""
 
-from meshwright.executor.stages.batches import Batches, BatchShape, Given, Rows
+from meshwright.executor.stages.batches import Batches, BatchShape, Given, Rows, look_ups_named
 from meshwright.executor.stages.buffers import HeldBuffer
 from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.checked import CheckedPlan
@@ -18,7 +18,27 @@ from meshwright.executor.stages.user_model import (
 )
 
 __all__ = [
-    "REFUSES_CALLS", "BatchShape", "Batches", "Builder", "BuiltStage", "CheckedPlan", "Given",
-    "HeldBuffer", "Keep", "LoweredStage", "Observer", "Pass", "Phase", "PipelineRun", "Rows",
-    "RunStage", "UserModel", "add_totals", "check_trains", "current", "follow", "replicated",
+    "REFUSES_CALLS",
+    "BatchShape",
+    "Batches",
+    "Builder",
+    "BuiltStage",
+    "CheckedPlan",
+    "Given",
+    "HeldBuffer",
+    "Keep",
+    "LoweredStage",
+    "Observer",
+    "Pass",
+    "Phase",
+    "PipelineRun",
+    "Rows",
+    "RunStage",
+    "UserModel",
+    "add_totals",
+    "check_trains",
+    "current",
+    "follow",
+    "look_ups_named",
+    "replicated",
 ]  # fmt: skip

@@ -7,7 +7,9 @@ share (they differ in their tensor axis, or their stage) give the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,11 +140,17 @@ class Batches:
         """An input as a tensor; numbers are 0-dim ones."""
         planned = self.graph.values[name]
         if isinstance(given, torch.Tensor):
-            if given.is_floating_point() != planned.dtype.is_floating_point:
+            if _kind(given.dtype) != _kind(planned.dtype):
                 raise BatchError(
                     f"{path!r} is {given.dtype}, but the model was planned with {planned.dtype}",
                     place="batch",
                     way_out="convert it, or plan with inputs like it",
+                )
+            if given.is_meta:
+                raise BatchError(
+                    f"{path!r} is on the meta device, without values",
+                    place="batch",
+                    way_out="give a tensor with values",
                 )
             return given
         if not is_number(given) or planned.shape:
@@ -181,7 +189,7 @@ class Batches:
         rows = row.expand(count, *row.shape[1:])
         return torch.full_like(rows, self.filling[path]) if path in self.filling else rows
 
-    def unlike(self, given: Given, why: str) -> ValueError:
+    def unlike(self, given: Given, why: str) -> BatchError:
         """The error for a batch that has not the planned shape, and can't be run for a reason."""
         tensors, shapes = given.tensors or {}, []
         planned = len(self.share) if given.local else self.planned.rows
@@ -195,7 +203,9 @@ class Batches:
                 )
         local = f", of which {planned} are this rank's" if given.local else ""
         shown = shapes[0] if shapes else "it"
-        return ValueError(f"batch: {shown} (global_batch_size={self.planned.rows}{local}): {why}")
+        return BatchError(
+            f"{shown} (global_batch_size={self.planned.rows}{local}): {why}", place="batch"
+        )
 
     def rows(self, given: Given, layout: DataLayout, read: Collection[str]) -> Rows:
         """This rank's rows of the inputs that a stage reads. Raises ValueError for a local batch
@@ -228,3 +238,25 @@ class Batches:
     def _moved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.graph.values[name].dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device=self.place.device, dtype=dtype, non_blocking=True)
+
+
+@contextmanager
+def look_ups_named() -> Iterator[None]:
+    """Around the operators of a step: an index that no table has is an error of the batch."""
+    try:
+        yield
+    except IndexError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames[-1].filename != torch._ops.__file__:
+            raise  # of the user's own code
+        raise BatchError(
+            f"holds an index that is not there: {error}",
+            place="batch",
+            legal="ids below the rows of their tables, labels below the number of classes",
+            way_out="check the tokenizer's ids against the model's vocabulary",
+        ) from error
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What can't stand in another's place: integers may be of another width."""
+    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"

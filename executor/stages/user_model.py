@@ -25,6 +25,7 @@ from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
+from meshwright.profiles.inputs import shown
 
 REPLACED_BY = "_meshwright_replaced_by"  # attribute of a parameter that left the model
 REFUSES_CALLS = "_meshwright_refuses_calls"  # attribute of a hook on a model of parts
@@ -247,7 +248,11 @@ def check_trains(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> N
     """Raise ValueError for an optimizer that has a parameter which is not the model's: of another
     one, a copy, or one of the user's own. Its values and states would be saved nowhere."""
     known = {id(p) for p in model.parameters()}
-    groups = [group["params"] for group in optimizer.param_groups] if optimizer else []
+    if optimizer is not None and not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise OptimizerError(
+            f" is a {type(optimizer).__name__}, {shown(optimizer)}", place="optimizer"
+        )
+    groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
     foreign = {
         k: found
         for k, params in enumerate(groups)

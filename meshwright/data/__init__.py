@@ -1,6 +1,7 @@
 """Data of a run: each rank loads its own rows of every global batch; documents packed to rows."""
 
+from meshwright.data.arguments import collated
 from meshwright.data.loader import DataLoader, data_loader
 from meshwright.data.packing import PackedStream, Packing, packed
 
-__all__ = ["DataLoader", "PackedStream", "Packing", "data_loader", "packed"]
+__all__ = ["DataLoader", "PackedStream", "Packing", "collated", "data_loader", "packed"]

@@ -22,11 +22,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from meshwright.data.arguments import (
+    MAX_SAMPLES,
+    STATE,
+    DataError,
+    check_options,
+    checked_buckets,
+    checked_lengths,
+    checked_state,
+    collated,
+)
 from meshwright.data.order import Buckets, GlobalBatch, Order
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.running import DataParallel, Steps
 
 log = logging.getLogger(__name__)
@@ -155,7 +165,7 @@ class DataLoader:
         """Go on at a position that was saved, of the same dataset, in the order it was in; in
         batches of other rows from the sample on that is next. Raises ValueError for another
         dataset, and for buckets that were made otherwise."""
-        order = self.order
+        order, state = self.order, checked_state(state, STATE)
         self._check_same("samples in the dataset", state["size"], order.size)
         buckets = order.buckets.described() if order.buckets is not None else None
         self._check_same("buckets", state["buckets"], buckets)
@@ -221,15 +231,25 @@ def data_loader(
     Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
     can't be shared out.
     """
+    check_options(
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        tokens_per_batch=tokens_per_batch,
+        padding=padding,
+        loading=loading,
+    )
     background.finish_all()  # a save in the background uses the same group
     size = _size(dataset)
     made = None
     if buckets is not None:
+        to = checked_buckets(buckets)
         if lengths is None:
             lengths = _length_of
         if callable(lengths):
             lengths = [lengths(dataset[k]) for k in range(size)]
-        made = Buckets(lengths=lengths, to=tuple(buckets), tokens=tokens_per_batch)
+        made = Buckets(lengths=checked_lengths(lengths, size), to=to, tokens=tokens_per_batch)
     elif tokens_per_batch is not None or lengths is not None:
         raise MeshwrightError(
             " is given without buckets",
@@ -249,7 +269,7 @@ def data_loader(
         dataset,
         result.data_parallel,
         order,
-        collate_fn=collate_fn or default_collate,
+        collate_fn=collate_fn or collated,
         padding={**PADDING, **(padding or {})},
         loading=loading,
         waited=result.monitor.waited_for_input,
@@ -259,17 +279,26 @@ def data_loader(
 def _size(dataset: Any) -> int:
     """The number of samples, the same on all ranks. Raises ValueError on all alike."""
     try:
-        own = len(dataset)
-    except TypeError:
+        own = len(dataset) if hasattr(dataset, "__getitem__") else -1
+    except (TypeError, OverflowError):
         own = -1
+    except ValueError as error:  # on all ranks alike: the length is a negative one
+        raise DataError(f" has no length: {error}", place="data_loader: dataset") from error
     sizes = all_gather_object(gloo_group(), own) if launch.world_size() > 1 else [own]
-    if min(sizes) < 0 or not hasattr(dataset, "__getitem__"):
+    if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
         raise MeshwrightError(
             f" is of type {type(dataset).__name__}, without len() or samples by number",
             place="data_loader: dataset",
             legal="a dataset with __len__ and __getitem__",
             way_out="iterate over one without yourself, and feed train_step the global batch, the "
             "same on all ranks, or this rank's rows (local=True, result.data_parallel)",
+        )
+    if max(sizes) > MAX_SAMPLES:
+        raise DataError(
+            f" has {max(sizes)} samples",
+            place="data_loader: dataset",
+            legal=f"up to {MAX_SAMPLES} samples",
+            way_out="iterate over the data yourself, and feed train_step",
         )
     if len({*sizes}) > 1:
         raise MeshwrightError(
@@ -282,9 +311,17 @@ def _size(dataset: Any) -> int:
 
 
 def _length_of(sample: Any) -> int:
-    """The first dim of a sample's first tensor or list."""
-    entries = sample.values() if isinstance(sample, Mapping) else sample
-    return len(next(iter(entries)))
+    """The first dim of a sample's first tensor or list. Raises ValueError where it has none."""
+    try:
+        entries = sample.values() if isinstance(sample, Mapping) else sample
+        return len(next(iter(entries)))
+    except (TypeError, StopIteration) as error:
+        raise DataError(
+            f" has no length: a {type(sample).__name__}, {shown(sample)}",
+            place="data_loader: a sample",
+            legal="a dict, tuple or list whose first entry is a tensor or a list of tokens",
+            way_out="give lengths=, or samples like these",
+        ) from error
 
 
 def _apart(init: Callable[[int], None] | None, number: int) -> None:
@@ -331,11 +368,30 @@ def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
     def pad(path: tuple[Any, ...], entry: Any) -> Any:
         name = str(getattr(path[-1], "key", "")) if path else ""
         if not isinstance(entry, torch.Tensor):
-            entry = torch.as_tensor(entry)
+            entry = _tensor_of(entry, name)
         if not entry.dim() or len(entry) != own:
             return entry
+        if length < own:
+            raise DataError(
+                f" has {own} tokens, and the bucket's length is {length}",
+                place="data_loader: a sample",
+                legal="samples as long as lengths= says",
+                way_out="correct lengths",
+            )
         missing = entry.new_full((length - own, *entry.shape[1:]), padding.get(name, 0))
         return torch.cat([entry, missing])
 
     plain = dict(sample) if isinstance(sample, Mapping) else sample
     return pytree.tree_map_with_path(pad, plain, is_leaf=lambda x: isinstance(x, list))
+
+
+def _tensor_of(entry: Any, name: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(entry)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f": the entry {name!r} is a {type(entry).__name__}, {shown(entry)}",
+            place="data_loader: a sample",
+            legal="tensors, numbers and lists of numbers",
+            way_out="leave the entry out, or make a tensor of it",
+        ) from error

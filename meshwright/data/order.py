@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from meshwright.data.arguments import checked_buckets
 from meshwright.profiles.inputs import MeshwrightError
 
 
@@ -37,10 +38,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         place = "data_loader: buckets"
-        if not self.to or any(type(x) is not int or x < 1 for x in self.to):
-            raise MeshwrightError(f"={self.to!r:.80}", place=place, legal="lengths from 1")
-        if list(self.to) != sorted(set(self.to)):
-            raise MeshwrightError(f"={self.to!r:.80}", place=place, legal="increasing lengths")
+        checked_buckets(self.to)
         longer = sum(n > self.to[-1] for n in self.lengths)
         if longer:
             raise MeshwrightError(

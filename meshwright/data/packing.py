@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_COUNT, MAX_ROWS
 
 Attention = Literal["mask", "bool"]
 IGNORED = -100  # the label that cross-entropies leave out
@@ -53,6 +54,13 @@ class Packing:
     def __call__(self, documents: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The batch of these documents, best fit first by decreasing length. Raises MeshwrightError
         for what is no document, and where they take more than `rows` rows."""
+        if not isinstance(documents, Sequence) or isinstance(documents, str | bytes):
+            raise MeshwrightError(
+                f" are a {type(documents).__name__}",
+                place="packed: documents",
+                legal="a list of documents",
+                way_out="give a list, or iterate .stream(documents)",
+            )
         pieces = [piece for document in documents for piece in self.pieces(document)]
         rows = arranged([len(piece) for piece in pieces], self.length)
         if not rows:
@@ -135,8 +143,9 @@ def packed(
     )
     for name, least in (("length", 2), ("rows", 1), ("pad_token_id", 0)):
         value = given.get(name, least)
-        if type(value) is not int or value < least:
-            raise MeshwrightError(f"= {shown(value)}", place=name, legal=f"integers from {least}")
+        if type(value) is not int or not least <= value <= MAX_ROWS:
+            legal = f"integers from {least} to {MAX_ROWS}"
+            raise MeshwrightError(f"= {shown(value)}", place=name, legal=legal)
     if attention not in get_args(Attention):
         raise MeshwrightError(f"= {shown(attention)}", place="attention", legal=get_args(Attention))
     return Packing(length=length, rows=rows, attention=attention, pad_token_id=pad_token_id)
@@ -177,9 +186,8 @@ class PackedStream:
             raise MeshwrightError(
                 "= None", place="rows", legal="the rows of a batch", way_out="packed(..., rows=8)"
             )
-        if isinstance(documents, Iterator) or not (
-            isinstance(documents, Iterable) or _is_indexed(documents)
-        ):
+        once = isinstance(documents, Iterator | Mapping | str | bytes | type)
+        if once or not (isinstance(documents, Iterable) or _is_indexed(documents)):
             raise MeshwrightError(
                 f" are a {type(documents).__name__}",
                 place="documents",
@@ -212,9 +220,13 @@ class PackedStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: the next batch is the first after it. Raises MeshwrightError for what
         is none, or of more documents than there are."""
-        if set(state) != set(STATE) or any(type(x) is not int or x < 0 for x in state.values()):
+        if (
+            not isinstance(state, Mapping)
+            or set(state) != set(STATE)
+            or any(type(x) is not int or not 0 <= x <= MAX_COUNT for x in state.values())
+        ):
             raise MeshwrightError(
-                f" is {shown(dict(state))}",
+                f" is {shown(state)}",
                 place="state of a packed stream",
                 legal=f"counts of {' and '.join(STATE)}",
                 way_out="give what state_dict() of such a stream returned",

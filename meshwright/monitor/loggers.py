@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.profiles.inputs import MeshwrightError, NotInstalledError
+from meshwright.profiles.inputs import MeshwrightError, NotInstalledError, checked_path, shown
 
 Metrics = Mapping[str, float]
 
@@ -24,12 +24,12 @@ def logger_for(to: MetricsLogger | str | Path) -> MetricsLogger:
     """A logger, or one for a path that ends in .jsonl. Raises ValueError for another path, and for
     what can't be called."""
     if isinstance(to, str | Path):
-        if Path(to).suffix == ".jsonl":
+        if checked_path(to, "log_to: logger").suffix == ".jsonl":
             return JsonLinesLogger(to)
     elif callable(to):
         return to
     raise MeshwrightError(
-        f" is {to!r}",
+        f" is {shown(to)}",
         place="log_to: logger",
         legal="a path that ends in .jsonl, or a function of a mapping of numbers",
         way_out="TensorBoardLogger(folder) and WandbLogger(run) of meshwright.monitor are such",

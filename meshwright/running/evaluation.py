@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, run_on_all
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
 from meshwright.planner.batch import batch_rows
+from meshwright.profiles.inputs import shown
+from meshwright.profiles.inputs.limits import is_number
 from meshwright.running.generation import Generator
 from meshwright.running.inputs import completed
 from meshwright.running.planned import PlannedModel
@@ -110,6 +112,7 @@ class Evaluation(PlannedModel):
         from the loss; where it does not (StateError), `weigh` gives that of a batch. A data set
         that counts nothing is a StateError, too.
         """
+        _check_asked(batches, weigh)
         runtime = self._evaluable()
         background.finish_all()  # a save in the background uses the same group
         local = bool(getattr(batches, "local", False)) if local is None else local
@@ -127,7 +130,7 @@ class Evaluation(PlannedModel):
             self._traced.check_batch(batch)
             own = self._global_rows(batch) if local else batch_rows(batch)
             loss, count = _counted(runtime, batch, how, rows=own, local=local)
-            count = count if weigh is None else float(weigh(batch))
+            count = count if weigh is None else _weight(weigh(batch))
             if count:  # the mean over nothing is no number
                 total, weight = total + loss * count, weight + count
             rows, number = rows + own, number + 1
@@ -166,6 +169,37 @@ class Evaluation(PlannedModel):
         return self._generator(
             input_ids, max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
         )
+
+
+def _check_asked(batches: object, weigh: object) -> None:
+    """Raise `BatchError` for what are no batches, and for what weighs none."""
+    if isinstance(batches, str | bytes | Mapping | type) or not isinstance(batches, Iterable):
+        raise BatchError(
+            f"are a {type(batches).__name__}, {shown(batches)}",
+            place="evaluate: batches",
+            legal="an iterable of batches, as a list or a data_loader",
+            way_out="give one",
+        )
+    if weigh is not None and not callable(weigh):
+        raise BatchError(
+            f"={shown(weigh)}",
+            place="evaluate: weigh",
+            legal="a function of a batch, or None",
+            way_out="leave it out",
+        )
+
+
+def _weight(found: object) -> float:
+    """What a batch counts. Raises `BatchError` for no such number."""
+    value = found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
+    if not is_number(value) or value < 0:
+        raise BatchError(
+            f"returned {shown(found)}",
+            place="evaluate: weigh",
+            legal="a function that returns a number from 0",
+            way_out="return how many targets of the batch count",
+        )
+    return float(value)
 
 
 def _counted(

@@ -8,14 +8,17 @@ length or the next power of two of it, so that few shapes are lowered.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from meshwright.executor.errors import StateError
+from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, run_on_all
 from meshwright.executor.runtime import Runtime, forward
+from meshwright.planner.batch import unusual_kind
+from meshwright.profiles.inputs import shown
+from meshwright.profiles.inputs.limits import MAX_COUNT
 from meshwright.running.inputs import behind, completed
 from meshwright.traced import TracedModel
 
@@ -43,8 +46,9 @@ class Generator:
         """The prompts with what follows them. Collective."""
         background.finish_all()  # a save in the background uses the same group
         group = None if self.runtime.place.mesh is None else gloo_group()
+        names = {"eos": eos_token_id, "pad": pad_token_id}
         asked = max_new_tokens, eos_token_id, pad_token_id
-        run_on_all(group, lambda: _check(prompts, max_new_tokens))
+        run_on_all(group, lambda: _check(prompts, max_new_tokens, names))
         _check_same(all_gather_object(group, (_digest(prompts), *asked)))
         pad = eos_token_id if pad_token_id is None else pad_token_id
         pad = 0 if pad is None else pad
@@ -153,14 +157,33 @@ def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:
     )
 
 
-def _check(prompts: torch.Tensor, max_new_tokens: int) -> None:
-    """Raise `StateError` for what are no prompts."""
-    shaped = prompts.dim() == 2 and 0 not in prompts.shape
-    if not shaped or prompts.is_floating_point() or max_new_tokens < 1:
-        raise StateError(
-            f"generate: input_ids are {prompts.dtype} of shape {tuple(prompts.shape)}, "
-            f"max_new_tokens={max_new_tokens}; legal: ids [rows, length], and a number from 1"
+def _check(prompts: object, max_new_tokens: object, tokens: Mapping[str, object]) -> None:
+    """Raise `BatchError` for what are no prompts, and for numbers that can't be."""
+    if not isinstance(prompts, torch.Tensor):
+        what = f"are a {type(prompts).__name__}, {shown(prompts)}"
+    elif prompts.dim() != 2 or 0 in prompts.shape or prompts.is_meta or unusual_kind(prompts):
+        what = f"are {prompts.dtype} of shape {tuple(prompts.shape)} on {prompts.device}"
+    elif prompts.is_floating_point() or prompts.is_complex() or prompts.dtype is torch.bool:
+        what = f"are of {prompts.dtype}"
+    else:
+        what = ""
+    if what:
+        raise BatchError(
+            what,
+            place="generate: input_ids",
+            legal="a tensor of ids, integers [rows, length]",
+            way_out="tokenize the prompts, padded on the right",
         )
+    numbers = {"max_new_tokens": (max_new_tokens, 1)}
+    numbers |= {f"{n}_token_id": (x, -MAX_COUNT) for n, x in tokens.items() if x is not None}
+    for name, (given, least) in numbers.items():
+        if type(given) is not int or not least <= given <= MAX_COUNT:
+            raise BatchError(
+                f"={shown(given)}",
+                place=f"generate: {name}",
+                legal="an integer from 1" if least > 0 else "the integer of a token, or None",
+                way_out="give one",
+            )
 
 
 def _digest(prompts: torch.Tensor) -> tuple[Any, ...]:

@@ -28,7 +28,8 @@ def completed(batch: Any, traced: TracedModel, values: Collection[str], *, rows:
     also with as many rows as planned where it has fewer, its first repeated."""
     graph = traced.graph
     given = {path: x for path, x in input_leaves(batch)[0] if x is not None}
-    own = next((len(given[p]) for p in traced.batched if p in given), rows)
+    sized = (given[p] for p in traced.batched if isinstance(given.get(p), torch.Tensor))
+    own = next((len(x) for x in sized if x.dim()), rows)
     needed = {graph.inputs[name] for name in behind(graph, values) if name in graph.inputs}
     missing = [n for n, path in graph.inputs.items() if path not in given and path not in needed]
     if not missing or any("." in graph.inputs[name] for name in missing):

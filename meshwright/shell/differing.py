@@ -21,7 +21,7 @@ from meshwright.planner.plan import (
     slower,
 )
 from meshwright.planner.report import Document, Part, Table
-from meshwright.shell.named import saved_json
+from meshwright.shell.named import no_report, saved_json
 
 ABSENT = "not there"
 EQUAL = 1e-9  # part of a number up to which two are the same
@@ -118,7 +118,13 @@ class Difference:
 
 def between(a: str | Path, b: str | Path) -> Difference:
     """The difference of two files, plans or reports. Raises `PlanError` for what is neither."""
-    (plan_a, report_a), (plan_b, report_b) = _read(a), _read(b)
+    ours, theirs = _read(a), _read(b)
+    with no_report(a, b):
+        return _between(ours, theirs)
+
+
+def _between(ours: tuple[Plan, Row | None], theirs: tuple[Plan, Row | None]) -> Difference:
+    (plan_a, report_a), (plan_b, report_b) = ours, theirs
     models = () if plan_a.model == plan_b.model else _models((plan_a, report_a), (plan_b, report_b))
     changes, prices = [*models, *_changes(plan_a, plan_b)], None
     if report_a is not None and report_b is not None:

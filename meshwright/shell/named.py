@@ -8,6 +8,8 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -107,6 +109,23 @@ def saved_json(path: str | Path) -> Any:
         return read_json(path, most=MAX_MEASURED_BYTES)
     except MeshwrightError:
         return None
+
+
+@contextmanager
+def no_report(*paths: str | Path) -> Iterator[None]:
+    """Around what reads the data of reports: what is not there, or of another kind than
+    `plan --json` prints, is an error of the file."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:  # a tree of any shape raises any of them
+        raise MeshwrightError(
+            f"is no report as it was printed ({type(error).__name__}: {error!s:.200})",
+            place=f"report {', '.join(shown(str(path)) for path in paths)}",
+            legal="what `meshwright plan --json` printed, unchanged",
+            way_out="print it again",
+        ) from error
 
 
 def cluster_named(text: str) -> Cluster:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
 from meshwright.planner.report import SCHEMA, Report
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import MeshwrightError, shown, write_text
 from meshwright.shell.asking import asked_costs
-from meshwright.shell.named import add_price, saved_json
+from meshwright.shell.named import add_price, no_report, saved_json
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
 
@@ -86,7 +85,9 @@ def write_page(data: dict[str, Any], args: argparse.Namespace) -> None:
             legal="a report alone",
             way_out="give the plan and its model, or leave them out",
         )
-    Path(args.output).write_text(render_page(data), encoding="utf-8")
+    with no_report(args.plan):
+        page = render_page(data)
+    write_text(args.output, page, "--output")
 
 
 def fill_from_plan(args: argparse.Namespace) -> None:

@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from meshwright.api import auto_parallelize
-from meshwright.data import data_loader
+from meshwright.data import collated, data_loader
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, logger_for
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
-from meshwright.profiles.inputs.limits import MAX_ROWS
+from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
+from meshwright.training.arguments import (
+    check_batches,
+    check_counts,
+    check_functions,
+    check_made,
+    check_planned,
+)
 from meshwright.training.kept import KeptCheckpoints
 from meshwright.training.loop import Evaluations, Loop, Saves
 from meshwright.training.plans import KeptPlans
@@ -100,7 +105,7 @@ def fit(
     Raises ValueError for arguments that can't be, and what `train_step`, `evaluate` and checkpoints
     raise.
     """
-    _check_counts(
+    check_counts(
         steps=steps,
         evaluate_every=evaluate_every,
         patience=patience,
@@ -108,8 +113,20 @@ def fit(
         keep=keep,
         log_every=log_every,
     )
-    result = _planned(model, data, planning, loading, folder, tuple(hosts))
+    check_functions(
+        optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm, resume=resume
+    )
+    _check_data("data", data, {} if _is_dataset(evaluation) else loading)
+    if evaluation is not None:
+        _check_data("evaluation", evaluation, {})
+    path = None if folder is None else checked_path(folder, "fit: folder")
+    loggers = () if log_to is None else (logger_for(log_to),)
+    result = _planned(model, data, planning, loading, path, tuple(hosts))
     made = optimizer(result)
+    check_made("optimizer", made)
+    scheduled = None if schedule is None else schedule(made)
+    if schedule is not None:
+        check_made("schedule", scheduled)
     loader = _loader(result, data, loading)
     evaluations = None
     if evaluation is not None:
@@ -121,13 +138,13 @@ def fit(
     loop = Loop(
         result=result,
         optimizer=made,
-        schedule=None if schedule is None else schedule(made),
+        schedule=scheduled,
         loader=loader,
         steps=steps,
         max_grad_norm=max_grad_norm,
-        saves=_saves(folder, keep, save_every, resume),
+        saves=_saves(path, keep, save_every, resume),
         evaluations=evaluations,
-        loggers=() if log_to is None else (logger_for(log_to),),
+        loggers=loggers,
         log_every=log_every,
     )
     ended = loop.run()
@@ -146,19 +163,20 @@ def _planned(
     data: Any,
     planning: Mapping[str, Any] | None,
     loading: Mapping[str, Any],
-    folder: str | Path | None,
+    folder: Path | None,
     hosts: tuple[int, ...],
 ) -> ParallelModel:
     _check_hosts(hosts, folder, isinstance(model, ParallelModel) or "plan" in (planning or {}))
     if isinstance(model, ParallelModel):
         if planning is not None:
             raise MeshwrightError(
-                f" {sorted(planning)} are given with a model that has a plan",
+                f" {shown(planning)} is given with a model that has a plan",
                 place="fit: planning",
                 legal="None",
                 way_out="pass them to auto_parallelize, or pass the plain module here",
             )
         return model
+    check_planned(model, planning)
     given = dict(planning or {})
     if "global_batch_size" not in given:
         raise MeshwrightError(
@@ -168,19 +186,30 @@ def _planned(
             way_out='planning={"global_batch_size": 64}',
         )
     if "example_inputs" not in given:
-        collate = loading.get("collate_fn") or default_collate
         given["example_inputs"] = (
-            collate([data[k] for k in range(min(SAMPLES, len(data)))])
-            if _is_dataset(data)
-            else _first(data)
+            _first_samples(data, loading) if _is_dataset(data) else _first(data)
         )
     cluster = given.pop("cluster", None) or Cluster.detect()
     if folder is None or "plan" in given:
         return auto_parallelize(model, cluster, **given)
-    kept = KeptPlans(folder=Path(folder) / "plans", asked=given)
+    kept = KeptPlans(folder=folder / "plans", asked=given)
     result = kept.planned(model, cluster)
     kept.plan_ahead(result, cluster, hosts)
     return result
+
+
+def _first_samples(data: Any, loading: Mapping[str, Any]) -> Any:
+    """A batch of the first samples of a dataset."""
+    size = len(data) if hasattr(data, "__len__") else 0
+    if size < 1:
+        raise MeshwrightError(
+            f" is a {type(data).__name__} of {size} samples",
+            place="fit: data",
+            legal="a dataset of global_batch_size samples or more",
+            way_out="give one",
+        )
+    collate: Callable[[list[Any]], Any] = loading.get("collate_fn") or collated
+    return collate([data[k] for k in range(min(SAMPLES, size))])
 
 
 def _first(batches: Any) -> Any:
@@ -193,14 +222,21 @@ def _first(batches: Any) -> Any:
             way_out='give planning={"example_inputs": ...}, or a loader',
         )
     state = batches.state_dict() if hasattr(batches, "state_dict") else None
-    found = next(iter(batches))
+    found = next(iter(batches), None)
     if state is not None:
         batches.load_state_dict(state)
     return found
 
 
 def _is_dataset(data: Any) -> bool:
-    return hasattr(data, "__getitem__") and not isinstance(data, list | tuple)
+    if isinstance(data, list | tuple | str | bytes | Mapping | type):
+        return False
+    return hasattr(data, "__getitem__")
+
+
+def _check_data(name: str, data: Any, loading: Mapping[str, Any]) -> None:
+    if not _is_dataset(data):
+        check_batches(name, data, loading)
 
 
 def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
@@ -208,10 +244,10 @@ def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
     return data_loader(data, result, **loading) if _is_dataset(data) else data
 
 
-def _saves(folder: str | Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
+def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
     if folder is None:
         return None
-    kept = KeptCheckpoints(folder=Path(folder), keep=keep)
+    kept = KeptCheckpoints(folder=folder, keep=keep)
     if not resume and (found := kept.steps()):
         raise MeshwrightError(
             f" holds checkpoints of {len(found)} steps, the last {found[-1]}, and resume=False",
@@ -222,7 +258,7 @@ def _saves(folder: str | Path | None, keep: int, every: int | None, resume: bool
     return Saves(checkpoints=kept, every=every)
 
 
-def _check_hosts(hosts: tuple[Any, ...], folder: str | Path | None, decided: bool) -> None:
+def _check_hosts(hosts: tuple[Any, ...], folder: Path | None, decided: bool) -> None:
     if not hosts:
         return
     if decided or folder is None:
@@ -232,15 +268,4 @@ def _check_hosts(hosts: tuple[Any, ...], folder: str | Path | None, decided: boo
             legal="with a plain module, which is planned here, and a folder that keeps its plans",
             way_out="leave hosts out, or pass folder=, and the module without plan=",
         )
-    _check_counts(**{f"hosts[{k}]": count for k, count in enumerate(hosts)})
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and not (type(count) is int and 1 <= count <= MAX_ROWS):
-            raise MeshwrightError(
-                f"={count!r:.80}",
-                place=f"fit: {name}",
-                legal="an integer from 1, or None",
-                way_out="leave it out for the default",
-            )
+    check_counts(keep=1, **{f"hosts[{k}]": count for k, count in enumerate(hosts)})

@@ -24,7 +24,7 @@ from meshwright.planner.plan.ranges import (
     expand_names,
     expand_ranks,
 )
-from meshwright.profiles.inputs import parse_json, read_json, shown
+from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
@@ -128,8 +128,9 @@ class Plan:
         return max(m for m in range(1, self.num_microbatches + 1) if each % m == 0)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an existing file is replaced."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON; an existing file is replaced. Raises ValueError for what is no
+        path, or can't be written."""
+        write_text(path, self.to_json(), "plan file")
 
     @staticmethod
     def load(path: str | Path) -> Plan:

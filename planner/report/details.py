@@ -27,6 +27,7 @@ from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
 from meshwright.profiles.cluster import Cluster, catalog_names
 from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import is_number
 
 Row = Mapping[str, Any]
 
@@ -241,7 +242,7 @@ def cost_of(
     for numbers that are not above 0."""
     given = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
     for name, value in given.items():
-        if value is not None and not value > 0:
+        if value is not None and not (is_number(value) and value > 0):
             raise MeshwrightError(f"={shown(value)}", place=name, legal="a number above 0, or None")
     found, step = details.throughput, details.evaluation.prediction.step_time_s
     row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}

@@ -15,6 +15,7 @@ from meshwright.planner.report.components import Components
 from meshwright.planner.report.details import Details, cost_of
 from meshwright.planner.report.document import Document
 from meshwright.planner.report.text import full_text, short_text
+from meshwright.profiles.inputs import checked_path, write_text
 
 SCHEMA = 2  # of `Report.to_dict()`: another number where a key changes its meaning or goes
 
@@ -154,7 +155,7 @@ class Report:
         ranks that did not price the plan. Raises ImportError without `meshwright[report]`."""
         if self.details is None:
             return None
-        data, path, trace = self.to_dict(), Path(path), ""
+        data, path, trace = self.to_dict(), checked_path(path, "report.html: path"), ""
         if sensitivity:
             data["sensitivity"] = [dict(row) for row in self.sensitivity()]
         asked = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
@@ -163,8 +164,7 @@ class Report:
         if not data["timeline"]["complete"]:
             trace = path.with_suffix(".trace.json").name
             self.trace(path.with_name(trace))
-        path.write_text(render_page(data, trace=trace), encoding="utf-8")
-        return path
+        return write_text(path, render_page(data, trace=trace), "report.html: path")
 
     def _repr_html_(self) -> str | None:
         """The page in a notebook's frame; without `meshwright[report]`, the text."""
@@ -177,7 +177,7 @@ class Report:
 
     def trace(self, path: str | Path) -> None:
         """Write the simulated step as a Chrome trace (chrome://tracing, Perfetto)."""
-        Path(path).write_text(json.dumps(self.timeline))
+        write_text(path, json.dumps(self.timeline), "report.trace: path")
 
     def document(self, *, full: bool = False) -> Document:
         """`text` with its tables, which a terminal draws."""

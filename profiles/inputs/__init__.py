@@ -9,8 +9,15 @@ from meshwright.profiles.inputs.files import (
     read_text,
     read_toml,
 )
+from meshwright.profiles.inputs.paths import (
+    UnwritableError,
+    check_writable,
+    checked_path,
+    write_text,
+)
 
 __all__ = [
-    "MAX_MEASURED_BYTES", "MeshwrightError", "NotInstalledError", "irregular", "parse_json",
-    "read_json", "read_text", "read_toml", "shown",
+    "MAX_MEASURED_BYTES", "MeshwrightError", "NotInstalledError", "UnwritableError",
+    "check_writable", "checked_path", "irregular", "parse_json", "read_json", "read_text",
+    "read_toml", "shown", "write_text",
 ]  # fmt: skip

@@ -55,8 +55,8 @@ def parse_json(
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            left = dict(found)
+            twice = next(key for key, _ in pairs if left.pop(key, left) is left)
             raise error(
                 f"key {shown(twice)} is there twice", place=place, legal="every key once",
                 way_out="remove one of the two",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,37 @@ def test_zeroed_and_missing_bytes_are_told(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(RuntimeError, match=r"the file has 0 bytes"):
         read(tmp_path)
+
+
+def test_the_first_of_several_damaged_tensors_is_told(tmp_path: Path) -> None:
+    """Whichever thread is first, and though a later one is no archive at all."""
+    state = {f"t{k}": torch.full((LARGE,), float(k)) for k in range(4)}
+    chunks = {"model": {name: LocalChunks.of(x) for name, x in state.items()}}
+    write_tensors(chunks, tmp_path, None)
+    stored = read_metadata(tmp_path)
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    starts = sorted((x.chunks[0].start, x.chunks[0].length, name) for name, x in stored.items())
+    for start, length, _ in starts[1:3]:
+        data[start + length // 2] ^= 1
+    data[starts[3][0] : starts[3][0] + 64] = bytes(64)  # no archive
+    path.write_bytes(data)
+    threads = threading.active_count()
+    into = {name: torch.empty_like(x) for name, x in state.items()}
+    reads = [r for name, x in into.items() for r in LocalChunks.of(x).reads(f"model.{name}")]
+    with pytest.raises(RuntimeError, match=rf"'{starts[1][2]}' in '.*' is damaged: its checksum"):
+        read_tensors(reads, stored)
+    assert threading.active_count() == threads
+
+
+def test_threads_do_not_share_a_buffer(tmp_path: Path) -> None:
+    state = {f"t{k}": torch.randn(700, 2000).t() for k in range(5)}  # can't be read in place
+    chunks = {"model": {name: LocalChunks.of(x) for name, x in state.items()}}
+    write_tensors(chunks, tmp_path, None)
+    into = {name: torch.empty(2000, 700) for name in state}
+    reads = [r for name, x in into.items() for r in LocalChunks.of(x).reads(f"model.{name}")]
+    read_tensors(reads, read_metadata(tmp_path))
+    assert all(torch.equal(into[name], x) for name, x in state.items())
 
 
 def test_chunks_without_a_checksum_are_read(tmp_path: Path) -> None:

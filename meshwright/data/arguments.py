@@ -1,0 +1,181 @@
+"""Checks of what `data_loader` is given: each error names the argument and the legal values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, default_collate
+
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_COUNT, MAX_ROWS, is_number
+
+# of torch's DataLoader; the others are this loader's own
+LOADING = (
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+MAX_SAMPLES = 2**33  # an epoch's order is 8 bytes a sample
+MAX_SEED = 2**63
+MAX_WORKERS = 1024
+
+
+class DataError(MeshwrightError):
+    """Samples or options of a loader that can't be used."""
+
+    PLACE = "data_loader"
+    LEGAL = "samples of tensors, numbers, dicts and lists of them, alike but for their values"
+    WAY_OUT = "give collate_fn=, which makes a batch of a list of samples"
+
+
+def check_options(
+    *,
+    shuffle: Any,
+    seed: Any,
+    drop_last: Any,
+    collate_fn: Any,
+    tokens_per_batch: Any,
+    padding: Any,
+    loading: Mapping[str, Any],
+) -> None:
+    """Raise ValueError for an option that can't be."""
+    _check_flag("shuffle", shuffle)
+    _check_flag("drop_last", drop_last)
+    if type(seed) is not int or not 0 <= seed < MAX_SEED:
+        raise _of("seed", seed, f"integers from 0 to {MAX_SEED - 1}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise _of("collate_fn", collate_fn, "a function of a list of samples, or None")
+    if tokens_per_batch is not None and not _is_count(tokens_per_batch):
+        raise _of("tokens_per_batch", tokens_per_batch, "an integer from 1, or None")
+    if padding is not None and not (
+        isinstance(padding, Mapping) and all(map(is_number, padding.values()))
+    ):
+        raise _of("padding", padding, "numbers by the name of an entry, or None")
+    unknown = sorted(set(map(str, loading)) - set(LOADING))
+    if unknown:
+        raise DataError(
+            f" has no argument {', '.join(unknown)[:80]}",
+            legal=f"its own, and of torch's DataLoader {', '.join(LOADING)}",
+            way_out="leave it out",
+        )
+    workers = loading.get("num_workers", 0)
+    if type(workers) is not int or not 0 <= workers <= MAX_WORKERS:
+        raise _of("num_workers", workers, f"integers from 0 to {MAX_WORKERS}")
+    try:
+        TorchLoader(_Nothing(), **loading)
+    except (TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+        raise DataError(
+            f": {error}",
+            place=f"data_loader: {', '.join(sorted(loading))}",
+            legal="what torch's DataLoader takes",
+            way_out="see its documentation",
+        ) from error
+
+
+class _Nothing(Dataset[None]):
+    """A dataset without samples, to try options with."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, bool):
+        raise _of(name, given, "True, False")
+
+
+def _is_count(given: Any) -> bool:
+    return type(given) is int and 1 <= given <= MAX_COUNT
+
+
+def _of(name: str, given: Any, legal: str) -> DataError:
+    return DataError(
+        f"={shown(given)}", place=f"data_loader: {name}", legal=legal,
+        way_out="leave it out for the default",
+    )  # fmt: skip
+
+
+def checked_buckets(given: Any) -> tuple[int, ...]:
+    """The lengths that batches are padded to. Raises ValueError for what are none."""
+    place = "data_loader: buckets"
+    if (
+        not isinstance(given, Sequence)
+        or not given
+        or not all(type(x) is int and 1 <= x <= MAX_ROWS for x in given)
+        or list(given) != sorted(set(given))
+    ):
+        raise DataError(
+            f"={shown(given)}",
+            place=place,
+            legal=f"increasing lengths from 1 to {MAX_ROWS}",
+            way_out="name the lengths that batches are padded to, e.g. (128, 256, 512)",
+        )
+    return tuple(given)
+
+
+def checked_lengths(given: Any, size: int) -> Sequence[int]:
+    """The length of each of `size` samples, of a list, an array or a tensor. Raises ValueError for
+    other numbers of them."""
+    if callable(listed := getattr(given, "tolist", None)):
+        given = listed()
+    counted = isinstance(given, Sequence) and not isinstance(given, str)
+    if not counted or len(given) != size or not all(_is_length(x) for x in given):
+        what = f" of {len(given)} entries" if counted else f" is a {type(given).__name__}"
+        raise DataError(
+            f"{what}, {shown(given)}",
+            place="data_loader: lengths",
+            legal=f"the lengths of {size} samples, integers from 0, or a function of one",
+            way_out="give one for each sample",
+        )
+    found: Sequence[int] = given
+    return found
+
+
+def _is_length(x: Any) -> bool:
+    return type(x) is int and 0 <= x <= MAX_COUNT
+
+
+def collated(samples: list[Any]) -> Any:
+    """torch's batch of samples. Raises ValueError where they make none."""
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError, KeyError, ValueError) as error:
+        raise DataError(
+            f": {len(samples)} of them make no batch: {error}", place="data_loader: samples"
+        ) from error
+
+
+def checked_state(state: Any, kinds: Mapping[str, Callable[[Any], bool]]) -> Mapping[str, Any]:
+    """A state with these entries. Raises ValueError for another."""
+    wrong = (
+        [name for name, right in kinds.items() if name not in state or not right(state[name])]
+        if isinstance(state, Mapping)
+        else list(kinds)
+    )
+    if wrong:
+        given = {k: state[k] for k in wrong if k in state} if isinstance(state, Mapping) else state
+        raise DataError(
+            f" has no {', '.join(wrong)} that can be: {shown(given)}",
+            place="data_loader: state",
+            legal="what state_dict() of such a loader returned",
+            way_out="leave the loader out of extra= to begin anew",
+        )
+    found: Mapping[str, Any] = state
+    return found
+
+
+def is_count_or_0(x: Any) -> bool:
+    return type(x) is int and 0 <= x <= MAX_COUNT
+
+
+STATE: Mapping[str, Callable[[Any], bool]] = {
+    "epoch": is_count_or_0,
+    "position": is_count_or_0,
+    "samples": is_count_or_0,
+    "rows": _is_count,
+    "size": is_count_or_0,
+    "seed": lambda x: type(x) is int and 0 <= x < MAX_SEED,
+    "shuffle": lambda x: isinstance(x, bool),
+    "buckets": lambda x: x is None or isinstance(x, list),
+}

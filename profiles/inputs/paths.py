@@ -1,0 +1,67 @@
+"""Paths that users give: what can be one, and files that are written to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.profiles.inputs.errors import MeshwrightError, shown
+
+MAX_NAME = 255  # bytes, of which file systems take as many
+
+
+class UnwritableError(MeshwrightError, OSError):
+    """A file that can't be written."""
+
+    LEGAL = "a file in a folder that exists and can be written to"
+    WAY_OUT = "make the folder, or give another path"
+
+
+def checked_path(given: object, place: str) -> Path:
+    """A path that a file system can have. Raises `MeshwrightError` for anything else."""
+    if not isinstance(given, str | os.PathLike) or not isinstance(name := os.fspath(given), str):
+        what = f" is a {type(given).__name__}, {shown(given)}"
+    elif not name or "\0" in name:
+        what = f" is {shown(name)}"
+    else:
+        try:
+            longest = max((len(os.fsencode(part)) for part in Path(name).parts), default=0)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            longest = MAX_NAME + 1
+        if longest <= MAX_NAME:
+            return Path(name)
+        what = f" {shown(name)} has a name that no file can have"
+    raise MeshwrightError(
+        what,
+        place=place,
+        legal=f"a text or a pathlib.Path, with names of up to {MAX_NAME} bytes",
+        way_out="give the path of a file or a folder",
+    )
+
+
+def write_text(given: object, text: str, place: str) -> Path:
+    """Write a file, or replace it. Raises `MeshwrightError`, which is an OSError too where the
+    file system refuses."""
+    path = checked_path(given, place)
+    with _refusal_named(path, place):
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def check_writable(given: object, place: str) -> None:
+    """Raise as `write_text` would; a file that is there stays as it is."""
+    path = checked_path(given, place)
+    with _refusal_named(path, place):
+        path.touch()
+
+
+@contextmanager
+def _refusal_named(path: Path, place: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableError(
+            f" can't be written: {error}", place=f"{place} {shown(str(path))}"
+        ) from error
