@@ -32,10 +32,11 @@ AGENTS_S = 10.0  # after which an agent that has not sent SIGTERM is taken not t
 
 
 class StopRequests:
-    """What signals have asked of a run. Built collectively."""
+    """What signals have asked of a run. Built collectively; `group` is that of the hosts, None of
+    one rank."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if launch.world_size() > 1 else None
+        self.group = dist.new_group(backend="gloo") if launch.world_size() > 1 else None
         self._here = torch.zeros(len(SIGNALS), dtype=torch.int32)
         self._said: tuple[torch.Tensor, dist.Work | None] | None = None
         self._told = False  # of SIGTERM, itself
@@ -74,8 +75,8 @@ class StopRequests:
         said = self._here.clone()
         self._here -= said  # not zeroed: a signal may come between
         work = None
-        if self._group is not None:
-            work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if self.group is not None:
+            work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group, async_op=True)
         self._said = said, work
         return ends, ends or saves
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import all_gather_object, background, gloo_group, run_on_all
+from meshwright.executor.ranks import background, gloo_group
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import shown
@@ -20,6 +20,7 @@ from meshwright.running.generation import Generator
 from meshwright.running.inputs import completed
 from meshwright.running.planned import PlannedModel
 from meshwright.running.steps import with_targets
+from meshwright.running.together import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ class Evaluation(PlannedModel):
         how = counting(runtime.graph, self._traced.use) if weigh is None else Counting()
         total = weight = 0.0
         rows = number = 0
-        for batch in _together(batches, runtime):
+        group = None if runtime.place.mesh is None else gloo_group()
+        for batch in together("evaluate", batches, group):
             self._traced.check_batch(batch)
             own = self._global_rows(batch) if local else batch_rows(batch)
             loss, count = _counted(runtime, batch, how, rows=own, local=local)
@@ -216,22 +218,3 @@ def _counted(
 
     loss, _ = runtime.evaluate(batch, how.values, keep=keep, local=local)
     return float(loss), counts[0].whole()
-
-
-def _together(batches: Iterable[Any], runtime: Runtime) -> Iterator[Any]:
-    """The batches, as long as every rank has one. Raises on all ranks where one fails or ends
-    before others. Collective."""
-    group = None if runtime.place.mesh is None else gloo_group()
-    iterator, end = iter(batches), object()
-    while True:
-        batch = run_on_all(group, lambda: next(iterator, end))
-        ended = all_gather_object(group, batch is end)
-        if all(ended):
-            return
-        if any(ended):
-            ranks = [rank for rank, done in enumerate(ended) if done]
-            raise StateError(
-                f"evaluate: the batches ended on ranks {ranks} before they did on others; legal: "
-                "the same batches on every rank. Way out: use no DistributedSampler"
-            )
-        yield batch

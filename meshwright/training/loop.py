@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
+from meshwright.running import together
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ class Loop:
         return ended
 
     def _run(self, requests: StopRequests) -> str:
-        progress, batches = self.progress, self._batches()
+        progress, batches = self.progress, self._batches(requests.group)
         while self.steps is None or progress.step < self.steps:
             try:
                 batch = next(batches)
@@ -124,14 +126,17 @@ class Loop:
                 return PATIENCE
         return STEPS
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, group: dist.ProcessGroup | None) -> Iterator[Any]:
         """Batch after batch, epoch after epoch where the number of steps is what ends the run."""
         if self.steps is None and getattr(self.loader, "finished", False):
             return
         empty = 0
         while empty < 2:  # the first may be the end of a pass that was resumed
             before = self.progress.step
-            yield from self.loader
+            if is_local(self.loader):
+                yield from self.loader  # as many on every rank
+            else:
+                yield from together("fit: data", self.loader, group)
             if self.steps is None:
                 return
             empty = empty + 1 if self.progress.step == before else 0
@@ -166,6 +171,7 @@ class Loop:
     def _save(self) -> None:
         if self.saves is None or self.saved_step == self.progress.step:
             return
+        self.result.monitor.close()  # who goes on from here does not log this step again
         kept, step = self.saves.checkpoints, self.progress.step
         self.result.save_checkpoint(kept.path(step), self.optimizer, extra=self._extra)
         self.saved_step = step

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from meshwright import ParallelModel, fit
+from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch
 from meshwright.training import Fitted
-from tests.meshwright.data.feeding import Tokens, planned
+from tests.meshwright.data.feeding import ROWS, Tokens, batch_of, planned
 from tests.parity.parity_launch import on_ranks, run_all
 
 SEED, STEPS, STOPPED_AT = 3, 6, 2
@@ -90,10 +91,22 @@ def evaluated_until_no_better(folder: Path) -> dict[str, Any]:
     return {"ended": done.ended, "steps": done.steps, "eval": done.eval_loss}
 
 
+def ended_early_on_one_rank() -> dict[str, Any]:
+    """What is said where a rank has a batch less, of an iterable of the user's own."""
+    batches = [batch_of(range(ROWS))] * (1 if launch.rank() == 2 else 2)
+    still: Any = lambda result: torch.optim.SGD(result.parameters(), lr=0.0)  # noqa: E731
+    try:
+        fit(planned("dp4"), batches, optimizer=still)
+    except StateError as error:
+        return {"says": str(error)}
+    return {"says": "nothing"}
+
+
 def main(folder: Path) -> None:
     runs = {
         "stopped": lambda: stopped_and_resumed(folder / "stopped"),
         "saved": lambda: saved_and_gone_on(folder / "saved"),
+        "unequal": ended_early_on_one_rank,
         "patience": lambda: evaluated_until_no_better(folder / "none"),
     }
     run_all(runs, folder, "")

@@ -68,6 +68,10 @@ def test_a_signal_saves_and_the_run_goes_on(launched: Results) -> None:
     assert found["kept"] == ["step-00000003"]
 
 
+def test_batches_that_end_on_one_rank_are_told_on_all(launched: Results) -> None:
+    assert "fit: data: the batches ended on ranks [2] before" in launched["unequal"]["says"]
+
+
 def test_patience_ends_a_run(launched: Results) -> None:
     found = launched["patience"]
     assert (found["ended"], found["steps"]) == ("patience", 8)
