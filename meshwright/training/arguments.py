@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from meshwright.api import auto_parallelize
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
+MOST_HOSTS = 1000  # a plan is searched for each
 PLANNING = tuple(inspect.signature(auto_parallelize).parameters)[1:]
 
 
@@ -30,6 +33,29 @@ def check_counts(*, keep: Any, **counts: Any) -> None:
                 name, count, f"an integer from 1 to {MAX_ROWS}, or None where that is the default",
                 "leave it out for the default",
             )  # fmt: skip
+
+
+def counted_hosts(hosts: Any) -> tuple[int, ...]:
+    """Numbers of hosts that a run may go on with. Raises ValueError for what are none."""
+    listed = isinstance(hosts, Iterable) and not isinstance(hosts, str | bytes)
+    counts = tuple(islice(hosts, MOST_HOSTS + 1)) if listed else ()
+    if not listed or len(counts) > MOST_HOSTS:
+        raise refused(
+            "hosts", hosts, f"up to {MOST_HOSTS} numbers of hosts", "give a range or a list of them"
+        )
+    check_counts(keep=1, **{f"hosts[{k}]": count for k, count in enumerate(counts)})
+    return counts
+
+
+def check_hosts(hosts: tuple[int, ...], folder: Path | None, *, decided: bool) -> None:
+    """Raise ValueError where there is nothing to plan for other hosts, or no place to keep it."""
+    if hosts and (decided or folder is None):
+        raise MeshwrightError(
+            " are given, but " + ("the plan is, too" if decided else "no folder"),
+            place="fit: hosts",
+            legal="with a plain module, which is planned here, and a folder that keeps its plans",
+            way_out="leave hosts out, or pass folder=, and the module without plan=",
+        )
 
 
 def check_functions(*, optimizer: Any, schedule: Any, max_grad_norm: Any, resume: Any) -> None:

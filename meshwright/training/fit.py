@@ -20,8 +20,10 @@ from meshwright.training.arguments import (
     check_batches,
     check_counts,
     check_functions,
+    check_hosts,
     check_made,
     check_planned,
+    counted_hosts,
 )
 from meshwright.training.kept import KeptCheckpoints
 from meshwright.training.loop import Evaluations, Loop, Saves
@@ -121,7 +123,7 @@ def fit(
         _check_data("evaluation", evaluation, {})
     path = None if folder is None else checked_path(folder, "fit: folder")
     loggers = () if log_to is None else (logger_for(log_to),)
-    result = _planned(model, data, planning, loading, path, tuple(hosts))
+    result = _planned(model, data, planning, loading, path, counted_hosts(hosts))
     made = optimizer(result)
     check_made("optimizer", made)
     scheduled = None if schedule is None else schedule(made)
@@ -166,8 +168,8 @@ def _planned(
     folder: Path | None,
     hosts: tuple[int, ...],
 ) -> ParallelModel:
-    _check_hosts(hosts, folder, isinstance(model, ParallelModel) or "plan" in (planning or {}))
     if isinstance(model, ParallelModel):
+        check_hosts(hosts, folder, decided=True)
         if planning is not None:
             raise MeshwrightError(
                 f" {shown(planning)} is given with a model that has a plan",
@@ -178,6 +180,7 @@ def _planned(
         return model
     check_planned(model, planning)
     given = dict(planning or {})
+    check_hosts(hosts, folder, decided="plan" in given)
     if "global_batch_size" not in given:
         raise MeshwrightError(
             " has no global_batch_size",
@@ -256,16 +259,3 @@ def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> S
             way_out="give another folder, or move the checkpoints elsewhere",
         )
     return Saves(checkpoints=kept, every=every)
-
-
-def _check_hosts(hosts: tuple[Any, ...], folder: Path | None, decided: bool) -> None:
-    if not hosts:
-        return
-    if decided or folder is None:
-        raise MeshwrightError(
-            " are given, but " + ("no folder" if folder is None else "the plan is, too"),
-            place="fit: hosts",
-            legal="with a plain module, which is planned here, and a folder that keeps its plans",
-            way_out="leave hosts out, or pass folder=, and the module without plan=",
-        )
-    check_counts(keep=1, **{f"hosts[{k}]": count for k, count in enumerate(hosts)})

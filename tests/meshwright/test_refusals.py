@@ -14,9 +14,10 @@ from torch import nn
 
 from meshwright import Cluster, ParallelModel, auto_parallelize
 from meshwright.decisions import one_at_a_time
+from meshwright.executor.errors import BatchError
 from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
-from tests.helpers.tiny import ROWS, batch, net, planned
+from tests.helpers.tiny import ROWS, VOCAB, batch, net, planned
 
 
 class Linear(nn.Module):
@@ -131,6 +132,30 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, given_to: str)
 
 
 # --- several threads ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [VOCAB, -1])
+def test_an_index_that_no_table_has_is_an_error_of_the_batch(ids: int) -> None:
+    result, (x, targets) = planned(net()), batch(ROWS)
+    with pytest.raises(BatchError, match="an index that is not there") as caught:
+        result.train_step((torch.full_like(x, ids), targets))
+    assert caught.value.legal and caught.value.way_out
+    result.train_step((x, targets))  # nothing is left of it
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.to("meta"), "meta device"),
+        (lambda x: x.to(torch.complex64), "complex64"),
+        (lambda x: x.float(), "float32"),
+    ],
+    ids=["meta", "complex", "float"],
+)
+def test_a_batch_of_another_kind_is_refused(change: Callable[..., Any], says: str) -> None:
+    x, targets = batch(ROWS)
+    with pytest.raises(BatchError, match=says):
+        planned(net()).train_step((change(x), targets))
 
 
 def _in_threads(work: Callable[[], object], number: int) -> list[object]:

@@ -115,6 +115,8 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
         ({"planning": {**ASKED, "plan": "plan.json"}}, r"fit: hosts are given, but the plan is"),
         ({"hosts": (2, 0)}, r"fit: hosts\[1\]=0"),
         ({"hosts": ("2",)}, r"fit: hosts\[0\]='2'"),
+        ({"hosts": 2}, r"fit: hosts=2"),
+        ({"hosts": range(10**12)}, r"fit: hosts=range"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused(given: dict[str, Any], says: str, tmp_path: Path) -> None:
