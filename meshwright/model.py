@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from meshwright.arguments import check_types
 from meshwright.decisions import Decision, one_at_a_time
 from meshwright.executor.checkpoint import hand_over, take_over
 from meshwright.executor.ranks import launch
@@ -50,6 +51,8 @@ class ParallelModel(Steps, Evaluation, State):
         """
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 
+        model, cluster = self._traced.model, self._problem.cluster
+        check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
         self._check_optimizer(optimizer)
         request = replace(
             self._request,
@@ -75,6 +78,7 @@ class ParallelModel(Steps, Evaluation, State):
         """
         from meshwright.plan_search import plan_elsewhere  # as above
 
+        check_types(model=self._traced.model, cluster=cluster, overrides=None, plan=None)
         return plan_elsewhere(self._problem, self._request, cluster)
 
     def started(self) -> ParallelModel:

@@ -34,6 +34,7 @@ from meshwright.executor.ranks.replicas import (
     same_random_state,
 )
 from meshwright.executor.ranks.stop_requests import StopRequests
+from meshwright.executor.ranks.together import together
 from meshwright.executor.ranks.watchdog import progress
 
 __all__ = [
@@ -42,5 +43,5 @@ __all__ = [
     "check_equal", "device_here", "device_mesh", "distributed", "gather_object", "gloo_group",
     "join_groups", "launch", "make_equal", "phase", "progress", "raising_runtime_error",
     "run_on_all", "run_on_first", "same_random_state", "single_process", "stage_meshes",
-    "world_size",
+    "together", "world_size",
 ]  # fmt: skip

@@ -293,7 +293,7 @@ def _tokens(document: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids = _integers(document, "document")
         return ids, ids
     unknown = sorted(set(map(str, document)) - set(ENTRIES))
-    if unknown or "input_ids" not in document:
+    if unknown or document.get("input_ids") is None:
         raise MeshwrightError(
             f" has the entries {shown(sorted(map(str, document)))}",
             place="document",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from meshwright.executor.ranks import launch
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
+from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,30 @@ STRATEGIES = ("no", "steps", "epoch")
 SAMPLING = ("random", "sequential")
 PLATEAU = "reduce_lr_on_plateau"
 
+
+def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"integers from {least}", lambda x: type(x) is int and least <= x < MAX_COUNT
+
+
+# values that can be, where they are not None
+VALUES: Mapping[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
+    ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"): _whole(1),
+    ("seed", "data_seed", "dataloader_num_workers", "dataloader_prefetch_factor"): _whole(0),
+    ("max_steps",): _whole(-1),
+    (
+        "num_train_epochs", "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm",
+        "warmup_steps", "logging_steps", "eval_steps", "save_steps",
+    ): ("numbers from 0", lambda x: is_number(x) and x >= 0),
+    ("adam_beta1", "adam_beta2"): (
+        "numbers from 0, less than 1", lambda x: is_number(x) and 0 <= x < 1
+    ),
+    ("report_to", "label_names"): (
+        "a list of names", lambda x: isinstance(x, list) and all(isinstance(n, str) for n in x)
+    ),
+    ("lr_scheduler_kwargs",): ("a dict", lambda x: isinstance(x, dict)),
+    ("output_dir",): ("a path", lambda x: bool(checked_path(x, "TrainingArguments: output_dir"))),
+}  # fmt: skip
+
 # arguments of transformers' Trainer, with what to give here
 OF_THEIRS = {
     "callbacks": "loggers=[...], functions of a mapping of numbers",
@@ -139,8 +164,16 @@ OF_THEIRS = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ValueError for the arguments that are set, and that this Trainer doesn't do; warn about
-    those without effect."""
+    """Raise ValueError for what are no TrainingArguments, for those that are set and that this
+    Trainer doesn't do, and for values that can't be; warn about those without effect."""
+    if isinstance(args, type) or not hasattr(args, "per_device_train_batch_size"):
+        raise MeshwrightError(
+            f" is {shown(args)}",
+            place="Trainer: args",
+            legal="transformers.TrainingArguments",
+            way_out='TrainingArguments(output_dir="run")',
+        )
+    _check_values(args)
     _check_choices(args)
     best = args.load_best_model_at_end  # sets the next two by itself
     said: dict[str, list[str]] = {}
@@ -161,6 +194,18 @@ def check_arguments(args: Any) -> None:
         )
     for why, names in said.items() if launch.rank() == 0 else ():
         log.warning("TrainingArguments: without effect: %s: %s", ", ".join(names), why)
+
+
+def _check_values(args: Any) -> None:
+    """Raise ValueError for values that can't be."""
+    for names, (legal, right) in VALUES.items():
+        for name in names:
+            given = getattr(args, name, None)
+            if given is not None and not right(given):
+                raise MeshwrightError(
+                    f"={shown(given)}", place=f"TrainingArguments: {name}", legal=legal,
+                    way_out="leave it out for the default",
+                )  # fmt: skip
 
 
 def _check_choices(args: Any) -> None:

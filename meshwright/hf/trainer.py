@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Subset
 
 from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
+from meshwright.data.arguments import DataError, collated
 from meshwright.hf.arguments import (
     check_arguments,
     check_options,
@@ -178,18 +179,30 @@ class Trainer:
     def _scheduler(self, total: int) -> Callable[[torch.optim.Optimizer], Any]:
         from transformers import get_scheduler
 
-        return lambda optimizer: get_scheduler(
-            self.args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=self.args.get_warmup_steps(total),
-            num_training_steps=total,
-            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
-        )
+        def schedule(optimizer: torch.optim.Optimizer) -> Any:
+            args = self.args
+            try:
+                return get_scheduler(
+                    args.lr_scheduler_type,
+                    optimizer,
+                    num_warmup_steps=args.get_warmup_steps(total),
+                    num_training_steps=total,
+                    scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+                )
+            except (TypeError, ValueError) as error:
+                raise MeshwrightError(
+                    f": {error}",
+                    place="TrainingArguments: lr_scheduler_type, lr_scheduler_kwargs",
+                    legal="what transformers.get_scheduler takes",
+                    way_out="mend them, or give schedule=, a function of the optimizer",
+                ) from error
+
+        return schedule
 
     def _reporting(self) -> list[MetricsLogger]:
         """Loggers of `report_to`. Raises ValueError for one that isn't there."""
         found: list[MetricsLogger] = []
-        for name in self.args.report_to:
+        for name in self.args.report_to or ():
             if name == "tensorboard":
                 found.append(TensorBoardLogger(Path(self.args.output_dir) / "runs"))
             elif name != "none":
@@ -231,9 +244,12 @@ def _check_resume(given: Any, args: Any) -> None:
 def _samples(dataset: Any, what: str) -> Any:
     """A dataset of samples, which a list is here (and of batches to `fit`). Raises ValueError for
     what is none, or empty."""
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(
-        dataset, Mapping
-    ):
+    try:
+        size = len(dataset)
+    except (TypeError, ValueError):  # it has none, or a negative one
+        size = None
+    apart = isinstance(dataset, Mapping | str | bytes | type)
+    if size is None or not hasattr(dataset, "__getitem__") or apart:
         raise MeshwrightError(
             f" is a {type(dataset).__name__}",
             place=f"Trainer: {what}",
@@ -241,7 +257,7 @@ def _samples(dataset: Any, what: str) -> Any:
             way_out="give list(dataset), or one dataset of several at a time; batches that are "
             "streamed go to fit",
         )
-    if not len(dataset):
+    if not size:
         raise MeshwrightError(
             " is empty", place=f"Trainer: {what}", legal="one sample at least", way_out="give some"
         )
@@ -285,9 +301,16 @@ def _collator(processing_class: Any) -> Callable[[list[Any]], Any]:
         collator: Callable[[list[Any]], Any] = DataCollatorWithPadding(processing_class)
         return collator
     by_name: Callable[[list[Any]], Any] = default_data_collator
-    return lambda samples: (
-        by_name(samples) if isinstance(samples[0], Mapping) else default_collate(samples)
-    )
+
+    def collate(samples: list[Any]) -> Any:
+        if not isinstance(samples[0], Mapping):
+            return collated(samples)
+        try:
+            return by_name(samples)
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            raise DataError(f": {error}", place="Trainer: samples") from error
+
+    return collate
 
 
 def _columns(model: nn.Module, args: Any) -> frozenset[str]:

@@ -6,9 +6,8 @@ from meshwright.running.planned import PlannedModel
 from meshwright.running.recalibrated import Recalibration, recalibrated, with_corrections
 from meshwright.running.state import State
 from meshwright.running.steps import Steps, repeated
-from meshwright.running.together import together
 
 __all__ = [
     "DataParallel", "Evaluated", "Evaluation", "PlannedModel", "Recalibration", "State", "Steps",
-    "recalibrated", "repeated", "together", "with_corrections",
+    "recalibrated", "repeated", "with_corrections",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import background, gloo_group
+from meshwright.executor.ranks import background, gloo_group, together
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import shown
@@ -20,7 +20,6 @@ from meshwright.running.generation import Generator
 from meshwright.running.inputs import completed
 from meshwright.running.planned import PlannedModel
 from meshwright.running.steps import with_targets
-from meshwright.running.together import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

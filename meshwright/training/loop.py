@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from meshwright.executor.ranks import StopRequests, launch
+from meshwright.executor.ranks import StopRequests, launch, together
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
-from meshwright.running import together
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
@@ -106,7 +104,7 @@ class Loop:
         return ended
 
     def _run(self, requests: StopRequests) -> str:
-        progress, batches = self.progress, self._batches(requests.group)
+        progress, batches = self.progress, self._batches(requests)
         while self.steps is None or progress.step < self.steps:
             try:
                 batch = next(batches)
@@ -126,7 +124,7 @@ class Loop:
                 return PATIENCE
         return STEPS
 
-    def _batches(self, group: dist.ProcessGroup | None) -> Iterator[Any]:
+    def _batches(self, requests: StopRequests) -> Iterator[Any]:
         """Batch after batch, epoch after epoch where the number of steps is what ends the run."""
         if self.steps is None and getattr(self.loader, "finished", False):
             return
@@ -136,7 +134,7 @@ class Loop:
             if is_local(self.loader):
                 yield from self.loader  # as many on every rank
             else:
-                yield from together("fit: data", self.loader, group)
+                yield from together("fit: data", self.loader, requests.group)
             if self.steps is None:
                 return
             empty = empty + 1 if self.progress.step == before else 0

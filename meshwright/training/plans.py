@@ -53,7 +53,8 @@ class KeptPlans:
         if self.has(cluster):
             path = self.path(cluster)
             try:
-                return auto_parallelize(model, cluster, **{**self.asked, "plan": path})
+                decided = {"plan": path, "overrides": None}
+                return auto_parallelize(model, cluster, **{**self.asked, **decided})
             except (PlanError, InfeasibleError) as error:  # the same on all ranks
                 log.warning("the plan kept in %s is not taken, and made again: %s", path, error)
         result = auto_parallelize(model, cluster, **self.asked)

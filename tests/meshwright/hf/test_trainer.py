@@ -217,6 +217,48 @@ def test_of_an_adapted_model_the_adapters_are_saved(tmp_path: Path) -> None:
     assert trainer.evaluate(dataset())["eval_loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", "x"), ("seed", 2**70), ("learning_rate", float("nan")), ("adam_beta1", 2.0),
+        ("warmup_steps", "x"), ("logging_steps", {1}), ("max_steps", "all"), ("report_to", 3.0),
+        ("per_device_train_batch_size", 0), ("lr_scheduler_kwargs", 1), ("output_dir", "a\0b"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_cannot_be_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+    with pytest.raises(MeshwrightError, match=f"TrainingArguments: {name}") as caught:
+        Trainer(model(), args, train_dataset=dataset())
+    assert caught.value.legal
+
+
+@pytest.mark.parametrize("args", [None, {}, TrainingArguments])
+def test_what_is_no_arguments_is_refused(args: Any) -> None:
+    with pytest.raises(MeshwrightError, match="Trainer: args is"):
+        Trainer(model(), args, train_dataset=dataset())
+
+
+@pytest.mark.parametrize(
+    "given", [list, type("Less", (), {"__len__": lambda self: -1, "__getitem__": list}), ...]
+)
+def test_what_is_no_dataset_is_refused(given: Any, tmp_path: Path) -> None:
+    given = given() if isinstance(given, type) and given is not list else given
+    with pytest.raises(MeshwrightError, match="Trainer: train_dataset is"):
+        Trainer(model(), arguments(tmp_path), train_dataset=given)
+
+
+def test_schedules_and_samples_that_cannot_be_are_told(tmp_path: Path) -> None:
+    cluster = Cluster.local(1, "cpu", measure=False)
+    args = arguments(tmp_path, max_steps=1, lr_scheduler_kwargs={"x": 1})
+    with pytest.raises(MeshwrightError, match="TrainingArguments: lr_scheduler_type"):
+        Trainer(model(), args, train_dataset=dataset(), cluster=cluster).train()
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in (2, 3)]
+    with pytest.raises(MeshwrightError, match="Trainer: samples"):
+        Trainer(model(), arguments(tmp_path), train_dataset=rows, cluster=cluster)
+
+
 def test_every_argument_is_taken_or_refused(tmp_path: Path) -> None:
     """A field that is neither in a table nor at its default is refused, whatever it is."""
     args = arguments(tmp_path)

@@ -37,7 +37,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_is_searched_once(
     tmp_path: Path, one: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = KeptPlans(folder=tmp_path, asked=ASKED)
+    kept = KeptPlans(folder=tmp_path, asked={**ASKED, "overrides": Overrides(recompute="full")})
     first = kept.planned(net(), one)
     no_search(monkeypatch)
     assert kept.planned(net(), one).plan == first.plan == Plan.load(kept.path(one))

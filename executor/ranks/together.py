@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.executor.errors import StateError
-from meshwright.executor.ranks import all_gather_object
+from meshwright.executor.ranks.object_collectives import all_gather_object
 
 
 def together(what: str, batches: Iterable[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
