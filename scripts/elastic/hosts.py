@@ -93,7 +93,7 @@ def _namespaces(count: int, gbit: float) -> Iterator[list[Host]]:
         str(ROOT / "scripts" / "emulated_cluster"), "--hosts", str(count), "--gbit", f"{gbit:g}",
         "--", "sleep", "infinity",
     ]  # fmt: skip
-    with subprocess.Popen(command) as keeper:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as keeper:
         try:
             last = NAMESPACE.format(pid=keeper.pid, host=count - 1)
             while last not in _inside_one() and keeper.poll() is None:

@@ -55,9 +55,11 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--kind", choices=(PLAIN, EMULATED), default=PLAIN)
     parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--phase", choices=PHASES, action="append", help="these, not all in turn")
     parser.add_argument("--folder", type=Path, help="keeps logs and losses here")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts end with it
+    phases = args.phase or PHASES
     folder = args.folder or Path(tempfile.mkdtemp(prefix="trials"))
     expected = reference(folder / "reference")
     print("phase | host | goes on after, s | with it again after, s | again | ranks | difference")
@@ -65,7 +67,7 @@ def main() -> int:
     for k in range(args.trials):
         place = folder / f"{k:02d}"
         with made_hosts(args.kind, args.hosts, args.gbit) as hosts:
-            found = trial(place, hosts, PHASES[k % len(PHASES)], k % args.hosts + 1, expected)
+            found = trial(place, hosts, phases[k % len(phases)], k % args.hosts + 1, expected)
         failed += not found.passed
         print(
             f"{found.phase} | {found.killed} | {found.without_s:.1f} | {found.back_s:.1f} | "
