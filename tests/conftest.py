@@ -1,5 +1,6 @@
 """Tests price from the catalog: what was measured on this machine is out of their sight."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -8,6 +9,17 @@ from hypothesis import settings
 
 settings.register_profile("shared_machine", deadline=None)  # a slow moment is no failure
 settings.load_profile("shared_machine")
+
+
+@pytest.fixture(autouse=True)
+def without_the_heap_of_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where CPU seconds are limited, collections don't walk what earlier tests have left."""
+    limited = hasattr(request.module, "LATE_S")
+    if limited:
+        gc.freeze()
+    yield
+    if limited:
+        gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -52,9 +52,9 @@ def norm_share(
 
     `gradients` are local tensors of the shape of `stored`. Raises ValueError unless norm_type > 0.
     """
-    if not norm_type > 0:
+    if not (_is_norm(norm_type) and norm_type > 0):
         raise MeshwrightError(
-            f"={norm_type}: a norm needs norm_type > 0",
+            f"={shown(norm_type)}: a norm needs norm_type > 0",
             place="norm_type",
             legal="numbers above 0",
             way_out="2.0 is the usual one, float('inf') the largest element",
@@ -118,13 +118,6 @@ def clip_(
             place="max_norm",
             legal="numbers from 0",
             way_out="float('inf') computes the norm and clips nothing",
-        )
-    if not (_is_norm(norm_type) and norm_type > 0):
-        raise MeshwrightError(
-            f"={shown(norm_type)}",
-            place="norm_type",
-            legal="numbers above 0, float('inf')",
-            way_out="leave it out for the Euclidean norm",
         )
     with torch.no_grad():  # under which a DTensor's local tensor costs a thirtieth
         gradients = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]

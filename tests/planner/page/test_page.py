@@ -125,7 +125,8 @@ def test_a_rehearsal_stands_beside_the_price() -> None:
         group = groups[row["group"]]
         sent = sum(row["link_bytes"].values())
         assert sum(row["flops"].values()) == pytest.approx(group["flops"], rel=1e-6)
-        assert sent == pytest.approx(sum(group["sent_bytes"].values()), rel=1e-3)
+        # ranks compare their batches, too: some hundred bytes, which no price has
+        assert sent == pytest.approx(sum(group["sent_bytes"].values()), abs=512)
         expected += [row["stands_for"], row["peak_bytes"], rehearsal["priced_bytes"][row["group"]]]
         expected += [sum(row["flops"].values()), group["flops"]]
         expected += [sent, sum(group["sent_bytes"].values())]
