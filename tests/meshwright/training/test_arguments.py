@@ -38,7 +38,6 @@ def sgd(result: Any) -> torch.optim.Optimizer:
         ({"model": net(), "planning": 8}, "planning=8"),
         ({"no_such_option": 1}, "no_such_option"),
     ],
-    ids=str,
 )
 def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
     asked = {"model": None, "data": Tokens(), "optimizer": sgd, "steps": 1, **given}
