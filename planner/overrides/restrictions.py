@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.overrides.of_target import for_target
@@ -40,8 +41,8 @@ class Restrictions:
 
     Free blocks take one of `zeros` and `policies`, and divide ZeRO among a part of the data axis
     only with `partial_shards`. `pp` counts device groups, `virtual_stages` the stages on each.
-    Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
-    stages end, where the user gave them.
+    `cp_kind` is None where it is free. Without `unequal_meshes` all stages have one mesh. `cuts`
+    are the block positions at which stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -57,6 +58,7 @@ class Restrictions:
     partial_shards: bool
     schedules: tuple[str, ...]
     placements: tuple[str, ...]
+    cp_kind: ContextKind | None
     pp: int | None
     virtual_stages: int | None
     microbatch_size: int | None
@@ -124,6 +126,7 @@ def restrict(
         partial_shards=partial,
         schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
+        cp_kind=wanted.cp_kind,
         pp=pp,
         virtual_stages=each,
         microbatch_size=wanted.microbatch_size,
