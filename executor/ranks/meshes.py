@@ -133,7 +133,7 @@ def stage_meshes(
         meshes.append(
             StageMesh(
                 ranks=stage.ranks,
-                dp=stage.dp * stage.cp,
+                dp=stage.holders,
                 tp=stage.tp,
                 shards=stage.shards,
                 experts=stage.ep,

@@ -163,7 +163,9 @@ def _runs_here(policies: Sequence[str]) -> Family:
     return Family(
         name=RUNS_HERE,
         has=runs_here,
-        choice=lambda choice: runs_experts(dp=choice.mesh.dp, tp=choice.mesh.tp, ep=choice.mesh.ep),
+        choice=lambda choice: runs_experts(
+            dp=choice.mesh.dp * choice.mesh.cp, tp=choice.mesh.tp, ep=choice.mesh.ep
+        ),
         policies=tuple(p for p in policies if p in RUNS["recompute"]),
     )
 

@@ -83,11 +83,11 @@ def check_runs(plan: Plan) -> None:
                     legal=other,
                     way_out="give them one",
                 )
-        if not runs_experts(dp=stage.dp, tp=stage.tp, ep=stage.ep):
+        if not runs_experts(dp=stage.holders, tp=stage.tp, ep=stage.ep):
             raise PlanError(
                 f"={stage.ep} can be priced, but not run yet",
                 place=f"plan: stage {k}: ep",
-                legal=f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}",
+                legal=f"a divisor of dp·cp={stage.holders}, or a multiple of tp={stage.tp}",
             )
     for place, name, value, legal in values:
         if value not in legal:

@@ -65,9 +65,14 @@ class StagePlan:
     shardings: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def holders(self) -> int:
+        """Ranks that hold the same parameters: of other rows, or of other tokens."""
+        return self.dp * self.cp
+
+    @property
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
-        return self.dp_shard or self.dp * self.cp
+        return self.dp_shard or self.holders
 
     @property
     def policies(self) -> tuple[str, ...]:
