@@ -6,6 +6,7 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
     ZeRO 0      all-reduce of b over the n                                            `reduce_s`
     ZeRO 1-3    reduce-scatter of b over the s                                        `scatter_s`
                 all-gather of w over the s                                            `gather_s`
+    ZeRO 3      all-gather of w over h of the s, which keep it for the backward `zero3_secondary_s`
                 all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
                 1/s of the optimizer's traffic                                        `shard_s`
 
@@ -47,7 +48,8 @@ class ParameterPricer:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
         parameter, for ZeRO and for none."""
         setting = self.setting
-        mesh = setting.tp, setting.cp, setting.dp, setting.dp_shard, setting.spread
+        axis = setting.dp, setting.dp_shard, setting.secondary, setting.spread
+        mesh = setting.tp, setting.cp, *axis
         where = mesh, setting.num_microbatches > 1
         key = value, placement, setting.ep, where
         if key not in self.known:
@@ -82,8 +84,10 @@ class ParameterPricer:
             whole = self._unit_bytes(value, nbytes, unit, holders.size)
             return setting.collective_s(kind, whole / part, group) * nbytes / whole
 
-        def zero3(kind: str, nbytes: float) -> float:
-            return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, shards)
+        def zero3(kind: str, nbytes: float, group: Group = shards) -> float:
+            return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, group)
+
+        near = self._group(value, placement, math.gcd(setting.secondary, shards.size), 1)
 
         return Cost(
             backward_s=setting.correction(BACKWARD)
@@ -95,6 +99,7 @@ class ParameterPricer:
             replicate_s=share("all_reduce", reduced, target.unit, again, shards.size),
             zero3_scatter_s=copied + zero3("reduce_scatter", reduced),
             zero3_gather_s=zero3("all_gather", weights),
+            zero3_secondary_s=zero3("all_gather", weights, near),
             zero3_replicate_s=share(
                 "all_reduce", reduced, target.gathered_unit, again, shards.size
             ),

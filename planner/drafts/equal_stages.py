@@ -44,7 +44,9 @@ class EqualStages:
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
+    _levels: dict[tuple[Chain, int, int, tuple[str, ...]], RecomputeLevels] = field(
+        default_factory=dict
+    )
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
 
     def __post_init__(self) -> None:
@@ -63,25 +65,31 @@ class EqualStages:
 
     def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
         """A mesh in every mode that may pay, with every ZeRO stage it may have."""
-        by_shard: dict[int, list[int]] = {}
+        node = self.space.cluster.devices_per_node // (mesh.tp * mesh.spread)
+        by_shard: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for zero, shard in self.space.zeros(mesh):
-            by_shard.setdefault(shard, []).append(zero)
-        for shard, zeros in by_shard.items():
+            for hpz in self.space.secondaries(mesh, zero, shard):
+                # the chain prices gathers within a node, beside those of all
+                own = 0 if hpz == node else hpz
+                by_shard.setdefault((shard, own), []).append((zero, hpz))
+        for (shard, own), zeros in by_shard.items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
-                chain = self.chain(mesh, m, shard, mode)
+                chain = self.chain(mesh, m, shard, mode, own)
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
                 yield from (
-                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, chain=chain) for z in zeros
+                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, hpz=hpz, chain=chain)
+                    for z, hpz in zeros
                 )
 
-    def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
+    def _setting(self, mesh: Mesh, m: int, shard: int = 0, hpz: int = 0) -> Setting:
         return self.programs.coster.setting(
             mesh,
             microbatches=m,
             dp_shard=shard,
+            hpz=hpz,
             rows=self.space.global_batch_size / m / mesh.dp,
             spread=mesh.spread,
         )
@@ -90,9 +98,9 @@ class EqualStages:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
         return self.programs.least_of_blocks(self._setting(mesh, m))
 
-    def chain(self, mesh: Mesh, m: int, shard: int, mode: str) -> Chain:
+    def chain(self, mesh: Mesh, m: int, shard: int, mode: str, hpz: int = 0) -> Chain:
         """All stages on a mesh."""
-        setting = self._setting(mesh, m, shard)
+        setting = self._setting(mesh, m, shard, hpz)
         return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
@@ -233,7 +241,7 @@ class EqualStages:
     def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
-        key = setup.chain, setup.zero, policies
+        key = setup.chain, setup.zero, setup.hpz, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -329,10 +337,12 @@ class EqualStages:
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
         ranks = mesh.dp * mesh.cp
         chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
-        chosen |= {"zero": setup.zero, "dp_shard": setup.dp_shard or ranks}
+        shards = setup.dp_shard or ranks
+        secondary = (setup.hpz or shards) if setup.zero == 3 else None
+        chosen |= {"zero": setup.zero, "dp_shard": shards, "hpz": secondary}
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
-                if name in ("zero", "dp_shard") and ranks == 1:
+                if name in ("zero", "dp_shard", "hpz") and ranks == 1:
                     continue
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)

@@ -14,7 +14,7 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 MESH = ("tp", "dp", "cp", "ep")
-BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value
+BY_BLOCK = (*MESH, "zero", "dp_shard", "hpz", "recompute")  # a value, or globs over blocks -> value
 COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
 
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
@@ -26,12 +26,13 @@ def _without(name: str, value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, tuple(v for v in CHOICES[name] if v != value)
 
 
-# A name that may be forbidden -> the override it is of, and the values that are left. A part
-# of the data axis (dp_shard) has no value that does without; `unequal_meshes` is about all stages.
+# A name that may be forbidden -> the override it is of, and the values that are left. A part of the
+# data axis (dp_shard, hpz) has no value that does without; `unequal_meshes` is about all stages.
 FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
     {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages")}
     | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
     | {"placement": ("placement", PLACEMENTS[:1]), "dp_shard": ("dp_shard", ())}
+    | {"hpz": ("hpz", ())}
     | {f"zero-{stage}": _without("zero", stage) for stage in ZERO if stage}
     | {policy: _without("recompute", policy) for policy in RECOMPUTE if policy != "none"}
     | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}

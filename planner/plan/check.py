@@ -73,6 +73,7 @@ def check_runs(plan: Plan) -> None:
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
+            ("hpz", stage.hpz, first.hpz),
             ("ep", stage.ep, first.ep),
         ):
             if value != other:
@@ -190,6 +191,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
+    _check_secondary(stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
             f"={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
@@ -232,6 +234,29 @@ def _check_shards(stage: StagePlan, place: str) -> None:
             place=f"{place}: dp_shard",
             legal="a dp_shard with zero 1, 2 or 3",
             way_out="choose zero 1, 2 or 3, or drop dp_shard",
+        )
+
+
+def _check_secondary(stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for a secondary shard that is no part of what ZeRO-3 divides."""
+    if stage.hpz is None:
+        return
+    _check_whole(stage.hpz, f"{place}: hpz")
+    if stage.zero != 3 or stage.ep > 1:
+        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
+        raise PlanError(
+            f"={stage.hpz} with {asked}: it is what a backward gathers again under ZeRO-3",
+            place=f"{place}: hpz",
+            legal="an hpz with zero=3 and ep=1",
+            way_out="choose zero 3, or drop hpz",
+        )
+    if not 1 < stage.hpz < stage.shards or stage.shards % stage.hpz:
+        parts = [n for n in divisors(stage.shards) if 1 < n < stage.shards]
+        raise PlanError(
+            f"={stage.hpz} is no part of the {stage.shards} ranks that ZeRO divides among",
+            place=f"{place}: hpz",
+            legal=", ".join(map(str, parts)) or "none",
+            way_out="take one of these, or drop hpz",
         )
 
 

@@ -34,6 +34,7 @@ PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
 RUNS = {"recompute": RECOMPUTE, "cp": (1,)}
 PRECISIONS = ("fp32", "bf16", "fp16")
+_PARTS = ("dp_shard", "hpz")  # of the data axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,9 @@ class StagePlan:
     several stages per device list the device's ranks in each of them.
 
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
-    for all of them. `recompute` is one policy for all blocks, or policy -> blocks (the others keep
-    everything).
+    for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
+    neighbours kept of the forward's (ZeRO++); None for none. `recompute` is one policy for all
+    blocks, or policy -> blocks (the others keep everything).
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -58,6 +60,7 @@ class StagePlan:
     ep: int = 1
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,6 +68,11 @@ class StagePlan:
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
         return self.dp_shard or self.dp * self.cp
+
+    @property
+    def secondary(self) -> int | None:
+        """Ranks from which ZeRO-3's backward gathers weights; None under another ZeRO."""
+        return (self.hpz or self.shards) if self.zero == 3 else None
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -150,7 +158,8 @@ class Plan:
                 "mesh": {"dp": stage.dp, "tp": stage.tp}
                 | ({"cp": stage.cp} if stage.cp > 1 else {})
                 | ({"ep": stage.ep} if stage.ep > 1 else {})
-                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {}),
+                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {})
+                | ({"hpz": stage.hpz} if stage.hpz else {}),
                 "zero": stage.zero,
                 "recompute": stage.recompute
                 if isinstance(stage.recompute, str)
@@ -230,12 +239,13 @@ def _stage(data: Any, place: str) -> StagePlan:
             place=f"{place}: blocks",
             legal='a list of names, e.g. ["embed", "h.0-11"]',
         )
-    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep", "dp_shard"} != {"dp", "tp"}:
+    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep", *_PARTS} != {"dp", "tp"}:
         raise PlanError(
             f"={shown(mesh)}",
             place=f"{place}: mesh",
             legal='{"dp": n, "tp": n}, and "cp": n where the sequence is split, "ep": n where '
-            'experts are, "dp_shard": n where ZeRO divides among a part of the data axis',
+            'experts are, "dp_shard": n where ZeRO divides among a part of the data axis, "hpz": n '
+            "where ZeRO-3 keeps a secondary shard among n ranks",
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
@@ -251,7 +261,7 @@ def _stage(data: Any, place: str) -> StagePlan:
         cp=_whole(mesh.get("cp", 1), f"{place}: cp"),
         ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
-        dp_shard=_whole(mesh["dp_shard"], f"{place}: dp_shard") if "dp_shard" in mesh else None,
+        **{name: _whole(mesh[name], f"{place}: {name}") for name in _PARTS if name in mesh},
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
     )

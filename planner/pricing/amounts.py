@@ -192,7 +192,9 @@ def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float
     if setting.zero == 0:
         yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
     elif setting.zero == 3:
-        yield "all_gather", 2 * m, float(sums.zero3_gather_s), gathered
+        again = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
+        yield "all_gather", m, float(sums.zero3_gather_s), gathered
+        yield "all_gather", m, float(again), gathered
         yield "reduce_scatter", m, float(sums.zero3_scatter_s), reduced
         yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
     else:

@@ -16,6 +16,7 @@ from meshwright.costmodel.blocks import (
     Sums,
     communicator_bytes,
     course_peaks,
+    secondary_bytes,
 )
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
@@ -136,8 +137,10 @@ def _block(
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
-    """Bytes of weights and optimizer states."""
-    return sum(
+    """Bytes of weights, optimizer states, and of the secondary shards that a backward begins
+    with."""
+    secondary = secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
+    return secondary + sum(
         fixed_bytes(
             p.numel,
             p.shards,

@@ -44,7 +44,7 @@ from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
-MeshKey: TypeAlias = tuple[int, int, int, int, float, int, int]
+MeshKey: TypeAlias = tuple[int, int, int, int, float, int, int, int]
 
 
 class Degrees(Protocol):
@@ -136,6 +136,7 @@ class StageCoster:
         microbatches: int,
         zero: int = 0,
         dp_shard: int = 0,
+        hpz: int = 0,
         spread: int = 1,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
@@ -152,6 +153,7 @@ class StageCoster:
             cp=mesh.cp,
             ep=mesh.ep,
             dp_shard=dp_shard,
+            hpz=hpz,
             spread=spread,
             target=problem.target,
             profile=problem.profile,
@@ -306,6 +308,7 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         microbatches=plan.num_microbatches,
         zero=stage.zero,
         dp_shard=stage.dp_shard or 0,
+        hpz=stage.hpz or 0,
         spread=spread_of(stage),
     )
 
@@ -319,5 +322,6 @@ def mesh_key(setting: Setting) -> MeshKey:
         setting.ep,
         setting.rows,
         setting.dp_shard,
+        setting.secondary,
         setting.spread,
     )

@@ -141,6 +141,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "tp": stage.tp,
             "mesh": mesh_words(stage),
             "dp_shard": stage.dp_shard,
+            "hpz": stage.hpz,
             "zero": stage.zero,
             "recompute": policy_counts(stage.policies),
             "forward_s": float(costs.forward_s),

@@ -43,6 +43,7 @@ class Knobs:
     cut: str | Sequence[int] = "even"
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
     recompute: str = "none"
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +77,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 tp=tp,
                 zero=knobs.zero if dp > 1 else 0,
                 dp_shard=knobs.dp_shard if knobs.zero and dp > 1 else None,
+                hpz=knobs.hpz if knobs.zero == 3 and dp > 1 else None,
                 recompute=recompute,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
             )

@@ -81,6 +81,21 @@ def test_shards_are_scattered_near_and_reduced_far(dp: int, cp: int, shards: int
     assert weights(found, "shard_s") == pytest.approx(numel / shards)
 
 
+@pytest.mark.parametrize(("asked", "near"), [(0, 4), (2, 2), (4, 4)])
+def test_a_secondary_shard_is_gathered_near(asked: int, near: int) -> None:
+    """Two nodes of four: by itself a secondary shard lies in a node, of which no byte leaves it."""
+    on = cluster(4, nodes=2, flops=ENDLESS, bandwidth=1.0, node_bandwidth=1e-3)
+    found = pricer(on, dp=8, zero=3, hpz=asked)
+    numel = net().graph.num_parameters()
+    assert weights(found, "zero3_secondary_s") == pytest.approx(4 * numel * (near - 1) / near)
+    assert weights(found, "zero3_gather_s") > 1000 * weights(found, "zero3_secondary_s")
+
+
+def test_a_secondary_shard_of_one_node_is_the_shard() -> None:
+    found = pricer(cluster(8), dp=8, zero=3)
+    assert weights(found, "zero3_secondary_s") == weights(found, "zero3_gather_s") > 0
+
+
 def test_what_is_not_divided_reduces_among_all() -> None:
     on = cluster(4, nodes=2)
     whole, parts = (weights(pricer(on, dp=8, dp_shard=s), "reduce_s") for s in (0, 4))
@@ -100,6 +115,7 @@ def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
         dataclasses.replace(first.setting, **change)
         for change in (
             {"dp_shard": 4},
+            {"hpz": 2},
             {"dp": 4},
             {"num_microbatches": 3},
             {"dp": 2, "dp_shard": 1},
@@ -112,7 +128,7 @@ def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
 
 
 def changed(other: Setting) -> dict[str, Any]:
-    return {name: getattr(other, name) for name in ("dp", "dp_shard", "num_microbatches")}
+    return {name: getattr(other, name) for name in ("dp", "dp_shard", "hpz", "num_microbatches")}
 
 
 # --- groups --------------------------------------------------------------------------------------

@@ -212,6 +212,20 @@ def test_zero_may_be_given_or_forbidden() -> None:
     assert {s for z, s in space(2, 4, dp_shard=2).zeros(far) if z} == {2}
 
 
+def test_secondary_shards_lie_in_a_node_of_several() -> None:
+    far = Mesh(dp=8, tp=1)
+    assert space(2, 4).secondaries(far, 3, 0) == [0, 4]
+    assert space(2, 4).secondaries(Mesh(dp=4, tp=2), 3, 0) == [0, 2]
+    assert space(2, 4).secondaries(far, 3, 4) == [0]  # ZeRO divides within the node
+    assert space(2, 4).secondaries(far, 2, 0) == [0]
+    assert space(1, 8).secondaries(far, 3, 0) == [0]
+    assert space(2, 4, forbid=["hpz"]).secondaries(far, 3, 0) == [0]
+    assert space(2, 4, hpz=2).secondaries(far, 3, 0) == [2]
+    assert space(2, 4, hpz=2).secondaries(far, 2, 0) == []  # asks for ZeRO-3
+    assert space(2, 4, hpz=8).secondaries(far, 3, 0) == [0]  # as many as it divides among
+    assert space(2, 4, hpz=3).secondaries(far, 3, 0) == []
+
+
 # --- schedules -----------------------------------------------------------------------------------
 
 

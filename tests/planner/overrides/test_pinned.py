@@ -111,8 +111,10 @@ def rebuilt(found: Restrictions) -> Plan:
     stages: list[dict[str, Any]] = []
     for k, (start, stop) in enumerate(zip([0, *found.cuts], found.cuts, strict=False)):
         one = {}
-        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard"):
+        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard", "hpz"):
             (one[name],) = set(getattr(found, name)[start:stop])
+        whole = one["dp_shard"] or one["dp"] * one["cp"]  # as many: no secondary shard
+        one["hpz"] = None if one["hpz"] == whole else one["hpz"]
         blocks = found.blocks[start:stop]
         policies = [policy for policy in found.recompute[start:stop] if policy]
         stages.append({**one, "blocks": blocks, "recompute": recompute_of(blocks, policies)})
@@ -258,6 +260,7 @@ def test_a_policy_that_is_none_cannot_be_pinned() -> None:
         {"tp": 4, "num_microbatches": 2},
         {"pp": 2, "virtual_stages": 2},
         {"dp": 4, "zero": 3, "dp_shard": 2},
+        {"dp": 4, "zero": 3, "hpz": 2},
         {"pp": 2, "tp": {"embed": 1, "head": 2}, "recompute": {"layers.*": "selective"}},
         {"pp": 2, "tp": 1, "zero": {"embed": 0, "head": 1}, "schedule": "gpipe"},
     ],

@@ -202,6 +202,9 @@ BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("no stages", {"stages": ()}, {}, "no stages"),
     ("zero", {}, {"zero": 4}, "stage 0: zero=4; legal: 0, 1, 2, 3"),
     ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1, 2, 3"),
+    ("hpz", {}, {"zero": 3, "hpz": 4, "dp": 4, "tp": 1}, "hpz=4 is no part of the 4.*legal: 2"),
+    ("hpz parts", {}, {"zero": 3, "hpz": 3, "dp": 4, "tp": 1}, "hpz=3 is no part.*or drop hpz"),
+    ("hpz zero", {}, {"zero": 2, "hpz": 2, "dp": 4, "tp": 1}, "hpz=2 with zero=2.*zero=3 and ep"),
     ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, selective, .*full"),
     ("cp", {}, {"cp": 0}, "stage 0: cp=0; legal: an integer from 1"),
     (

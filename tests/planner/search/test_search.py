@@ -335,7 +335,7 @@ def test_candidates_differ_and_the_best_comes_first() -> None:
     shapes = [
         (
             c.plan.schedule,
-            *((s.dp, s.cp, s.tp, s.zero, s.dp_shard, s.policies[0]) for s in c.plan.stages),
+            *((s.dp, s.cp, s.tp, s.zero, s.dp_shard, s.hpz, s.policies[0]) for s in c.plan.stages),
         )
         for c in found.candidates
     ]
