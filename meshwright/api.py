@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.decisions import Request, check_world, one_at_a_time, take_plan
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
-from meshwright.planner.overrides import Overrides
+from meshwright.planner.overrides import Overrides, check_allow
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
@@ -53,6 +53,7 @@ def auto_parallelize(
     executable: bool | None = None,
     expert_imbalance: float = 1.0,
     rows_meet: str = "exact",
+    allow: Collection[str] = (),
     check_replicas: bool = False,
 ) -> ParallelModel:
     """Decide how to train `model` on `cluster`, say why, and (under torchrun) get ready to do it.
@@ -92,7 +93,8 @@ def auto_parallelize(
     ranks are running, for one device, and for CPU processes (gloo), and everything that can be
     planned elsewhere. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the
     busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
-    compute, exchange and keep; 1.0 is balanced.
+    compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
+    and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++).
 
     Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
     running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):
@@ -117,6 +119,7 @@ def auto_parallelize(
         profile=profile,
         rows_meet=rows_meet,
     )
+    problem = replace(problem, allow=check_allow(allow))
     request = Request(
         global_batch_size=global_batch_size,
         overrides=overrides or Overrides(),

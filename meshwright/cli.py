@@ -13,7 +13,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -213,6 +213,7 @@ def _parallelize(
             executable=args.executable,
             expert_imbalance=args.expert_imbalance,
             rows_meet=args.rows_meet,
+            allow=args.allow,
             **more,
         )
     return result, example
@@ -239,7 +240,7 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
         rows_meet=args.rows_meet,
     )
     return Search(
-        problem,
+        replace(problem, allow=tuple(args.allow)),
         args.batch,
         Overrides(),
         executable=planned_to_run(cluster) if args.executable is None else args.executable,

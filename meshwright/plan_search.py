@@ -95,7 +95,7 @@ def _searched(
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
     report = explain_search(result, problem, phases_s)
-    given = restrict(request.overrides, problem.graph)
+    given = restrict(request.overrides, problem.graph, allow=problem.allow)
     unheeded = without_effect(given, result.best.plan, result.best.assignments)
     report = replace(report, notes=(*report.notes, *unheeded))
     return SearchedPlan(

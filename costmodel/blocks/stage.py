@@ -33,6 +33,7 @@ from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import model_states, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)
@@ -229,7 +230,8 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         gradients=states.gradients,
         optimizer=states.optimizer,
         frozen=sums.frozen_bytes,
-        buffers=working_bytes(
+        buffers=buffer_bytes(sums.largest_parameters, setting.quantized)
+        + working_bytes(
             sums.parameters,
             sums.largest_parameters,
             weight_bytes=DTYPE_BYTES[setting.precision],

@@ -8,6 +8,7 @@ from dataclasses import fields as dataclass_fields
 from operator import attrgetter
 
 from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
+from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -26,7 +27,7 @@ class Setting:
     for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
     contiguous, more where other stages lie between them. Under ZeRO-3 `hpz` neighbours keep a
     secondary shard of the weights from the forward to the backward, which gathers from it; 0 for
-    none.
+    none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`).
     """
 
     cluster: Cluster
@@ -41,6 +42,7 @@ class Setting:
     ep: int = 1
     dp_shard: int = 0
     hpz: int = 0
+    quantized: str = "none"
     spread: int = 1
     target: Target = EAGER
     profile: OpProfile | None = None
@@ -77,13 +79,18 @@ class Setting:
         return node if parts else self.shards
 
     @property
+    def hops(self) -> int:
+        """Ranks among which quantised gradients are summed first; 0 where they go in one hop."""
+        return self.hpz if quantizes_gradients(self.quantized) else 0
+
+    @property
     def communicators(self) -> int:
         """Communicators of one rank: the world's, those of its axes, of ZeRO's part of them and of
         a secondary shard, and one to each pipeline neighbour."""
         data = self.dp * self.cp
         parts = bool(self.zero) and 0 < self.dp_shard < data
         neighbours = min(2, self.cluster.num_devices // (data * self.tp) - 1)
-        axes = (data > 1) + 2 * parts + (self.hpz > 0) + (self.tp > 1) + 2 * (self.ep > 1)
+        axes = (data > 1) + 2 * parts + 2 * (self.hpz > 0) + (self.tp > 1) + 2 * (self.ep > 1)
         return 1 + axes + neighbours
 
     def collective_s(self, kind: str, nbytes: float, group: Group, axis: str = DATA_AXIS) -> float:

@@ -20,6 +20,7 @@ class Problem:
     `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/states.py`; `target`
     the software that is priced, `profile` what was measured on this kind of device, if anything.
     `meetings` are operators in which rows of a batch meet, where that keeps it in one micro-batch.
+    `allow` names what may change a training's numbers.
     """
 
     graph: Graph
@@ -30,3 +31,4 @@ class Problem:
     target: Target = EAGER
     profile: OpProfile | None = None
     meetings: tuple[Meeting, ...] = ()
+    allow: tuple[str, ...] = ()

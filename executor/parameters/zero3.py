@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.tensor import Shard
 
 from meshwright.executor.parameters.parameters import StageParameter, local_of
+from meshwright.executor.parameters.quantized import quantize
 from meshwright.executor.ranks import Holders, Place, StageMesh, device_mesh
 from meshwright.planner.plan import Plan, PlanError
 
@@ -79,6 +80,7 @@ def shard_stage(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         _keep_secondary(sharded, place)
+        quantize(sharded, place)
         for name, p in gathered:
             p.leaf = p.sharded = getattr(module, name)  # frees the whole one
             p.stored = local_of(p.sharded.detach())

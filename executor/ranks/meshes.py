@@ -37,14 +37,16 @@ FORWARD, BACKWARD = "forward", "backward"  # directions along an edge
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMesh:
     """The ranks of one stage as a (dp, tp) grid, tp innermost. ZeRO shards over `shards`
-    neighbours, of which `secondary` keep ZeRO-3's weights for the backward (1: none do);
-    `experts` is the expert-parallel degree, `folded` over the tensor axis or not."""
+    neighbours, of which `secondary` keep ZeRO-3's weights for the backward (1: none do), and sends
+    `quantized` what is;     `experts` is the expert-parallel degree, `folded` over the tensor axis
+    or not."""
 
     ranks: tuple[int, ...]
     dp: int
     tp: int
     shards: int
     secondary: int = 1
+    quantized: str = "none"
     experts: int = 1
     folded: bool = False
 
@@ -126,6 +128,7 @@ def stage_meshes(
                 tp=stage.tp,
                 shards=stage.shards,
                 secondary=stage.hpz or 1,
+                quantized=stage.quantized,
                 experts=stage.ep,
                 folded=folded,
             )
@@ -156,8 +159,8 @@ class Place:
     of the token all-to-all. `mesh` is the DeviceMesh of the API's tensors, None where no process
     group exists (one device). `edge_groups` gives the process group of the sends along an edge of
     the stage graph in a direction, `tied_groups` that of all ranks of the stages that hold a tied
-    parameter. `secondary` is the axis of ZeRO-3's secondary shards, None where no stage of the plan
-    has them.
+    parameter. `secondary` is the axis of ZeRO-3's secondary shards, and `far` that of the ranks
+    with the same part of them; None where no stage of the plan has them.
     """
 
     stages: tuple[int, ...]
@@ -174,6 +177,7 @@ class Place:
     exchange: Axis | None = None
     experts: Holders | None = None
     secondary: Axis | None = None
+    far: Axis | None = None
 
     def holders(self, *, experts: bool) -> Holders:
         """The holders of a weight of `experts`, or of any other parameter."""
@@ -249,6 +253,7 @@ def _axes(
     }
     if any(mesh.secondary > 1 for mesh in meshes):
         axes["secondary"] = _axis("secondary", here.line(rank, 1, here.secondary))
+        axes["far"] = _axis("far", here.line(rank, here.secondary, here.shards))
     if any(mesh.experts > 1 for mesh in meshes):
         expert_axes = _expert_axes(here, rank)  # always made, for the other stages' sake
         axes |= expert_axes if here.experts > 1 else {}

@@ -150,6 +150,7 @@ def _stage_plan(
         zero=draft.setup.zero,
         dp_shard=draft.setup.dp_shard or None,
         hpz=draft.setup.hpz or None,
+        quantized=draft.setup.quantized,
         recompute=recompute_of(names, policies),
     )
 

@@ -14,13 +14,15 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
-    and that keep a secondary shard (0: none), and the chain that gives its costs."""
+    and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
+    gives its costs."""
 
     mesh: Mesh
     zero: int
     dp_shard: int
     chain: Chain
     hpz: int = 0
+    quantized: str = "none"
 
     @property
     def setting(self) -> Setting:

@@ -271,22 +271,6 @@ class Space:
         free = None in over.dp_shard
         return [x for x in found if free or x[1] in asked or (ranks in asked and not x[1])]
 
-    def secondaries(self, mesh: Mesh, zero: int, shard: int) -> list[int]:
-        """Ranks among which a stage of this ZeRO may keep a secondary shard of its weights; 0 for
-        none. By itself that is a node of them."""
-        over, ranks = self.restrictions, mesh.dp * mesh.cp
-        asked = {n for n in over.hpz if n}
-        if zero != 3:  # asked for everywhere, it asks for ZeRO-3
-            return [0] if None in over.hpz or ranks == 1 else []
-        shards = shard or ranks
-        found = {0} if None in over.hpz or shards in asked else set()
-        if mesh.ep == 1:
-            found |= {n for n in asked if 1 < n < shards and shards % n == 0}
-            node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
-            if over.secondary_shards and None in over.hpz and 1 < node < shards:
-                found |= {node} if shards % node == 0 else set()
-        return sorted(found)
-
     def undivided(self, mesh: Mesh) -> str | None:
         """A matrix that ZeRO-1 can't divide, neither along a dim that the tensor axis leaves alone
         nor along one that both divide: it would stay whole, and not shrink as priced. None where

@@ -60,7 +60,7 @@ def _value(name: str, stage: StagePlan, policy: str) -> Any:
 
 def _why(name: str, stage: StagePlan, has: Any) -> str:
     ranks = stage.dp * stage.cp
-    if name in ("zero", "dp_shard", "hpz") and ranks == 1:
+    if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
         return "there is one data-parallel rank, so that nothing can be divided"
     if name == "dp_shard" and not stage.zero:
         return "the plan uses no ZeRO"

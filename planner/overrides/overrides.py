@@ -40,9 +40,10 @@ class Overrides:
     stays within one component, `**` crosses dots) to values, blocks without a match being free:
     `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
     among which ZeRO divides, `hpz` those that keep a secondary shard of its weights for the
-    backward (as many as it divides among: none), `recompute` what a block's backward runs again:
-    "none", "selective", "pointwise", "widening", "products", "full" (each keeps less), or
-    "alternate".
+    backward (as many as it divides among: none), `quantized` what it sends in blocks of few bits,
+    where that is allowed ("none", "weights", "gradients", "both"), `recompute` what a block's
+    backward runs again: "none", "selective", "pointwise", "widening", "products", "full" (each
+    keeps less), or "alternate".
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
@@ -65,6 +66,7 @@ class Overrides:
     zero: int | Mapping[str, int] | None = None
     dp_shard: int | Mapping[str, int] | None = None
     hpz: int | Mapping[str, int] | None = None
+    quantized: str | Mapping[str, str] | None = None
     recompute: str | Mapping[str, str] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
@@ -250,6 +252,27 @@ def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
             legal=fitting,
         )
     return left
+
+
+def left_quantized(overrides: Overrides, allow: Collection[str], precision: str) -> tuple[str, ...]:
+    """What ZeRO-3 may send in quantised blocks, where nobody says. Raises `OverrideError` for an
+    override that asks for what is not allowed, or what fp16 can't have."""
+    reasons = {
+        "numbers change with it, and it is not allowed": "quantized" not in allow,
+        "fp16's scaled loss would lose what rounding hides": precision == "fp16",
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    for pattern, value in overrides.items("quantized") if why else ():
+        if value != "none":
+            raise OverrideError(
+                f": {why[0]}",
+                place=f"override {spelled('quantized', pattern, value)}",
+                legal="none",
+                way_out='give allow=["quantized"] (--allow quantized), or drop the override'
+                if "quantized" not in allow
+                else "train in bf16, or drop the override",
+            )
+    return ("none",) if why else tuple(overrides.left("quantized"))
 
 
 def runnable(overrides: Overrides) -> Overrides:

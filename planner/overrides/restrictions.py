@@ -22,6 +22,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
     Overrides,
+    left_quantized,
     left_schedules,
     runnable,
     schedules_with,
@@ -39,10 +40,11 @@ class Restrictions:
     of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `hpz` (those
     that keep a secondary shard) and `recompute`.
 
-    Free blocks take one of `zeros` and `policies`, and divide ZeRO among a part of the data axis
-    only with `partial_shards`, with secondary shards only with `secondary_shards`. `pp` counts
-    device groups, `virtual_stages` the stages on each. Without `unequal_meshes` all stages have one
-    mesh. `cuts` are the block positions at which stages end, where the user gave them.
+    Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
+    the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
+    `pp` counts device groups, `virtual_stages` the stages on each. Without `unequal_meshes` all
+    stages have one mesh. `cuts` are the block positions at which stages end, where the user gave
+    them.
     """
 
     blocks: tuple[str, ...]
@@ -53,11 +55,13 @@ class Restrictions:
     zero: tuple[int | None, ...]
     dp_shard: tuple[int | None, ...]
     hpz: tuple[int | None, ...]
+    quantized: tuple[str | None, ...]
     recompute: tuple[str | None, ...]
     zeros: frozenset[int]
     policies: tuple[str, ...]
     partial_shards: bool
     secondary_shards: bool
+    quantizations: tuple[str, ...]
     schedules: tuple[str, ...]
     placements: tuple[str, ...]
     pp: int | None
@@ -71,7 +75,11 @@ class Restrictions:
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
         where i >= j."""
-        free = {"zero": self.zeros, "recompute": self.policies}.get(name, (value,))
+        free = {
+            "zero": self.zeros,
+            "recompute": self.policies,
+            "quantized": self.quantizations,
+        }.get(name, (value,))
         other = [v != value if v is not None else value not in free for v in getattr(self, name)]
         before = np.concatenate([[0], np.cumsum(other, dtype=np.int64)])
         return np.triu(before[:, None] == before[None, :], 1)
@@ -94,7 +102,13 @@ _Choices = dict[str, list[_Choice | None]]
 
 
 def restrict(
-    overrides: Overrides, graph: Graph, *, executable: bool = False, target: Target = EAGER
+    overrides: Overrides,
+    graph: Graph,
+    *,
+    executable: bool = False,
+    target: Target = EAGER,
+    allow: Collection[str] = (),
+    precision: str = "bf16",
 ) -> Restrictions:
     """The overrides by block of `graph`; what the `target` can't run is left out, and with
     `executable`, what the executor doesn't.
@@ -103,6 +117,7 @@ def restrict(
     contradict each other, and for what is left out.
     """
     wanted = for_target(runnable(overrides) if executable else overrides, target)
+    quantizations = left_quantized(wanted, allow, precision)
     schedules = left_schedules(wanted, tuple(SCHEDULES))
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
@@ -126,6 +141,7 @@ def restrict(
         policies=wanted.left("recompute"),
         partial_shards=partial,
         secondary_shards="hpz" not in wanted.forbid,
+        quantizations=quantizations,
         schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
         pp=pp,

@@ -112,7 +112,9 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
 def _zero(row: Row) -> str:
     """ZeRO's stage, the ranks that it divides among, and those with a secondary shard."""
     within = f" in {row['dp_shard']}" if row["dp_shard"] else ""
-    return f"{row['zero']}{within}" + (f", hpZ {row['hpz']}" if row.get("hpz") else "")
+    sent = row.get("quantized", "none")
+    quantized = f", {sent} quantised" if sent != "none" else ""
+    return f"{row['zero']}{within}" + (f", hpZ {row['hpz']}" if row.get("hpz") else "") + quantized
 
 
 def stages(data: Row) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
@@ -74,6 +75,7 @@ def check_runs(plan: Plan) -> None:
         for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
             ("hpz", stage.hpz, first.hpz),
+            ("quantized", stage.quantized, first.quantized),
             ("ep", stage.ep, first.ep),
         ):
             if value != other:
@@ -192,6 +194,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
     _check_secondary(stage, place)
+    _check_quantized(plan, stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
             f"={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
@@ -257,6 +260,32 @@ def _check_secondary(stage: StagePlan, place: str) -> None:
             place=f"{place}: hpz",
             legal=", ".join(map(str, parts)) or "none",
             way_out="take one of these, or drop hpz",
+        )
+
+
+def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for quantised collectives that are none, or have nothing to send."""
+    if stage.quantized not in QUANTIZED:
+        raise PlanError(
+            f"={stage.quantized!r}", place=f"{place}: quantized", legal=", ".join(QUANTIZED)
+        )
+    if stage.quantized == "none":
+        return
+    if plan.precision == "fp16":
+        raise PlanError(
+            f"={stage.quantized!r} with precision='fp16': its scaled loss looks for the largest "
+            "gradients that are finite, which the blocks' scales would hide and rounding lose",
+            place=f"{place}: quantized",
+            legal="none, or precision bf16 or fp32",
+            way_out="train in bf16, or drop quantized",
+        )
+    if stage.zero != 3 or stage.ep > 1:
+        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
+        raise PlanError(
+            f"={stage.quantized!r} with {asked}: they are the collectives of ZeRO-3",
+            place=f"{place}: quantized",
+            legal="none, or zero=3 and ep=1",
+            way_out="choose zero 3, or drop quantized",
         )
 
 

@@ -45,7 +45,8 @@ class StagePlan:
 
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
     for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
-    neighbours kept of the forward's (ZeRO++); None for none. `recompute` is one policy for all
+    neighbours kept of the forward's (ZeRO++); None for none; `quantized` weights, gradients or both
+    travel in blocks of 8 and 4 bits. `recompute` is one policy for all
     blocks, or policy -> blocks (the others keep everything).
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
@@ -61,6 +62,7 @@ class StagePlan:
     zero: int = 0
     dp_shard: int | None = None
     hpz: int | None = None
+    quantized: str = "none"
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
 
@@ -161,6 +163,7 @@ class Plan:
                 | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {})
                 | ({"hpz": stage.hpz} if stage.hpz else {}),
                 "zero": stage.zero,
+                **({"quantized": stage.quantized} if stage.quantized != "none" else {}),
                 "recompute": stage.recompute
                 if isinstance(stage.recompute, str)
                 else {policy: compress_names(names) for policy, names in stage.recompute.items()},
@@ -231,7 +234,9 @@ def _plan(data: Any, name: str) -> Plan:
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
-    _same_keys(data, {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}, place)
+    written = {"quantized": "none"} | data  # what is left out where it has its default
+    keys = {"blocks", "ranks", "mesh", "zero", "quantized", "recompute", "shardings"}
+    _same_keys(written, keys, place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
@@ -262,6 +267,7 @@ def _stage(data: Any, place: str) -> StagePlan:
         ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
         **{name: _whole(mesh[name], f"{place}: {name}") for name in _PARTS if name in mesh},
+        quantized=_text(written["quantized"], f"{place}: quantized"),
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
     )

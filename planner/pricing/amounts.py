@@ -22,6 +22,7 @@ from meshwright.costmodel.operators import (
     Setting,
     context_exchange,
 )
+from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.rules import takes_batch_statistics
 from meshwright.costmodel.sharding import Assignment, Move, Run, Step, transition
 from meshwright.planner.plan import Plan
@@ -195,7 +196,9 @@ def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float
         again = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
         yield "all_gather", m, float(sums.zero3_gather_s), gathered
         yield "all_gather", m, float(again), gathered
-        yield "reduce_scatter", m, float(sums.zero3_scatter_s), reduced
+        exchanged = quantizes_gradients(setting.quantized)
+        kind = "all_to_all" if exchanged else "reduce_scatter"
+        yield kind, m, float(sums.zero3_scatter_s), reduced
         yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
     else:
         yield "reduce_scatter", m if setting.zero == 2 else 1, float(sums.scatter_s), reduced

@@ -20,6 +20,7 @@ from meshwright.costmodel.blocks import (
 )
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan, crossings
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -185,7 +186,10 @@ def _gathered(
                 numels[p.block] += p.numel
     before = [0.0, *numels[:-2], numels[-1]] if blocks > 1 else numels
     weight_bytes = DTYPE_BYTES[setting.precision]
-    return [weight_bytes * (always + a + b) for a, b in zip(numels, before, strict=True)]
+    return [
+        weight_bytes * (always + a + b) + buffer_bytes(max(a, b), setting.quantized)
+        for a, b in zip(numels, before, strict=True)
+    ]
 
 
 def _reduction(setting: Setting) -> Reduction:

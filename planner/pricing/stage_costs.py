@@ -44,7 +44,7 @@ from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
-MeshKey: TypeAlias = tuple[int, int, int, int, float, int, int, int]
+MeshKey: TypeAlias = tuple[int, int, int, int, float, int, int, str, int, int]
 
 
 class Degrees(Protocol):
@@ -137,6 +137,7 @@ class StageCoster:
         zero: int = 0,
         dp_shard: int = 0,
         hpz: int = 0,
+        quantized: str = "none",
         spread: int = 1,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
@@ -154,6 +155,7 @@ class StageCoster:
             ep=mesh.ep,
             dp_shard=dp_shard,
             hpz=hpz,
+            quantized=quantized,
             spread=spread,
             target=problem.target,
             profile=problem.profile,
@@ -309,6 +311,7 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         zero=stage.zero,
         dp_shard=stage.dp_shard or 0,
         hpz=stage.hpz or 0,
+        quantized=stage.quantized,
         spread=spread_of(stage),
     )
 
@@ -323,5 +326,7 @@ def mesh_key(setting: Setting) -> MeshKey:
         setting.rows,
         setting.dp_shard,
         setting.secondary,
+        setting.quantized,
+        setting.hops,
         setting.spread,
     )

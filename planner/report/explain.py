@@ -142,6 +142,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "mesh": mesh_words(stage),
             "dp_shard": stage.dp_shard,
             "hpz": stage.hpz,
+            "quantized": stage.quantized,
             "zero": stage.zero,
             "recompute": policy_counts(stage.policies),
             "forward_s": float(costs.forward_s),

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Combination, PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
@@ -93,7 +94,8 @@ def why_simpler(plan: Plan, other: Plan, peaks: Sequence[float], memory_bytes: f
 def mesh_of(stage: StagePlan) -> tuple[int, ...]:
     """The degrees of a stage and how ZeRO divides on it."""
     degrees = stage.dp, stage.cp, stage.tp, stage.ep
-    return *degrees, stage.zero, stage.dp_shard or 0, stage.hpz or 0
+    sent = QUANTIZED.index(stage.quantized)
+    return *degrees, stage.zero, stage.dp_shard or 0, stage.hpz or 0, sent
 
 
 def axes_of(meshes: Sequence[Degrees], groups: int) -> int:
@@ -106,12 +108,18 @@ def kind_of_mesh(one: Combination) -> tuple[int, ...]:
     """What sets combinations apart by simplicity."""
     mesh = one.setup.mesh
     axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    parted = (one.setup.dp_shard > 0) + (one.setup.hpz > 0), mesh.spread > 1
+    quantized = one.setup.quantized != "none"
+    parted = (one.setup.dp_shard > 0) + (one.setup.hpz > 0) + quantized, mesh.spread > 1
     return *axes, SCHEDULES[one.schedule].standard, *parted
 
 
 def _parted(stage: StagePlan) -> int:
-    return (stage.dp_shard is not None) + (stage.hpz is not None) + (spread_of(stage) > 1)
+    return (
+        (stage.dp_shard is not None)
+        + (stage.hpz is not None)
+        + (stage.quantized != "none")
+        + (spread_of(stage) > 1)
+    )
 
 
 def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:

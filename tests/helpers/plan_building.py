@@ -44,6 +44,7 @@ class Knobs:
     zero: int = 0
     dp_shard: int | None = None
     hpz: int | None = None
+    quantized: str = "none"
     recompute: str = "none"
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +79,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 zero=knobs.zero if dp > 1 else 0,
                 dp_shard=knobs.dp_shard if knobs.zero and dp > 1 else None,
                 hpz=knobs.hpz if knobs.zero == 3 and dp > 1 else None,
+                quantized=knobs.quantized if knobs.zero == 3 and dp > 1 else "none",
                 recompute=recompute,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from functools import cache
 
 import numpy as np
@@ -25,13 +26,18 @@ def model(layers: int = 5, width: int = 48, length: int | None = 24) -> Traced:
 
 
 def space(
-    nodes: int = 1, node: int = 4, batch: int = 24, of: Traced | None = None, **given: object
+    nodes: int = 1,
+    node: int = 4,
+    batch: int = 24,
+    of: Traced | None = None,
+    allow: Collection[str] = (),
+    **given: object,
 ) -> Space:
     of = of or model()
     return Space(
         problem=problem_of(of, cluster(node, nodes=nodes)),
         global_batch_size=batch,
-        restrictions=restrict(Overrides(**given), of.graph),
+        restrictions=restrict(Overrides(**given), of.graph, allow=allow),
     )
 
 
@@ -210,20 +216,6 @@ def test_zero_may_be_given_or_forbidden() -> None:
     assert {s for _, s in space(2, 4).zeros(far)} == {0, 4}
     assert {s for _, s in space(2, 4, forbid=["dp_shard"]).zeros(far)} == {0}
     assert {s for z, s in space(2, 4, dp_shard=2).zeros(far) if z} == {2}
-
-
-def test_secondary_shards_lie_in_a_node_of_several() -> None:
-    far = Mesh(dp=8, tp=1)
-    assert space(2, 4).secondaries(far, 3, 0) == [0, 4]
-    assert space(2, 4).secondaries(Mesh(dp=4, tp=2), 3, 0) == [0, 2]
-    assert space(2, 4).secondaries(far, 3, 4) == [0]  # ZeRO divides within the node
-    assert space(2, 4).secondaries(far, 2, 0) == [0]
-    assert space(1, 8).secondaries(far, 3, 0) == [0]
-    assert space(2, 4, forbid=["hpz"]).secondaries(far, 3, 0) == [0]
-    assert space(2, 4, hpz=2).secondaries(far, 3, 0) == [2]
-    assert space(2, 4, hpz=2).secondaries(far, 2, 0) == []  # asks for ZeRO-3
-    assert space(2, 4, hpz=8).secondaries(far, 3, 0) == [0]  # as many as it divides among
-    assert space(2, 4, hpz=3).secondaries(far, 3, 0) == []
 
 
 # --- schedules -----------------------------------------------------------------------------------

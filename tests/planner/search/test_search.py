@@ -72,12 +72,13 @@ def searching(
     time_limit_s: float | None = None,
     programs: BlockPrograms | None = None,
     target: Target = EAGER,
+    allow: tuple[str, ...] = (),
     **given: Any,
 ) -> Search:
     of = of or model()
     overrides = Overrides(**given)
     return Search(
-        problem_of(of, on, target=target),
+        problem_of(of, on, target=target, allow=allow),
         batch,
         overrides,
         time_limit_s=time_limit_s,
