@@ -19,7 +19,7 @@ from meshwright.arguments import (
 )
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
-from meshwright.decisions import Request, check_world, one_at_a_time, take_plan
+from meshwright.decisions import Request, check_world, in_tf32, one_at_a_time, take_plan
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
@@ -74,9 +74,9 @@ def auto_parallelize(
 
     `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
     torch.autocast does); None means fp32 on CPUs, else bf16. `tf32` lets fp32 products and
-    convolutions on GPUs round their operands to TF32, in all of this process; prices know nothing
-    of it. `compile` runs the model's blocks through torch.compile, by its default backend or the
-    one named.
+    convolutions on GPUs round their operands to TF32, in all of this process, and prices them so;
+    it is off as torch's own flag is. `compile` runs the model's blocks through torch.compile, by
+    its default backend or the one named.
 
     `plan` (a Plan or a path) skips the search: it is checked and run. `target`, a name of
     `costmodel/targets.py` ("megatron", "fsdp", "torchtitan", ...), says what software is planned
@@ -120,6 +120,7 @@ def auto_parallelize(
         rows_meet=rows_meet,
     )
     problem = replace(problem, allow=check_allow(allow))
+    problem = in_tf32(problem) if tf32 else problem
     request = Request(
         global_batch_size=global_batch_size,
         overrides=overrides or Overrides(),

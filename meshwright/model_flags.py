@@ -64,6 +64,9 @@ def add_prices(parser: argparse.ArgumentParser) -> None:
         "--rows-meet", choices=ROWS_MEET, default="exact", help="where rows of a batch may meet"
     )
     parser.add_argument(
+        "--tf32", action="store_true", help="fp32 products of GPUs round their operands to TF32"
+    )
+    parser.add_argument(
         "--allow",
         action="append",
         choices=ALLOWABLE,
