@@ -70,6 +70,7 @@ def _check(problem: Problem, request: Request) -> None:
         global_batch_size=request.global_batch_size,
         num_blocks=len(problem.graph.blocks),
         executable=bool(request.executable),
+        sequences=problem.factors.sequence is not None,
     )
 
 

@@ -132,7 +132,7 @@ def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
     for d, atoms in enumerate(table.dims[value]):
         if table.batch is not None and table.batch in atoms:
             shape[d] *= setting.rows / pricer.graph.batch_size
-        if not pricer.context.isdisjoint(atoms):
+        if pricer.splits_context(value) and pricer.context_dim(value) == d:
             shape[d] /= setting.cp
     if shape:
         shape[0] *= pricer.crowding(value)

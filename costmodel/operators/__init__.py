@@ -1,6 +1,6 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
-from meshwright.costmodel.operators.communication import context_exchange
+from meshwright.costmodel.operators.context import attention_kind, context_exchange
 from meshwright.costmodel.operators.cost import (
     COST_FIELDS,
     DTYPE_BYTES,
@@ -11,10 +11,14 @@ from meshwright.costmodel.operators.cost import (
 )
 from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
+from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators.products import attention
+from meshwright.costmodel.operators.sizes import LocalSizes
 
 __all__ = [
-    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "Cost", "Fusion", "ModelFlops", "Pricer", "Problem",
-    "Setting", "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops", "total",
+    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "Cost", "Fusion", "LocalSizes", "ModelFlops", "Pricer",
+    "Problem", "Setting", "attention", "attention_kind", "context_exchange", "fuse", "is_per_row",
+    "model_flops", "op_flops", "signature", "total",
 ]  # fmt: skip

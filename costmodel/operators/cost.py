@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
 from meshwright.costmodel.quantized import quantizes_gradients
+from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -20,8 +21,9 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Mesh, rows and precision in which a block runs: `rows` batch rows per device and micro-batch,
-    on a (dp, cp, tp) mesh, tp innermost; cp splits the sequence of every activation. `ep` ranks of
-    that mesh, neighbours, share out the experts, which are whole or replicated on the other axes.
+    on a (dp, cp, tp) mesh, tp innermost; cp splits the sequence of every activation, with attention
+    of the kind `cp_kind`. `ep` ranks of that mesh, neighbours, share out the experts, which are
+    whole or replicated on the other axes.
 
     ZeRO divides among `dp_shard` neighbours on the data axis and replicates across the others; 0
     for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
@@ -39,6 +41,7 @@ class Setting:
     optimizer: str
     zero: int = 0
     cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     ep: int = 1
     dp_shard: int = 0
     hpz: int = 0

@@ -29,6 +29,7 @@ from meshwright.costmodel.sharding import (
     replicated_steps,
 )
 from meshwright.executor.backward import repeated
+from meshwright.executor.context import ContextAttention
 from meshwright.executor.devices import kind_of
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
@@ -77,10 +78,11 @@ class Lowering:
         states = {name: boundary(name, inputs.get(name, R)) for name in block.inputs}
         states |= {name: boundary(name) for name in block.derived}
         states |= {name: parameters[name] for name in block.parameters}
-        states |= {name: (R, buffers[name]) for name in block.buffers}
+        whole = (R,) * len(self.context.outer)
+        states |= {name: (*whole, buffers[name]) for name in block.buffers}
         key = self._key(block, assignment, states)
         if key not in self.classes:
-            steps = moves(layouts, assignment, {name: s for name, (_, s) in states.items()})
+            steps = moves(layouts, assignment, {name: s[-1] for name, s in states.items()})
             written = self._written(steps, states, block.outputs)
             self.classes[key] = self._module(block, written), written
         module, written = self.classes[key]
@@ -96,13 +98,14 @@ class Lowering:
     def _written(
         self, steps: Sequence[Step], states: Mapping[str, State], outputs: Sequence[str]
     ) -> Written:
-        on_data = {name: data for name, (data, _) in states.items()}
-        return Emitter(self.context, steps, on_data).write(outputs)
+        outside = {name: state[:-1] for name, state in states.items()}
+        return Emitter(self.context, steps, outside).write(outputs)
 
     def _module(self, block: Block, written: Written) -> nn.Module:
         """The written graph with its recompute, compiled if it can be."""
         module = repeated(written.module, self._again(block, written))
         opaque = written.exchanges or any(traits_of(op).leaf for op in block.ops)
+        opaque |= any(isinstance(m, ContextAttention) for m in written.module.children())
         if self.backend is None or opaque:  # what a compiler can't look into
             return module
         return CompiledBlock(module, name=block.name, backend=self.backend)
@@ -128,7 +131,8 @@ class Lowering:
         read = dict.fromkeys(n for op in ops for n in op.operands if n not in made)
         arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in made)]))
         known = self.context.totals.union(self.context.graph.inputs)
-        entering = {n: self.context.boundary(n) if n in known else (R, R) for n in arguments}
+        whole = (R,) * len(self.context.axes)
+        entering = {n: self.context.boundary(n) if n in known else whole for n in arguments}
         steps = replicated_steps(ops, arguments, wanted)
         return Lowered(
             module=self._written(steps, entering, wanted).module,
@@ -140,12 +144,15 @@ class Lowering:
         )
 
     def _key(self, block: Block, assignment: Assignment, states: Mapping[str, State]) -> Any:
-        data = self.context.data
+        outer = self.context.outer
         choices = tuple(
-            (assignment.strategies[op.name], data.strategies[op.name]) for op in block.ops
+            (assignment.strategies[op.name], *(layout.strategies[op.name] for layout in outer))
+            for op in block.ops
         )
         results = tuple(
-            (assignment.states[r], data.states[r]) for op in block.ops for r in op.results
+            (assignment.states[r], *(layout.states[r] for layout in outer))
+            for op in block.ops
+            for r in op.results
         )
         own = (
             self.recompute.get(block.name, "none"),

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
-from meshwright.executor.lowering import Waiting, all_gather_flat
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import Waiting, all_gather_flat
 
 IN_FLIGHT = 2  # buckets being gathered, and more where the next block needs them
 

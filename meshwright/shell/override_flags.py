@@ -26,6 +26,7 @@ _WHAT = {
     "recompute": "what the backward computes again",
     "schedule": "pipeline schedule",
     "placement": "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
+    "cp_kind": "how attention runs where cp splits its tokens",
 }
 
 
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def overrides_of(args: argparse.Namespace) -> Overrides:
     """The overrides that the flags give. Raises ValueError."""
     by_block = {name: _merged(name, getattr(args, name)) for name in BY_BLOCK}
-    whole = {name: getattr(args, name) for name in (*COUNTS, "schedule", "placement")}
+    whole = {name: getattr(args, name) for name in (*COUNTS, "schedule", "placement", "cp_kind")}
     return Overrides(
         **by_block,
         **whole,

@@ -146,6 +146,7 @@ def _stage_plan(
         dp=mesh.dp,
         tp=mesh.tp,
         cp=mesh.cp,
+        cp_kind=draft.setup.setting.cp_kind,
         ep=mesh.ep,
         zero=draft.setup.zero,
         dp_shard=draft.setup.dp_shard or None,

@@ -28,9 +28,15 @@ from meshwright.costmodel.blocks import room_bytes
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
-from meshwright.costmodel.sharding import FactorTable
+from meshwright.costmodel.sharding import ULYSSES, ContextKind, FactorTable
 from meshwright.planner.overrides import OverrideError, Restrictions
-from meshwright.planner.plan import divisors, fewest_experts, inseparable, kept_together
+from meshwright.planner.plan import (
+    divisors,
+    fewest_experts,
+    inseparable,
+    kept_together,
+    ulysses_degrees,
+)
 from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
@@ -42,13 +48,15 @@ PIPELINE_INSIDE = "tp,pp,dp"
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Mesh:
     """Devices of one stage: (dp, cp, tp) with tp innermost, `ep` neighbours sharing the experts;
-    `spread` > 1 where so many stages lie between neighbours on the data axis."""
+    `cp_kind` is that of attention over tokens, None for the cheapest; `spread` > 1 where so many
+    stages lie between neighbours on the data axis."""
 
     dp: int
     tp: int
     cp: int = 1
     ep: int = 1
     spread: int = 1
+    cp_kind: ContextKind | None = None
 
     @property
     def devices(self) -> int:
@@ -211,7 +219,10 @@ class Space:
                 if over.microbatch_size not in (None, rows // dp):
                     continue
                 shared = divisors(math.gcd(self.experts, dp * cp))
-                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep) for ep in shared]
+                kind = over.cp_kind if cp > 1 else None
+                if kind == ULYSSES and cp not in ulysses_degrees(self.graph, tp):
+                    continue
+                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
         return [mesh for mesh in found if self.allowed(mesh)]
 
     def _context(self, ranks: int, rows: int) -> list[int]:

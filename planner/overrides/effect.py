@@ -21,6 +21,10 @@ def without_effect(
         for name in BY_BLOCK
         for asked, why, blocks in _unheeded(name, given, plan)
     ]
+    if given.cp_kind and all(stage.cp == 1 for stage in plan.stages):
+        found.append(
+            f"override cp_kind={given.cp_kind!r} has no effect: no stage splits the sequence (cp=1)"
+        )
     position = {block: b for b, block in enumerate(given.blocks)}
     for k, stage in enumerate(plan.stages):
         asked = {given.tp[position[name]] for name in stage.blocks} - {None}

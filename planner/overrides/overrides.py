@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ContextKind
 from meshwright.planner.overrides.values import (
     BY_BLOCK,
     CHOICES,
@@ -47,10 +48,11 @@ class Overrides:
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
-    `schedule`, and `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
-    node). `stages` lists the blocks of each stage. `shardings` maps globs over modules, operators
-    or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`). `forbid`
-    lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
+    `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
+    node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
+    "ulysses". `stages` lists the blocks of each stage. `shardings` maps globs over modules,
+    operators or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
+    `forbid` lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
     tp: int | Mapping[str, int] | None = None
@@ -63,6 +65,7 @@ class Overrides:
     num_microbatches: int | None = None
     schedule: str | None = None
     placement: str | None = None
+    cp_kind: ContextKind | None = None
     zero: int | Mapping[str, int] | None = None
     dp_shard: int | Mapping[str, int] | None = None
     hpz: int | Mapping[str, int] | None = None
@@ -73,7 +76,7 @@ class Overrides:
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name in (*BY_BLOCK, *COUNTS, "schedule", "placement"):
+        for name in (*BY_BLOCK, *COUNTS, "schedule", "placement", "cp_kind"):
             check_value(name, getattr(self, name))
         check_forbid(self.forbid)
         check_stages(self.stages)
@@ -305,14 +308,15 @@ def check_overrides(
     global_batch_size: int,
     num_blocks: int,
     executable: bool = False,
+    sequences: bool = True,
 ) -> None:
     """Check the degrees against cluster, batch and blocks, before anything is searched; raises
     `OverrideError`.
 
     Where `tp`, `cp` and `dp` are one value for all blocks all stages are alike: `tp · cp · dp`
-    divides the devices, `tp · cp · dp · pp` is their number. Stages of other meshes need `pp` times
-    what is given at most. `dp · microbatch_size · num_microbatches` divides the batch, and is the
-    batch where all three are given.
+    divides the devices, `tp · cp · dp · pp` is their number; a free `cp` is 1 without `sequences`
+    to split. Stages of other meshes need `pp` times what is given at most. `dp · microbatch_size ·
+    num_microbatches` divides the batch, and is the batch where all three are given.
     """
     wanted = runnable(overrides) if executable else overrides
     pp, (each, _) = wanted.everywhere("pp"), wanted.virtual()
@@ -328,9 +332,8 @@ def check_overrides(
             place=f"override {_shown(asked, ())}",
             legal=f"1 to {num_blocks} stages",
         )
-    mesh = {name: wanted.everywhere(name) for name in ("tp", "cp", "dp")}
-    if mesh["cp"] == 1:
-        del mesh["cp"]
+    whole = wanted.everywhere("cp") in ((1,) if sequences else (1, None))
+    mesh = {name: wanted.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
     for name in (*mesh, "dp_shard", "hpz"):

@@ -45,6 +45,7 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule,
         placement=placement_of(plan),
+        cp_kind=plan.stages[0].cp_kind if plan.stages[0].cp > 1 else None,
         stages=[compress_names(stage.blocks) for stage in plan.stages],
         shardings=_shardings(plan, graph),
     )

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.overrides.of_target import for_target
@@ -42,9 +43,9 @@ class Restrictions:
 
     Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
-    `pp` counts device groups, `virtual_stages` the stages on each. Without `unequal_meshes` all
-    stages have one mesh. `cuts` are the block positions at which stages end, where the user gave
-    them.
+    `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
+    free. Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
+    stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -64,6 +65,7 @@ class Restrictions:
     quantizations: tuple[str, ...]
     schedules: tuple[str, ...]
     placements: tuple[str, ...]
+    cp_kind: ContextKind | None
     pp: int | None
     virtual_stages: int | None
     microbatch_size: int | None
@@ -144,6 +146,7 @@ def restrict(
         quantizations=quantizations,
         schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
+        cp_kind=wanted.cp_kind,
         pp=pp,
         virtual_stages=each,
         microbatch_size=wanted.microbatch_size,

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import CONTEXT_KINDS
 from meshwright.planner.plan import PLACEMENTS, ZERO
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
@@ -28,6 +29,7 @@ COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {"zero": ZERO, "recompute": RECOMPUTE, "schedule": SCHEDULES.keys(), "placement": PLACEMENTS}
     | {"quantized": QUANTIZED}
+    | {"cp_kind": CONTEXT_KINDS}
 )
 
 

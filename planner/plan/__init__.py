@@ -2,6 +2,7 @@
 
 from meshwright.planner.plan.assignments import Known
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.context_parallel import ulysses_degrees
 from meshwright.planner.plan.expert_parallel import (
     check_experts_run,
     expert_weights,
@@ -53,5 +54,6 @@ __all__ = [
     "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
     "meeting_words", "mesh_words", "placement_of",
     "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
-    "sized", "slower", "spread_of", "stage_of", "stages_of_parameters", "updates_of",
+    "sized", "slower", "spread_of", "stage_of", "stages_of_parameters", "ulysses_degrees",
+    "updates_of",
 ]  # fmt: skip

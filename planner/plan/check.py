@@ -16,6 +16,7 @@ from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.planner.plan.assignments import Known as Known
 from meshwright.planner.plan.assignments import stage_assignments
+from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
@@ -48,7 +49,7 @@ def check_plan(
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
     check_ranks(plan)
-    _check_context(plan, factors)
+    check_context(plan, graph, factors)
     _check_parameters(plan, graph)
     _check_buffers(plan, graph)
     assignments = [
@@ -65,11 +66,10 @@ def check_runs(plan: Plan) -> None:
     values: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
         values += [
-            (f"plan: stage {k}", "cp", stage.cp, RUNS["cp"]),
             *(
                 (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
                 for policy in dict.fromkeys(stage.policies)
-            ),
+            )
         ]
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (
@@ -86,11 +86,11 @@ def check_runs(plan: Plan) -> None:
                     legal=other,
                     way_out="give them one",
                 )
-        if not runs_experts(dp=stage.dp, tp=stage.tp, ep=stage.ep):
+        if not runs_experts(dp=stage.holders, tp=stage.tp, ep=stage.ep):
             raise PlanError(
                 f"={stage.ep} can be priced, but not run yet",
                 place=f"plan: stage {k}: ep",
-                legal=f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}",
+                legal=f"a divisor of dp·cp={stage.holders}, or a multiple of tp={stage.tp}",
             )
     for place, name, value, legal in values:
         if value not in legal:
@@ -287,26 +287,6 @@ def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
             legal="none, or zero=3 and ep=1",
             way_out="choose zero 3, or drop quantized",
         )
-
-
-def _check_context(plan: Plan, factors: FactorTable) -> None:
-    """Raise `PlanError` unless cp divides the model's one sequence dim."""
-    for k, stage in enumerate(plan.stages):
-        if stage.cp == 1:
-            continue
-        if factors.sequence is None:
-            raise PlanError(
-                f"={stage.cp} can't split the model's sequences: {factors.tokens.why}",
-                place=f"plan: stage {k}: cp",
-                legal="1",
-            )
-        length = factors.sizes[factors.sequence]
-        if length % stage.cp:
-            raise PlanError(
-                f"={stage.cp} does not divide sequences of {length}",
-                place=f"plan: stage {k}: cp",
-                legal=_divisors(length),
-            )
 
 
 def _check_whole(value: Any, place: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
+from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -32,7 +33,7 @@ ZERO = (0, 1, 2, 3)
 # which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
-RUNS = {"recompute": RECOMPUTE, "cp": (1,)}
+RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16")
 _PARTS = ("dp_shard", "hpz")  # of the data axis
 
@@ -40,8 +41,9 @@ _PARTS = ("dp_shard", "hpz")  # of the data axis
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage. `ranks` are global, laid out (dp, cp, tp) with tp innermost; cp splits
-    the sequence of every activation, and `ep` neighbours share the experts out. Schedules with
-    several stages per device list the device's ranks in each of them.
+    the sequence of every activation, with attention of a kind (`CONTEXT_KINDS`), and `ep`
+    neighbours share the experts out. Schedules with several stages per device list the device's
+    ranks in each of them.
 
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
     for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
@@ -58,6 +60,7 @@ class StagePlan:
     dp: int
     tp: int
     cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     ep: int = 1
     zero: int = 0
     dp_shard: int | None = None
@@ -67,9 +70,14 @@ class StagePlan:
     shardings: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def holders(self) -> int:
+        """Ranks that hold the same parameters: of other rows, or of other tokens."""
+        return self.dp * self.cp
+
+    @property
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
-        return self.dp_shard or self.dp * self.cp
+        return self.dp_shard or self.holders
 
     @property
     def secondary(self) -> int | None:
@@ -158,7 +166,7 @@ class Plan:
                 "blocks": compress_names(stage.blocks),
                 "ranks": compress_ranks(stage.ranks),
                 "mesh": {"dp": stage.dp, "tp": stage.tp}
-                | ({"cp": stage.cp} if stage.cp > 1 else {})
+                | ({"cp": stage.cp, "cp_kind": stage.cp_kind} if stage.cp > 1 else {})
                 | ({"ep": stage.ep} if stage.ep > 1 else {})
                 | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {})
                 | ({"hpz": stage.hpz} if stage.hpz else {}),
@@ -244,13 +252,14 @@ def _stage(data: Any, place: str) -> StagePlan:
             place=f"{place}: blocks",
             legal='a list of names, e.g. ["embed", "h.0-11"]',
         )
-    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep", *_PARTS} != {"dp", "tp"}:
+    optional = {"cp", "cp_kind", "ep", *_PARTS}
+    if not isinstance(mesh, dict) or set(mesh) - optional != {"dp", "tp"}:
         raise PlanError(
             f"={shown(mesh)}",
             place=f"{place}: mesh",
-            legal='{"dp": n, "tp": n}, and "cp": n where the sequence is split, "ep": n where '
-            'experts are, "dp_shard": n where ZeRO divides among a part of the data axis, "hpz": n '
-            "where ZeRO-3 keeps a secondary shard among n ranks",
+            legal='{"dp": n, "tp": n}, and "cp": n and "cp_kind" where the sequence is split, '
+            '"ep": n where experts are, "dp_shard": n where ZeRO divides among a part of the data '
+            'axis, "hpz": n where ZeRO-3 keeps a secondary shard among n ranks',
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
@@ -264,6 +273,7 @@ def _stage(data: Any, place: str) -> StagePlan:
         dp=_whole(mesh["dp"], f"{place}: dp"),
         tp=_whole(mesh["tp"], f"{place}: tp"),
         cp=_whole(mesh.get("cp", 1), f"{place}: cp"),
+        cp_kind=_kind(mesh.get("cp_kind", ALL_GATHER), f"{place}: cp_kind"),
         ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
         **{name: _whole(mesh[name], f"{place}: {name}") for name in _PARTS if name in mesh},
@@ -293,6 +303,13 @@ def _whole(value: Any, place: str, least: int = 1) -> int:
         legal = f"an integer from {least} to {MAX_ROWS}"
         raise PlanError(f"={shown(value)}", place=place, legal=legal)
     return value
+
+
+def _kind(value: Any, place: str) -> ContextKind:
+    for kind in CONTEXT_KINDS:
+        if kind == value:
+            return kind
+    raise PlanError(f"={shown(value)}", place=place, legal=CONTEXT_KINDS)
 
 
 def _text(value: Any, place: str) -> str:

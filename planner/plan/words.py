@@ -80,9 +80,11 @@ def describe(plan: Plan) -> str:
 
 
 def mesh_words(stage: StagePlan) -> str:
-    """dp4×tp2; cp and ep where they are used."""
-    degrees = [("dp", stage.dp), ("cp", stage.cp), ("ep", stage.ep), ("tp", stage.tp)]
-    return "×".join(f"{name}{n}" for name, n in degrees if n > 1 or name in ("dp", "tp"))
+    """dp4×tp2; dp2×cp4(ring)×tp2, and ep where it is used."""
+    words = [f"dp{stage.dp}", f"ep{stage.ep}" if stage.ep > 1 else "", f"tp{stage.tp}"]
+    if stage.cp > 1:
+        words.insert(1, f"cp{stage.cp}({stage.cp_kind})")
+    return "×".join(filter(None, words))
 
 
 def _zero_words(plan: Plan) -> str:

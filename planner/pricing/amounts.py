@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from meshwright.costmodel.blocks import Recompute, StageCosts, Sums
@@ -20,16 +21,33 @@ from meshwright.costmodel.operators import (
     Cost,
     Pricer,
     Setting,
+    attention_kind,
     context_exchange,
 )
 from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.rules import takes_batch_statistics
-from meshwright.costmodel.sharding import Assignment, Move, Run, Step, transition
+from meshwright.costmodel.sharding import (
+    ALL_GATHER,
+    RING,
+    ULYSSES,
+    Assignment,
+    ContextKind,
+    Move,
+    Run,
+    Step,
+    transition,
+)
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
 AxisAndKind = tuple[Axis, str]  # axis and collective
+# of attention over the context axis, forward and backward
+_OF_CONTEXT: Mapping[ContextKind, tuple[AxisAndKind, AxisAndKind]] = MappingProxyType({
+    ALL_GATHER: (("context", "all_gather"), ("context", "reduce_scatter")),
+    RING: (("context", "send"),) * 2,
+    ULYSSES: (("context", "all_to_all"),) * 2,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +143,12 @@ def _inside(pricer: Pricer, step: Run) -> list[list[tuple[AxisAndKind, Amount]]]
     op, strategy = step.op, step.strategy
     cost = pricer.op_cost(op, strategy)
     exchanges = cost.forward_exchange_s, cost.backward_exchange_s
-    whole = context_exchange(pricer, op, strategy, 0.0)
+    whole = context_exchange(pricer, op, strategy, 0.0, 0.0)
     kinds: tuple[AxisAndKind, AxisAndKind] = (("tensor", "all_reduce"),) * 2
     if any(whole):
-        halo = op.name in pricer.table.tokens.halos
-        kinds = ("context", "send" if halo else "all_gather"), (
-            "context", "send" if halo else "reduce_scatter",
-        )  # fmt: skip
+        kinds = _OF_CONTEXT[attention_kind(pricer, op) or ALL_GATHER]  # or a shift by a token
+    elif pricer.context is not None and op.key in pricer.context.gathered:
+        kinds = (("context", "all_gather"),) * 2
     elif takes_batch_statistics(op):
         kinds = (("data", "all_reduce"),) * 2
     elif pricer.setting.dp > 1 and pricer.gathers_batch(op):

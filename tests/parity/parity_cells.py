@@ -3,13 +3,13 @@
     gpt2_tied  pp2xdp2  zb_h1 m4 zero1 full bf16 sequence front spread
 
 A line is a case of the zoo, the meshes of the pipeline's device groups (`pp2xdp2xtp2`, or one by
-one: `1|dp3`, `dp2xtp2|tp2`), then words in any order: a schedule; `m4` micro-batches; `v3` stages
-on each device group; `zero1`; `shard2`, the ranks among which ZeRO divides; `hpz2`, those with a
-secondary shard; `quantized`, both of what it may be; a recompute policy, or `mixed` by block; a
-precision; shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence",
-the case's own with the activations between layers split along the sequence); where the pipeline is
-cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
-global batch.
+one: `1|dp3`, `dp2xtp2|tp2`; `cp2` is of all groups), then words in any order: a schedule; `m4`
+micro-batches; `v3` stages on each device group; `zero1`; `shard2`, the ranks among which ZeRO
+divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; a recompute
+policy, or `mixed` by block; a precision; a kind of context parallelism; shardings ("megatron", the
+case's own, where nothing is said; "bare", none; "sequence", the case's own with the activations
+between layers split along the sequence); where the pipeline is cut; `spread`, the placement that
+puts a pipeline's neighbours next to each other; `rows12`, the global batch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import cache
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.plan import PRECISIONS, Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
@@ -45,6 +46,8 @@ class Cell:
     schedule: str = "1f1b"
     microbatches: int = 4
     virtual: int = 1
+    cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     zero: int = 0
     dp_shard: int | None = None
     hpz: int | None = None
@@ -64,6 +67,7 @@ class Cell:
         known = {
             **dict.fromkeys(SCHEDULES, "schedule"), **dict.fromkeys(PRECISIONS, "precision"),
             **dict.fromkeys((*RECOMPUTE, "mixed"), "recompute"), **dict.fromkeys(CUTS, "cut"),
+            **dict.fromkeys(CONTEXT_KINDS, "cp_kind"),
             **dict.fromkeys(("bare", "megatron", "sequence"), "shardings"),
         }  # fmt: skip
         found: dict[str, str | int] = {}
@@ -82,7 +86,9 @@ class Cell:
                     f"cell {line!r}: {word!r}; legal: {', '.join(known)}, spread, or a number "
                     f"after {', '.join(_COUNTS)}"
                 )
-        cell = Cell(case=case, meshes=_meshes(meshes), name="-".join(line.split()))
+        cp = re.search(r"cp(\d+)", meshes)
+        name = "-".join(line.split())
+        cell = Cell(case=case, meshes=_meshes(meshes), cp=int(cp[1]) if cp else 1, name=name)
         if SCHEDULES[str(found.get("schedule", "1f1b"))].stages_per_device == 2:
             found["virtual"] = 2
         return replace(cell, **found)  # type: ignore[arg-type]
@@ -90,7 +96,7 @@ class Cell:
     @property
     def world(self) -> int:
         """Ranks it runs on."""
-        return sum(dp * tp for dp, tp in self.meshes)
+        return sum(dp * tp for dp, tp in self.meshes) * self.cp
 
     @property
     def alone(self) -> Cell:
@@ -110,7 +116,7 @@ def _meshes(text: str) -> Meshes:
     """`pp2xdp2` -> ((2, 1), (2, 1)); `1|dp3` -> ((1, 1), (3, 1))."""
     found: list[tuple[int, int]] = []
     for group in text.split("|"):
-        axes = {axis: int(n) for axis, n in re.findall(r"(pp|dp|tp)(\d+)", group)}
+        axes = {axis: int(n) for axis, n in re.findall(r"(pp|dp|tp|cp)(\d+)", group)}
         if not axes and group != "1":
             raise ValueError(f"meshes {text!r}: {group!r}; legal: 1, or axes like dp2xtp2")
         found += [(axes.get("dp", 1), axes.get("tp", 1))] * axes.get("pp", 1)
@@ -134,6 +140,8 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             num_microbatches=cell.microbatches,
             schedule=cell.schedule,
             virtual=cell.virtual,
+            cp=cell.cp,
+            cp_kind=cell.cp_kind,
             placement=cell.placement,
             cut=cell.cut,
             zero=cell.zero,

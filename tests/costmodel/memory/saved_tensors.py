@@ -30,7 +30,7 @@ from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.executor.backward.repeated import _Pass
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.lower import Lowered, Lowering
-from meshwright.executor.lowering.reshard import Axis, local_part
+from meshwright.executor.resharding.reshard import Axis, local_part
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.planner.batch import input_leaves

@@ -23,10 +23,11 @@ from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.executor import devices, stand_in
 from meshwright.executor.checkpoint import checkpoint, handover
 from meshwright.executor.files.chunks import LocalChunks
-from meshwright.executor.lowering import backend_of, reshard
+from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import weight_gather
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Event, Kind, Recorder, Rehearsal, rehearse
+from meshwright.executor.resharding import reshard
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.runtime.timeline import Stopwatch
 from meshwright.executor.stages import CheckedPlan, Phase
@@ -43,8 +44,7 @@ rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
 
 GPU, CPU = "nccl", "gloo"
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-PIPELINE = "mlp pp2xdp2 1f1b m4 zero1"
-SHARDED = "mlp dp2 1f1b m2 zero3"
+PIPELINE, SHARDED = "mlp pp2xdp2 1f1b m4 zero1", "mlp dp2 1f1b m2 zero3"
 DROPOUT = "gpt2_dropout 1 1f1b m2"
 
 

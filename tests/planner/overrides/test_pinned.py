@@ -14,6 +14,7 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.overrides.overrides import Overrides, check_overrides
@@ -54,7 +55,8 @@ def plans(draw: st.DrawFn) -> Plan:
     groups = draw(st.integers(1, 5 // each))
     ends = sorted(draw(st.permutations(range(1, 5)))[: groups * each - 1])
     placement = draw(st.sampled_from(PLACEMENTS))
-    mesh = st.tuples(*[st.sampled_from((1, 2))] * 2, st.sampled_from((1, 3)))
+    tokens, kind = draw(st.sampled_from((1, 3))), draw(st.sampled_from(CONTEXT_KINDS))
+    mesh = st.tuples(*[st.sampled_from((1, 2))] * 2, st.just(tokens))
     equal = draw(st.booleans()) or placement != PLACEMENTS[0]
     meshes = [draw(mesh)] * groups if equal else [draw(mesh) for _ in range(groups)]
     owner = {
@@ -77,6 +79,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 dp=dp,
                 tp=tp,
                 cp=cp,
+                cp_kind=kind if cp > 1 else ALL_GATHER,
                 zero=zero,
                 dp_shard=shards if zero else None,
                 ranks=placed(placement, [t * d * c for t, d, c in meshes], tp * cp, owner[k]),
@@ -127,7 +130,11 @@ def rebuilt(found: Restrictions) -> Plan:
         schedule=schedule,
         num_microbatches=found.num_microbatches,
         stages=tuple(
-            StagePlan(**s, ranks=placed(placement, sizes, s["tp"] * s["cp"], owner[k]))
+            StagePlan(
+                **s,
+                cp_kind=found.cp_kind or ALL_GATHER,
+                ranks=placed(placement, sizes, s["tp"] * s["cp"], owner[k]),
+            )
             for k, s in enumerate(stages)
         ),
     )

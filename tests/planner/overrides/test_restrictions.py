@@ -246,13 +246,12 @@ def test_what_runs_is_what_is_left_for_the_executor() -> None:
     found = restrict(Overrides(), layers(), executable=True)
     assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
     assert found.schedules == tuple(SCHEDULES)
-    assert found.cp == (1,) * 8 and found.tp == found.ep == (None,) * 8
+    assert found.cp == found.tp == found.ep == (None,) * 8
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"cp": 2}, "cp=2 can be planned, but not run yet; legal: 1"),
         ({"forbid": tuple(SCHEDULES)}, "leaves no schedule; legal: gpipe, 1f1b"),
         (
             {"pp": 2, "virtual_stages": 1, "stages": [[n] for n in (*LAYERS, "head")]},

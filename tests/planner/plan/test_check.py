@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS, ContextKind
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
@@ -303,24 +304,18 @@ def test_a_model_without_experts_has_none_to_share_out() -> None:
         check_plan(with_stage(plan_for(graph), ep=2), graph, table)
 
 
-# --- what can be priced but not run --------------------------------------------------------------
+# --- context parallelism -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [({"cp": 2, "tp": 1}, "cp=2 can be priced, but not run yet; legal: 1")],
-    ids=str,
-)
-def test_a_legal_plan_that_cannot_run_yet_is_refused_in_time(
-    changes: dict[str, Any], says: str
-) -> None:
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
+def test_a_sequence_may_be_split(kind: ContextKind) -> None:
     graph, table = model()
-    good = plan_for(graph)
-    check_runs(good)
-    plan = with_stage(good, **changes)
+    plan = with_stage(plan_for(graph), cp=2, cp_kind=kind, tp=1)
     check_plan(plan, graph, table)
-    with pytest.raises(PlanError, match=f"plan: stage 0: {says}"):
-        check_runs(plan)
+    check_runs(plan)
+
+
+# --- what can be priced but not run --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
