@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decisions import Decision, Request, planned_to_run
+from meshwright.decisions import Decision, Request, in_tf32, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
@@ -54,9 +54,10 @@ def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan
     will run there. Raises `OverrideError` and `InfeasibleError`."""
     profile = problem.profile
     if profile is not None:
-        run = RunKind(precision=problem.precision, target=problem.target.name)
+        run = RunKind(precision=problem.products, target=problem.target.name)
         profile = load_profile(cluster, run=run)
-    there = replace(problem, cluster=cluster, profile=profile)
+    there = replace(problem, cluster=cluster, profile=profile, tf32=False)
+    there = in_tf32(there) if request.tf32 else there
     asked = replace(request, executable=True)
     _check(there, asked)
     return launch.agree_on(lambda: _searched(there, asked, {}, None).plan)
@@ -96,7 +97,7 @@ def _searched(
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
     report = explain_search(result, problem, phases_s)
-    given = restrict(request.overrides, problem.graph)
+    given = restrict(request.overrides, problem.graph, allow=problem.allow)
     unheeded = without_effect(given, result.best.plan, result.best.assignments)
     report = replace(report, notes=(*report.notes, *unheeded))
     return SearchedPlan(

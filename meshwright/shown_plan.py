@@ -22,7 +22,9 @@ def plan_text(plan: Plan) -> str:
         lines.append(
             f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
             f"{compress_ranks(stage.ranks)}, {mesh_words(stage)}, ZeRO-{stage.zero}"
-            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}, "
+            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}"
+            f"{f' with secondary shards among {stage.hpz}' if stage.hpz else ''}"
+            f"{f', quantised {stage.quantized}' if stage.quantized != 'none' else ''}, "
             f"recompute {policy_counts(stage.policies)}"
         )
         lines += [f"    {name}: {text}" for name, text in stage.shardings.items()]

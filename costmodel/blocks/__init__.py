@@ -27,6 +27,7 @@ from meshwright.costmodel.blocks.stage import (
     held_bytes,
     of_one,
     of_policy,
+    secondary_bytes,
     stage_costs,
 )
 from meshwright.costmodel.blocks.sums import (
@@ -43,6 +44,6 @@ __all__ = [
     "PassNeeds", "PassPrice", "Peak", "Recompute", "Repeated", "StageBytes", "StageCosts", "Sums",
     "block_sums", "combined", "communicator_bytes", "course_peaks", "fits", "held_bytes", "of_one",
     "of_policy", "parameter_sums", "peak_bytes", "price_block", "price_pass", "recomputable",
-    "repeated_by_policy", "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes",
-    "stage_costs",
+    "repeated_by_policy", "repeated_ops", "room_bytes", "secondary_bytes", "shortfall_bytes",
+    "stage_bytes", "stage_costs",
 ]  # fmt: skip

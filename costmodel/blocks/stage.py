@@ -12,7 +12,8 @@ CPU), it does one after the other. Both last as long as on the slowest node of t
     beside(compute, c) = max(compute + slowdown · min(compute, c), c)
 
 in all: it takes part of the compute units and of the memory bandwidth while it lasts. Hidden so, as
-far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes, gradient
+far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes (the
+backward's from a secondary shard in the node, where one is kept), gradient
 reduction behind the backward (the last one of a step, where gradients are reduced once), and
 ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
@@ -32,6 +33,7 @@ from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import model_states, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)
@@ -140,7 +142,8 @@ def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Sett
     to_backward: Floats = np.zeros(())
     if setting.zero == 3:
         gather, replicate = sums.zero3_gather_s, sums.zero3_replicate_s
-        moved, copied = gather + sums.zero3_scatter_s, _copy_s(sums, setting)
+        again = sums.zero3_secondary_s if setting.hpz else gather
+        moved, copied = again + sums.zero3_scatter_s, _copy_s(sums, setting)
         to_forward = added(forward, gather, parameters) + copied
         to_backward = added(backward, moved, parameters) + copied
         reduce = replicated(backward, moved, replicate, parameters)
@@ -187,6 +190,11 @@ def communicator_bytes(setting: Setting) -> int:
     return more * setting.cluster.device.communicator_bytes
 
 
+def secondary_bytes(setting: Setting) -> float:
+    """Bytes of secondary shards for each parameter, in the precision that is gathered."""
+    return DTYPE_BYTES[setting.precision] / setting.hpz if setting.hpz else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes(Generic[A]):
     """Bytes that a stage holds on one rank, by what they are: states of the model (`frozen`:
@@ -216,12 +224,14 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         optimizer=setting.optimizer,
         target=target,
     )
+    kept = sums.parameters * secondary_bytes(setting)
     return HeldBytes(
-        weights=states.weights,
+        weights=states.weights + kept,
         gradients=states.gradients,
         optimizer=states.optimizer,
         frozen=sums.frozen_bytes,
-        buffers=working_bytes(
+        buffers=buffer_bytes(sums.largest_parameters, setting.quantized)
+        + working_bytes(
             sums.parameters,
             sums.largest_parameters,
             weight_bytes=DTYPE_BYTES[setting.precision],

@@ -8,6 +8,7 @@ from dataclasses import fields as dataclass_fields
 from operator import attrgetter
 
 from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
+from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
@@ -26,7 +27,9 @@ class Setting:
 
     ZeRO divides among `dp_shard` neighbours on the data axis and replicates across the others; 0
     for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
-    contiguous, more where other stages lie between them.
+    contiguous, more where other stages lie between them. Under ZeRO-3 `hpz` neighbours keep a
+    secondary shard of the weights from the forward to the backward, which gathers from it; 0 for
+    none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`).
     """
 
     cluster: Cluster
@@ -41,6 +44,8 @@ class Setting:
     cp_kind: ContextKind = ALL_GATHER
     ep: int = 1
     dp_shard: int = 0
+    hpz: int = 0
+    quantized: str = "none"
     spread: int = 1
     target: Target = EAGER
     profile: OpProfile | None = None
@@ -62,13 +67,33 @@ class Setting:
         )
 
     @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides."""
+        return self.dp_shard or self.dp * self.cp
+
+    @property
+    def secondary(self) -> int:
+        """Ranks that a secondary shard is divided among, or would be: those of a node. `shards`
+        where that is no part of them."""
+        if self.hpz:
+            return self.hpz
+        node = self.cluster.devices_per_node // (self.tp * self.spread)
+        parts = 1 < node < self.shards and self.shards % node == 0 and self.ep == 1
+        return node if parts else self.shards
+
+    @property
+    def hops(self) -> int:
+        """Ranks among which quantised gradients are summed first; 0 where they go in one hop."""
+        return self.hpz if quantizes_gradients(self.quantized) else 0
+
+    @property
     def communicators(self) -> int:
-        """Communicators of one rank: the world's, those of its axes and of ZeRO's part of them, and
-        one to each pipeline neighbour."""
+        """Communicators of one rank: the world's, those of its axes, of ZeRO's part of them and of
+        a secondary shard, and one to each pipeline neighbour."""
         data = self.dp * self.cp
         parts = bool(self.zero) and 0 < self.dp_shard < data
         neighbours = min(2, self.cluster.num_devices // (data * self.tp) - 1)
-        axes = (data > 1) + 2 * parts + (self.tp > 1) + 2 * (self.ep > 1)
+        axes = (data > 1) + 2 * parts + 2 * (self.hpz > 0) + (self.tp > 1) + 2 * (self.ep > 1)
         return 1 + axes + neighbours
 
     def collective_s(self, kind: str, nbytes: float, group: Group, axis: str = DATA_AXIS) -> float:
@@ -97,9 +122,9 @@ class Cost:
     them; `measured_s` and `interpolated_s` are the seconds of both that rest on measurement. Once
     per step: `reduce_s` (all-reduce of gradients), `scatter_s` and `gather_s` (reduce-scatter of
     gradients and all-gather of weights, for ZeRO-1 and 2), `replicate_s` (all-reduce of the
-    scattered gradients among the replicas of a shard), `zero3_*_s` (each of these three by
-    ZeRO-3), `optimizer_s`, of which `shard_s` is left where ZeRO divides it among the ranks that
-    hold the same parameters.
+    scattered gradients among the replicas of a shard), `zero3_*_s` (each of these three by ZeRO-3,
+    and its all-gather of weights from secondary shards), `optimizer_s`, of which `shard_s` is left
+    where ZeRO divides it among the ranks that hold the same parameters.
     """
 
     forward_s: float = 0.0
@@ -119,6 +144,7 @@ class Cost:
     replicate_s: float = 0.0
     zero3_scatter_s: float = 0.0
     zero3_gather_s: float = 0.0
+    zero3_secondary_s: float = 0.0
     zero3_replicate_s: float = 0.0
     optimizer_s: float = 0.0
     shard_s: float = 0.0

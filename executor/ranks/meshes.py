@@ -39,13 +39,16 @@ FORWARD, BACKWARD = "forward", "backward"  # directions along an edge
 class StageMesh:
     """The ranks of one stage as a (dp, tp) grid, tp innermost: `dp` counts the ranks that hold the
     same parameters, `cp` neighbours of which share out the tokens of the same rows. ZeRO shards
-    over `shards` neighbours; `experts` is the expert-parallel degree, `folded` over the tensor axis
-    or not."""
+    over `shards` neighbours, of which `secondary` keep ZeRO-3's weights for the backward (1: none
+    do), and sends `quantized` what is; `experts` is the expert-parallel degree, `folded` over the
+    tensor axis or not."""
 
     ranks: tuple[int, ...]
     dp: int
     tp: int
     shards: int
+    secondary: int = 1
+    quantized: str = "none"
     experts: int = 1
     folded: bool = False
     cp: int = 1
@@ -136,6 +139,8 @@ def stage_meshes(
                 dp=stage.holders,
                 tp=stage.tp,
                 shards=stage.shards,
+                secondary=stage.hpz or 1,
+                quantized=stage.quantized,
                 experts=stage.ep,
                 folded=folded,
                 cp=stage.cp,
@@ -170,7 +175,8 @@ class Place:
     of the token all-to-all. `mesh` is the DeviceMesh of the API's tensors, None where no process
     group exists (one device). `edge_groups` gives the process group of the sends along an edge of
     the stage graph in a direction, `tied_groups` that of all ranks of the stages that hold a tied
-    parameter.
+    parameter. `secondary` is the axis of ZeRO-3's secondary shards, and `far` that of the ranks
+    with the same part of them; None where no stage of the plan has them.
     """
 
     stages: tuple[int, ...]
@@ -188,6 +194,8 @@ class Place:
     context: Axis | None = None
     exchange: Axis | None = None
     experts: Holders | None = None
+    secondary: Axis | None = None
+    far: Axis | None = None
 
     @property
     def outer(self) -> tuple[Axis, ...]:
@@ -267,6 +275,9 @@ def _axes(
         "replicate": _axis("replicate", here.line(rank, here.shards, here.dp)),
         "tensor": _axis("tensor", (here.row(d), t)),
     }
+    if any(mesh.secondary > 1 for mesh in meshes):
+        axes["secondary"] = _axis("secondary", here.line(rank, 1, here.secondary))
+        axes["far"] = _axis("far", here.line(rank, here.secondary, here.shards))
     axes["rows"] = axes["data"]
     if any(mesh.cp > 1 for mesh in meshes):
         axes["rows"] = _axis("rows", here.line(rank, here.cp, here.dp))

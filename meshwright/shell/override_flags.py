@@ -21,6 +21,8 @@ _WHAT = {
     "num_microbatches": "micro-batches per step",
     "zero": "ZeRO stage",
     "dp_shard": "ranks among which ZeRO divides",
+    "hpz": "ranks that keep a secondary shard of ZeRO-3's weights for the backward",
+    "quantized": "what ZeRO-3 sends in blocks of few bits; needs --allow quantized",
     "recompute": "what the backward computes again",
     "schedule": "pipeline schedule",
     "placement": "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",

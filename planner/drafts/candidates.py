@@ -150,6 +150,8 @@ def _stage_plan(
         ep=mesh.ep,
         zero=draft.setup.zero,
         dp_shard=draft.setup.dp_shard or None,
+        hpz=draft.setup.hpz or None,
+        quantized=draft.setup.quantized,
         recompute=recompute_of(names, policies),
     )
 

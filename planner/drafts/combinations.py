@@ -14,16 +14,19 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
-    and the chain that gives its costs."""
+    and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
+    gives its costs."""
 
     mesh: Mesh
     zero: int
     dp_shard: int
     chain: Chain
+    hpz: int = 0
+    quantized: str = "none"
 
     @property
     def setting(self) -> Setting:
-        return replace(self.chain.setting, zero=self.zero)
+        return replace(self.chain.setting, zero=self.zero, hpz=self.hpz)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,14 @@ class Drafter:
         self.overrides = overrides
         self.executable = executable
         self.memory_margin = memory_margin
-        self.restrictions = restrict(overrides, graph, executable=executable, target=problem.target)
+        self.restrictions = restrict(
+            overrides,
+            graph,
+            executable=executable,
+            target=problem.target,
+            allow=problem.allow,
+            precision=problem.precision,
+        )
         forced, entries = self.restrictions.shardings, {}
         if forced:
             entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")

@@ -23,6 +23,7 @@ from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, p
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
+from meshwright.planner.drafts.transports import Transport, transports
 from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
 
@@ -44,7 +45,9 @@ class EqualStages:
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
+    _levels: dict[tuple[Chain, int, int, tuple[str, ...]], RecomputeLevels] = field(
+        default_factory=dict
+    )
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
 
     def __post_init__(self) -> None:
@@ -63,25 +66,25 @@ class EqualStages:
 
     def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
         """A mesh in every mode that may pay, with every ZeRO stage it may have."""
-        by_shard: dict[int, list[int]] = {}
-        for zero, shard in self.space.zeros(mesh):
-            by_shard.setdefault(shard, []).append(zero)
-        for shard, zeros in by_shard.items():
+        for transport, zeros in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
-                chain = self.chain(mesh, m, shard, mode)
+                chain = self.chain(mesh, m, transport, mode)
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
-                yield from (
-                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, chain=chain) for z in zeros
-                )
+                shard, _, quantized = transport
+                given: dict[str, Any] = {"dp_shard": shard, "quantized": quantized, "chain": chain}
+                yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 
-    def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
+    def _setting(self, mesh: Mesh, m: int, transport: Transport = (0, 0, "none")) -> Setting:
+        shard, hpz, quantized = transport
         return self.programs.coster.setting(
             mesh,
             microbatches=m,
             dp_shard=shard,
+            hpz=hpz,
+            quantized=quantized,
             rows=self.space.global_batch_size / m / mesh.dp,
             spread=mesh.spread,
         )
@@ -90,9 +93,9 @@ class EqualStages:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
         return self.programs.least_of_blocks(self._setting(mesh, m))
 
-    def chain(self, mesh: Mesh, m: int, shard: int, mode: str) -> Chain:
+    def chain(self, mesh: Mesh, m: int, transport: Transport, mode: str) -> Chain:
         """All stages on a mesh."""
-        setting = self._setting(mesh, m, shard)
+        setting = self._setting(mesh, m, transport)
         return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
@@ -233,7 +236,7 @@ class EqualStages:
     def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
-        key = setup.chain, setup.zero, policies
+        key = setup.chain, setup.zero, setup.hpz, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -329,10 +332,13 @@ class EqualStages:
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
         ranks = mesh.dp * mesh.cp
         chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
-        chosen |= {"zero": setup.zero, "dp_shard": setup.dp_shard or ranks}
+        shards = setup.dp_shard or ranks
+        secondary = (setup.hpz or shards) if setup.zero == 3 else None
+        chosen |= {"zero": setup.zero, "dp_shard": shards, "hpz": secondary}
+        chosen |= {"quantized": setup.quantized}
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
-                if name in ("zero", "dp_shard") and ranks == 1:
+                if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
                     continue
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)

@@ -57,15 +57,19 @@ def _value(name: str, stage: StagePlan, policy: str) -> Any:
         return policy
     if name == "dp_shard":
         return stage.shards if stage.zero else None
+    if name == "hpz":
+        return stage.secondary
     return getattr(stage, name)
 
 
 def _why(name: str, stage: StagePlan, has: Any) -> str:
     ranks = stage.dp * stage.cp
-    if name in ("zero", "dp_shard") and ranks == 1:
+    if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
         return "there is one data-parallel rank, so that nothing can be divided"
     if name == "dp_shard" and not stage.zero:
         return "the plan uses no ZeRO"
+    if name == "hpz" and stage.zero != 3:
+        return "the plan uses no ZeRO-3"
     return f"the plan has {has!r}"
 
 

@@ -54,6 +54,9 @@ def check_plan_for(plan: Plan, target: Target) -> None:
         given.append((place, "zero", stage.zero))
         if stage.dp_shard:
             given.append((place, "dp_shard", stage.dp_shard))
+        if stage.hpz:
+            given.append((place, "hpz", stage.hpz))
+        given.append((place, "quantized", stage.quantized))
         if not target.combines(stage.zero, tp=stage.tp, pp=pp):
             legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
             raise PlanError(

@@ -40,8 +40,11 @@ class Overrides:
     By block, as one value for all or a mapping from block names (`"layers.0-11"` is a range, `*`
     stays within one component, `**` crosses dots) to values, blocks without a match being free:
     `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
-    among which ZeRO divides, `recompute` what a block's backward runs again: "none", "selective",
-    "pointwise", "widening", "products", "full" (each keeps less), or "alternate".
+    among which ZeRO divides, `hpz` those that keep a secondary shard of its weights for the
+    backward (as many as it divides among: none), `quantized` what it sends in blocks of few bits,
+    where that is allowed ("none", "weights", "gradients", "both"), `recompute` what a block's
+    backward runs again: "none", "selective", "pointwise", "widening", "products", "full" (each
+    keeps less), or "alternate".
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
@@ -65,6 +68,8 @@ class Overrides:
     cp_kind: ContextKind | None = None
     zero: int | Mapping[str, int] | None = None
     dp_shard: int | Mapping[str, int] | None = None
+    hpz: int | Mapping[str, int] | None = None
+    quantized: str | Mapping[str, str] | None = None
     recompute: str | Mapping[str, str] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
@@ -160,6 +165,15 @@ class Overrides:
 
     def _check_shards(self) -> None:
         for at, stage in self.items("zero"):
+            for among, ranks in self.items("hpz"):
+                if stage != 3 and None in (at, among):
+                    raise OverrideError(
+                        f" contradicts {spelled('hpz', among, ranks)}: secondary shards are of "
+                        "ZeRO-3's weights",
+                        place=f"override {spelled('zero', at, stage)}",
+                        legal="zero=3, or no hpz",
+                        way_out=_DROP,
+                    )
             for among, ranks in self.items("dp_shard"):
                 if stage == 0 and None in (at, among):
                     raise OverrideError(
@@ -243,6 +257,27 @@ def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
     return left
 
 
+def left_quantized(overrides: Overrides, allow: Collection[str], precision: str) -> tuple[str, ...]:
+    """What ZeRO-3 may send in quantised blocks, where nobody says. Raises `OverrideError` for an
+    override that asks for what is not allowed, or what fp16 can't have."""
+    reasons = {
+        "numbers change with it, and it is not allowed": "quantized" not in allow,
+        "fp16's scaled loss would lose what rounding hides": precision == "fp16",
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    for pattern, value in overrides.items("quantized") if why else ():
+        if value != "none":
+            raise OverrideError(
+                f": {why[0]}",
+                place=f"override {spelled('quantized', pattern, value)}",
+                legal="none",
+                way_out='give allow=["quantized"] (--allow quantized), or drop the override'
+                if "quantized" not in allow
+                else "train in bf16, or drop the override",
+            )
+    return ("none",) if why else tuple(overrides.left("quantized"))
+
+
 def runnable(overrides: Overrides) -> Overrides:
     """The overrides with everything forbidden that can be planned, but not run yet. Raises
     `OverrideError` for an override that asks for it."""
@@ -301,9 +336,9 @@ def check_overrides(
     mesh = {name: wanted.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name in (*mesh, "dp_shard"):
+    for name in (*mesh, "dp_shard", "hpz"):
         for pattern, value in wanted.items(name):
-            if (pattern is not None or name == "dp_shard") and value > num_devices:
+            if (pattern is not None or name in ("dp_shard", "hpz")) and value > num_devices:
                 raise OverrideError(
                     f"more than {devices}",
                     place=f"override {spelled(name, pattern, value)}",

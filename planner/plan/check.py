@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
@@ -73,6 +74,8 @@ def check_runs(plan: Plan) -> None:
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
+            ("hpz", stage.hpz, first.hpz),
+            ("quantized", stage.quantized, first.quantized),
             ("ep", stage.ep, first.ep),
         ):
             if value != other:
@@ -190,6 +193,8 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
+    _check_secondary(stage, place)
+    _check_quantized(plan, stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
             f"={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
@@ -232,6 +237,55 @@ def _check_shards(stage: StagePlan, place: str) -> None:
             place=f"{place}: dp_shard",
             legal="a dp_shard with zero 1, 2 or 3",
             way_out="choose zero 1, 2 or 3, or drop dp_shard",
+        )
+
+
+def _check_secondary(stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for a secondary shard that is no part of what ZeRO-3 divides."""
+    if stage.hpz is None:
+        return
+    _check_whole(stage.hpz, f"{place}: hpz")
+    if stage.zero != 3 or stage.ep > 1:
+        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
+        raise PlanError(
+            f"={stage.hpz} with {asked}: it is what a backward gathers again under ZeRO-3",
+            place=f"{place}: hpz",
+            legal="an hpz with zero=3 and ep=1",
+            way_out="choose zero 3, or drop hpz",
+        )
+    if not 1 < stage.hpz < stage.shards or stage.shards % stage.hpz:
+        parts = [n for n in divisors(stage.shards) if 1 < n < stage.shards]
+        raise PlanError(
+            f"={stage.hpz} is no part of the {stage.shards} ranks that ZeRO divides among",
+            place=f"{place}: hpz",
+            legal=", ".join(map(str, parts)) or "none",
+            way_out="take one of these, or drop hpz",
+        )
+
+
+def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for quantised collectives that are none, or have nothing to send."""
+    if stage.quantized not in QUANTIZED:
+        raise PlanError(
+            f"={stage.quantized!r}", place=f"{place}: quantized", legal=", ".join(QUANTIZED)
+        )
+    if stage.quantized == "none":
+        return
+    if plan.precision == "fp16":
+        raise PlanError(
+            f"={stage.quantized!r} with precision='fp16': its scaled loss looks for the largest "
+            "gradients that are finite, which the blocks' scales would hide and rounding lose",
+            place=f"{place}: quantized",
+            legal="none, or precision bf16 or fp32",
+            way_out="train in bf16, or drop quantized",
+        )
+    if stage.zero != 3 or stage.ep > 1:
+        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
+        raise PlanError(
+            f"={stage.quantized!r} with {asked}: they are the collectives of ZeRO-3",
+            place=f"{place}: quantized",
+            legal="none, or zero=3 and ep=1",
+            way_out="choose zero 3, or drop quantized",
         )
 
 

@@ -35,6 +35,7 @@ PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
 RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16")
+_PARTS = ("dp_shard", "hpz")  # of the data axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,10 @@ class StagePlan:
     ranks in each of them.
 
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
-    for all of them. `recompute` is one policy for all blocks, or policy -> blocks (the others keep
-    everything).
+    for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
+    neighbours kept of the forward's (ZeRO++); None for none; `quantized` weights, gradients or both
+    travel in blocks of 8 and 4 bits. `recompute` is one policy for all
+    blocks, or policy -> blocks (the others keep everything).
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -61,6 +64,8 @@ class StagePlan:
     ep: int = 1
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
+    quantized: str = "none"
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,6 +78,11 @@ class StagePlan:
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
         return self.dp_shard or self.holders
+
+    @property
+    def secondary(self) -> int | None:
+        """Ranks from which ZeRO-3's backward gathers weights; None under another ZeRO."""
+        return (self.hpz or self.shards) if self.zero == 3 else None
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -158,8 +168,10 @@ class Plan:
                 "mesh": {"dp": stage.dp, "tp": stage.tp}
                 | ({"cp": stage.cp, "cp_kind": stage.cp_kind} if stage.cp > 1 else {})
                 | ({"ep": stage.ep} if stage.ep > 1 else {})
-                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {}),
+                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {})
+                | ({"hpz": stage.hpz} if stage.hpz else {}),
                 "zero": stage.zero,
+                **({"quantized": stage.quantized} if stage.quantized != "none" else {}),
                 "recompute": stage.recompute
                 if isinstance(stage.recompute, str)
                 else {policy: compress_names(names) for policy, names in stage.recompute.items()},
@@ -230,7 +242,9 @@ def _plan(data: Any, name: str) -> Plan:
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
-    _same_keys(data, {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}, place)
+    written = {"quantized": "none"} | data  # what is left out where it has its default
+    keys = {"blocks", "ranks", "mesh", "zero", "quantized", "recompute", "shardings"}
+    _same_keys(written, keys, place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
@@ -238,14 +252,14 @@ def _stage(data: Any, place: str) -> StagePlan:
             place=f"{place}: blocks",
             legal='a list of names, e.g. ["embed", "h.0-11"]',
         )
-    optional = {"cp", "cp_kind", "ep", "dp_shard"}
+    optional = {"cp", "cp_kind", "ep", *_PARTS}
     if not isinstance(mesh, dict) or set(mesh) - optional != {"dp", "tp"}:
         raise PlanError(
             f"={shown(mesh)}",
             place=f"{place}: mesh",
             legal='{"dp": n, "tp": n}, and "cp": n and "cp_kind" where the sequence is split, '
             '"ep": n where experts are, "dp_shard": n where ZeRO divides among a part of the data '
-            "axis",
+            'axis, "hpz": n where ZeRO-3 keeps a secondary shard among n ranks',
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
@@ -262,7 +276,8 @@ def _stage(data: Any, place: str) -> StagePlan:
         cp_kind=_kind(mesh.get("cp_kind", ALL_GATHER), f"{place}: cp_kind"),
         ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
-        dp_shard=_whole(mesh["dp_shard"], f"{place}: dp_shard") if "dp_shard" in mesh else None,
+        **{name: _whole(mesh[name], f"{place}: {name}") for name in _PARTS if name in mesh},
+        quantized=_text(written["quantized"], f"{place}: quantized"),
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
     )

@@ -88,12 +88,18 @@ def mesh_words(stage: StagePlan) -> str:
 
 
 def _zero_words(plan: Plan) -> str:
-    """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-1 on some stages; nothing where there is none."""
-    choices = dict.fromkeys((s.zero, s.dp_shard) for s in plan.stages)
-    stages = [(z, shard) for z, shard in choices if z]
-    within = {shard for _, shard in stages if shard}
-    text = "/".join(f"{z}" for z in sorted({z for z, _ in stages}))
+    """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
+    nothing where there is none."""
+    choices = dict.fromkeys((s.zero, s.dp_shard, s.hpz, s.quantized) for s in plan.stages)
+    stages = [choice for choice in choices if choice[0]]
+    within = {shard for _, shard, _, _ in stages if shard}
+    secondary = {hpz for _, _, hpz, _ in stages if hpz}
+    sent = {quantized for *_, quantized in stages} - {"none"}
+    text = "/".join(f"{z}" for z in sorted({z for z, *_ in stages}))
     text = f"ZeRO-{text}" + (f" within {max(within)} ranks" if within else "")
+    text += f" (secondary shards among {max(secondary)})" if secondary else ""
+    both = "weights and gradients" if "both" in sent or len(sent) > 1 else "".join(sent)
+    text += f" with quantised {both}" if sent else ""
     return (text + (" on some stages" if len(choices) > len(stages) else "")) if stages else ""
 
 

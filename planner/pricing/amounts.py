@@ -24,6 +24,7 @@ from meshwright.costmodel.operators import (
     attention_kind,
     context_exchange,
 )
+from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.rules import takes_batch_statistics
 from meshwright.costmodel.sharding import (
     ALL_GATHER,
@@ -209,8 +210,12 @@ def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float
     if setting.zero == 0:
         yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
     elif setting.zero == 3:
-        yield "all_gather", 2 * m, float(sums.zero3_gather_s), gathered
-        yield "reduce_scatter", m, float(sums.zero3_scatter_s), reduced
+        again = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
+        yield "all_gather", m, float(sums.zero3_gather_s), gathered
+        yield "all_gather", m, float(again), gathered
+        exchanged = quantizes_gradients(setting.quantized)
+        kind = "all_to_all" if exchanged else "reduce_scatter"
+        yield kind, m, float(sums.zero3_scatter_s), reduced
         yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
     else:
         yield "reduce_scatter", m if setting.zero == 2 else 1, float(sums.scatter_s), reduced

@@ -16,9 +16,11 @@ from meshwright.costmodel.blocks import (
     Sums,
     communicator_bytes,
     course_peaks,
+    secondary_bytes,
 )
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan, crossings
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -136,8 +138,10 @@ def _block(
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
-    """Bytes of weights and optimizer states."""
-    return sum(
+    """Bytes of weights, optimizer states, and of the secondary shards that a backward begins
+    with."""
+    secondary = secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
+    return secondary + sum(
         fixed_bytes(
             p.numel,
             p.shards,
@@ -182,7 +186,10 @@ def _gathered(
                 numels[p.block] += p.numel
     before = [0.0, *numels[:-2], numels[-1]] if blocks > 1 else numels
     weight_bytes = DTYPE_BYTES[setting.precision]
-    return [weight_bytes * (always + a + b) for a, b in zip(numels, before, strict=True)]
+    return [
+        weight_bytes * (always + a + b) + buffer_bytes(max(a, b), setting.quantized)
+        for a, b in zip(numels, before, strict=True)
+    ]
 
 
 def _reduction(setting: Setting) -> Reduction:

@@ -64,7 +64,7 @@ from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
-MeshKey: TypeAlias = tuple[int, int, int, str, int, float, int, int]
+MeshKey: TypeAlias = tuple[int, int, int, str, int, float, int, int, str, int, int]
 
 
 class Degrees(Protocol):
@@ -161,6 +161,8 @@ class StageCoster:
         microbatches: int,
         zero: int = 0,
         dp_shard: int = 0,
+        hpz: int = 0,
+        quantized: str = "none",
         spread: int = 1,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
@@ -177,6 +179,8 @@ class StageCoster:
             cp=mesh.cp,
             ep=mesh.ep,
             dp_shard=dp_shard,
+            hpz=hpz,
+            quantized=quantized,
             spread=spread,
             target=problem.target,
             profile=problem.profile,
@@ -355,6 +359,8 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         microbatches=plan.num_microbatches,
         zero=stage.zero,
         dp_shard=stage.dp_shard or 0,
+        hpz=stage.hpz or 0,
+        quantized=stage.quantized,
         spread=spread_of(stage),
     )
 
@@ -369,5 +375,8 @@ def mesh_key(setting: Setting) -> MeshKey:
         setting.ep,
         setting.rows,
         setting.dp_shard,
+        setting.secondary,
+        setting.quantized,
+        setting.hops,
         setting.spread,
     )

@@ -141,6 +141,8 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "tp": stage.tp,
             "mesh": mesh_words(stage),
             "dp_shard": stage.dp_shard,
+            "hpz": stage.hpz,
+            "quantized": stage.quantized,
             "zero": stage.zero,
             "recompute": policy_counts(stage.policies),
             "forward_s": float(costs.forward_s),
@@ -166,6 +168,11 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         "catalog's efficiency curves (`meshwright profile` measures)",
         _software(target, hides=problem.cluster.device.kind != "cpu"),
     ]
+    if problem.tf32:
+        lines.append(
+            "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
+            "operators is of fp32, and not used"
+        )
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     ops = {op.short for op in problem.graph.ops}

@@ -23,14 +23,16 @@ TRIES = 8  # searches, each without what the ones before refused
 def kind_of(one: Combination) -> Hashable:
     """What combinations of equal stages are refused by."""
     setup, m = one.setup, one.num_microbatches
-    return setup.mesh, setup.zero, setup.dp_shard, one.groups, one.schedule, m
+    sent = setup.dp_shard, setup.hpz, setup.quantized
+    return setup.mesh, setup.zero, sent, one.groups, one.schedule, m
 
 
 def kind_of_draft(draft: PlanDraft) -> Hashable:
     """The same of a draft, by its first stage."""
     setup, plan = draft.stages[0].setup, draft.plan
     groups, m = len(plan.devices), plan.num_microbatches
-    return setup.mesh, setup.zero, setup.dp_shard, groups, plan.schedule, m
+    sent = setup.dp_shard, setup.hpz, setup.quantized
+    return setup.mesh, setup.zero, sent, groups, plan.schedule, m
 
 
 def without_refused(search: Search) -> SearchResult:

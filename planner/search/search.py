@@ -30,7 +30,7 @@ from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
-from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh
+from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, mesh_of
 from meshwright.planner.stages import BlockPrograms, boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
@@ -387,13 +387,11 @@ class Search(Drafter):
 def _order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
     """Fastest first; of equal ones the same one first in every run."""
     plan = found.evaluation.plan
-    stages = [(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, len(s.blocks)) for s in plan.stages]
+    stages = [(*mesh_of(stage), len(stage.blocks)) for stage in plan.stages]
     return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
 
 
 def _shape(draft: PlanDraft) -> tuple[Any, ...]:
     """What makes a plan another one for a reader: more than micro-batches."""
     plan = draft.evaluation.plan
-    return plan.schedule, *(
-        (s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in plan.stages
-    )
+    return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

@@ -162,7 +162,7 @@ class BlockPrograms:
 
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
         pricer = self.coster.pricer(setting)
-        alike = replace(setting, dp_shard=0, spread=1)
+        alike = replace(setting, dp_shard=0, hpz=0, quantized="none", spread=1)
         cuts = self._cuts(setting.tp)
         stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided

@@ -47,6 +47,8 @@ class Knobs:
     cp_kind: ContextKind = ALL_GATHER
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
+    quantized: str = "none"
     recompute: str = "none"
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +80,8 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 ranks=ranks[group_of[k]],
                 dp=dp,
                 tp=tp,
+                hpz=knobs.hpz if knobs.zero == 3 and dp > 1 else None,
+                quantized=knobs.quantized if knobs.zero == 3 and dp > 1 else "none",
                 cp=knobs.cp,
                 cp_kind=knobs.cp_kind,
                 zero=knobs.zero if dp * knobs.cp > 1 else 0,

@@ -5,11 +5,11 @@
 A line is a case of the zoo, the meshes of the pipeline's device groups (`pp2xdp2xtp2`, or one by
 one: `1|dp3`, `dp2xtp2|tp2`; `cp2` is of all groups), then words in any order: a schedule; `m4`
 micro-batches; `v3` stages on each device group; `zero1`; `shard2`, the ranks among which ZeRO
-divides; a recompute policy, or `mixed` by block; a precision; a kind of context parallelism;
-shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence", the case's
-own with the activations between layers split along the sequence); where the pipeline is cut;
-`spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the global
-batch.
+divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; a recompute
+policy, or `mixed` by block; a precision; a kind of context parallelism; shardings ("megatron", the
+case's own, where nothing is said; "bare", none; "sequence", the case's own with the activations
+between layers split along the sequence); where the pipeline is cut; `spread`, the placement that
+puts a pipeline's neighbours next to each other; `rows12`, the global batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 
 Meshes = tuple[tuple[int, int], ...]
 
-_COUNTS = {"m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "rows": "rows"}
+_COUNTS = {
+    "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
+    "rows": "rows",
+}  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
     "llama": {"model.layers.*:add": "-> S(1)", "model.layers.*:add#1": "-> S(1)"},
@@ -47,6 +50,8 @@ class Cell:
     cp_kind: ContextKind = ALL_GATHER
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
+    quantized: str = "none"
     recompute: str = "none"
     precision: str = "fp32"
     shardings: str = "megatron"
@@ -68,7 +73,9 @@ class Cell:
         found: dict[str, str | int] = {}
         for word in words:
             count = re.fullmatch(rf"({'|'.join(_COUNTS)})(\d+)", word)
-            if word == "spread":
+            if word == "quantized":
+                found["quantized"] = "both"
+            elif word == "spread":
                 found["placement"] = "tp,pp,dp"
             elif count:
                 found[_COUNTS[count[1]]] = int(count[2])
@@ -139,6 +146,8 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             cut=cell.cut,
             zero=cell.zero,
             dp_shard=cell.dp_shard,
+            hpz=cell.hpz,
+            quantized=cell.quantized,
             recompute=cell.recompute,
             precision=cell.precision,
             shardings=cell.patterns,

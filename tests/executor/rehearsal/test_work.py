@@ -52,9 +52,13 @@ plain_gpt    dp2              1f1b m2 full
 # Cells in which ranks send more or less than the price says, by so many bytes of each device group,
 # and why.
 KEPT = "the last block's weights, gathered for a forward, are kept for the backward that follows"
+FILLED = f"the last block of a small shard is filled up to 256 elements; {KEPT}"
 AHEAD = "fully_shard gathers a block ahead for a micro-batch that isn't next, and drops it"
 UNLIKE = {
+    "gpt2_tied dp4 1f1b m2 zero3 hpz2": ((-12_544,), KEPT),
     "gpt2_tied dp2 1f1b m2 zero3": ((-12_544,), KEPT),
+    "gpt2_tied dp4 1f1b m2 zero3 quantized": ((6_628,), FILLED),
+    "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized": ((-6_018,), FILLED),
     "llama dp2xtp2 1f1b m2 zero3 full": ((-6_272,), KEPT),
     "llama pp2xdp2 1f1b m4 zero3 full": ((18_560, -24_832), f"{AHEAD}; {KEPT}"),
     "llama dp2xtp2 1f1b m2 zero1 sequence": (

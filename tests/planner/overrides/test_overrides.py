@@ -36,7 +36,7 @@ def search(devices: int = 4, **given: Any) -> SearchResult:
 # --- one override --------------------------------------------------------------------------------
 
 
-DEGREES = ("tp", "dp", "cp", "ep", "pp", "dp_shard", "virtual_stages", "microbatch_size")
+DEGREES = ("tp", "dp", "cp", "ep", "pp", "dp_shard", "hpz", "virtual_stages", "microbatch_size")
 
 
 @pytest.mark.parametrize("name", [*DEGREES, "num_microbatches"])
@@ -89,7 +89,7 @@ def test_values_by_block_are_checked_like_one_for_all(name: str, value: Any) -> 
 def test_everything_that_can_be_decided_can_be_forbidden() -> None:
     assert set(FORBIDS) == {
         "tp", "dp", "pp", "cp", "ep", "virtual_stages", "zero", "recompute", "placement",
-        "dp_shard", "zero-1", "zero-2", "zero-3", *RECOMPUTE[1:], *SCHEDULES,
+        "dp_shard", "hpz", "quantized", "zero-1", "zero-2", "zero-3", *RECOMPUTE[1:], *SCHEDULES,
     }  # fmt: skip
     assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
 
@@ -157,6 +157,7 @@ def test_only_what_is_set_is_given() -> None:
             ("schedule='interleaved_1f1b'", "forbid='virtual_stages'"),
         ),
         ({"zero": 0, "dp_shard": 4}, ("zero=0", "dp_shard=4")),
+        ({"zero": 2, "hpz": 4}, ("zero=2", "hpz=4", "ZeRO-3")),
         ({"zero": {"a": 0, "b": 1}, "dp_shard": 4}, ("zero={'a': 0}", "dp_shard=4")),
         ({"zero": 0, "dp_shard": {"a": 4}}, ("zero=0", "dp_shard={'a': 4}")),
         ({"tp": {"a": 4, "b": 2}, "forbid": ["unequal_meshes"]}, ("tp={", "'unequal_meshes'")),

@@ -114,8 +114,10 @@ def rebuilt(found: Restrictions) -> Plan:
     stages: list[dict[str, Any]] = []
     for k, (start, stop) in enumerate(zip([0, *found.cuts], found.cuts, strict=False)):
         one = {}
-        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard"):
+        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard", "hpz"):
             (one[name],) = set(getattr(found, name)[start:stop])
+        whole = one["dp_shard"] or one["dp"] * one["cp"]  # as many: no secondary shard
+        one["hpz"] = None if one["hpz"] == whole else one["hpz"]
         blocks = found.blocks[start:stop]
         policies = [policy for policy in found.recompute[start:stop] if policy]
         stages.append({**one, "blocks": blocks, "recompute": recompute_of(blocks, policies)})
@@ -208,7 +210,7 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
     assert plan_overrides(plan, graph).given() == {
         "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
-        "dp_shard": {"embed": 1, "layers.0-2": 1},
+        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none",
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],
@@ -265,6 +267,7 @@ def test_a_policy_that_is_none_cannot_be_pinned() -> None:
         {"tp": 4, "num_microbatches": 2},
         {"pp": 2, "virtual_stages": 2},
         {"dp": 4, "zero": 3, "dp_shard": 2},
+        {"dp": 4, "zero": 3, "hpz": 2},
         {"pp": 2, "tp": {"embed": 1, "head": 2}, "recompute": {"layers.*": "selective"}},
         {"pp": 2, "tp": 1, "zero": {"embed": 0, "head": 1}, "schedule": "gpipe"},
     ],

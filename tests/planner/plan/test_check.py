@@ -203,6 +203,17 @@ BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("no stages", {"stages": ()}, {}, "no stages"),
     ("zero", {}, {"zero": 4}, "stage 0: zero=4; legal: 0, 1, 2, 3"),
     ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1, 2, 3"),
+    ("hpz", {}, {"zero": 3, "hpz": 4, "dp": 4, "tp": 1}, "hpz=4 is no part of the 4.*legal: 2"),
+    ("hpz parts", {}, {"zero": 3, "hpz": 3, "dp": 4, "tp": 1}, "hpz=3 is no part.*or drop hpz"),
+    ("quantized", {}, {"zero": 3, "quantized": "int8"}, "quantized='int8'; legal: none, weights"),
+    (
+        "quantized fp16",
+        {"precision": "fp16"},
+        {"zero": 3, "quantized": "both"},
+        "quantized='both' with precision='fp16'.*or precision bf16",
+    ),
+    ("quantized zero", {}, {"zero": 2, "quantized": "both"}, "with zero=2.*legal: none, or zero=3"),
+    ("hpz zero", {}, {"zero": 2, "hpz": 2, "dp": 4, "tp": 1}, "hpz=2 with zero=2.*zero=3 and ep"),
     ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, selective, .*full"),
     ("cp", {}, {"cp": 0}, "stage 0: cp=0; legal: an integer from 1"),
     (
