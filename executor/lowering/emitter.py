@@ -38,12 +38,14 @@ from meshwright.planner.plan import PlanError
 class Written:
     """A local graph. After its values it takes the global counts of `losses` (positions of
     operators), then the random state if `random`. `made` are its nodes by operator, without
-    the re-shards between them; `exchanges` says whether it sends tokens to other ranks' experts."""
+    the re-shards between them, of which `gathers` make values whole on the tensor axis; `exchanges`
+    says whether it sends tokens to other ranks' experts."""
 
     module: fx.GraphModule
     losses: tuple[int, ...]
     random: bool
     made: Mapping[str, Sequence[fx.Node]]
+    gathers: Sequence[fx.Node]
     exchanges: bool
 
 
@@ -60,6 +62,7 @@ class Emitter:
         self.on_data = dict(on_data)
         self.nodes: dict[tuple[str, State], fx.Node] = {}
         self.made: dict[str, list[fx.Node]] = {}
+        self.gathers: list[fx.Node] = []
         self.ops = [step.op for step in steps if isinstance(step, Run)]
         self.positions = {op.name: k for k, op in enumerate(self.ops)}
         self.strategies = {
@@ -105,6 +108,7 @@ class Emitter:
             losses=tuple(self.positions[op.name] for op in losses),
             random=self.rng is not None,
             made=self.made,
+            gathers=self.gathers,
             exchanges=bool(self.legs),
         )
 
@@ -129,7 +133,9 @@ class Emitter:
                 start, end = (local_view(p[k], p[1 - k], other.size) for p in (source, target))
                 size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
                 uneven = size if size % axis.size else None
-                node = self._call(Reshard(start, end, axis, uneven), (node,))
+                reshard = Reshard(start, end, axis, uneven)
+                node = self._call(reshard, (node,))
+                self.gathers += [node] * (k == 1 and reshard.gathers)
             self.nodes[name, target] = node
         return self.nodes[name, target]
 

@@ -100,8 +100,12 @@ class Space:
         return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
 
     def policies(self, schedule: str) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows."""
-        return self.restrictions.policies if SCHEDULES[schedule].recomputes else ("none",)
+        """Recompute policies that a schedule allows; "none" always."""
+        allowed = SCHEDULES[schedule].recomputed
+        if allowed is None:
+            return self.restrictions.policies
+        left = tuple(policy for policy in self.restrictions.policies if policy in allowed)
+        return left or allowed[:1]
 
     # --- micro-batches ---
 

@@ -40,7 +40,8 @@ class Overrides:
     stays within one component, `**` crosses dots) to values, blocks without a match being free:
     `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
     among which ZeRO divides, `recompute` what a block's backward runs again: "none", "selective",
-    "pointwise", "widening", "products", "full" (each keeps less), or "alternate".
+    "pointwise", "widening", "products", "full" (each keeps less), or "alternate"; "regather", or
+    "+regather" behind a partial one, gathers again what tensor-parallel ranks gathered.
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the

@@ -9,11 +9,11 @@ what the data axis' collectives leave is known for all of them together, and eac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.costmodel.blocks import Recompute, StageCosts, Sums
+from meshwright.costmodel.blocks import NO_RECOMPUTE, Recompute, StageCosts, Sums, parts_of
 from meshwright.costmodel.operators import (
     DTYPE_BYTES,
     NOTHING,
@@ -74,6 +74,15 @@ def passes_amounts(
         steps = coster.steps(block, assignment, inputs, stage.tp)
         again = coster.block_sums(pricer, block, assignment, inputs).recompute(policy)
         forward, backward = _of_steps(pricer, steps)
+        if parts_of(policy)[1]:
+            repeats = coster.passes(pricer, block, assignment, inputs).repeats.get(policy)
+            gathers, _ = _of_steps(pricer, repeats.moves if repeats else ())
+            whole = sum(amount.seconds for amount in gathers.values())
+            part = min(1.0, float(again.comm_s) / whole) if whole else 0.0
+            for key, amount in gathers.items():
+                exposed_s = part * amount.seconds
+                add(backward, key, replace(amount, exposed_s=exposed_s))
+            again = NO_RECOMPUTE
         exposed = sum(amount.exposed_s for amount in forward.values())
         more = 1 + (float(again.comm_s) / exposed if exposed else 0.0)
         for key, amount in forward.items():
@@ -83,7 +92,7 @@ def passes_amounts(
     return found
 
 
-def _of_steps(pricer: Pricer, steps: tuple[Step, ...]) -> tuple[Amounts, Amounts]:
+def _of_steps(pricer: Pricer, steps: Sequence[Step]) -> tuple[Amounts, Amounts]:
     """Of a block: its forward's and its backward's, of one micro-batch."""
     both: tuple[Amounts, Amounts] = ({}, {})
     for step in steps:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.costmodel.blocks import (
+    REGATHER,
     BlockBytes,
     Moment,
     PassPrice,
@@ -16,9 +17,11 @@ from meshwright.costmodel.blocks import (
     Sums,
     communicator_bytes,
     course_peaks,
+    parts_of,
 )
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan, crossings
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -97,13 +100,17 @@ def _stage(
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
     gathered = _gathered(trained, among, len(sums), setting)
-    blocks = []
+    blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (own, made, policy) in enumerate(zip(sums, passes, stage.policies, strict=True)):
         course = [
             (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
             for moment in made.course
         ]
-        blocks.append(_block(own.recompute(policy), own, entering[at], gathered[at], course))
+        again, late = own.recompute(policy), split and _reads_late(made)
+        found = _block(again, own, entering[at], gathered[at], course)
+        if parts_of(policy)[1]:
+            found = _gathering(found, again, alone=policy == REGATHER, late=late)
+        blocks.append(found)
     return StageBytes(
         fixed=frozen + _fixed_bytes(trained, setting),
         optimizer=optimizer_temporary_bytes(
@@ -116,6 +123,21 @@ def _stage(
         trained=trained,
         reduction=_reduction(setting),
     )
+
+
+def _reads_late(of: PassPrice) -> bool:
+    """Whether weights' gradients that are put off read what is gathered again."""
+    return any(moment.regathered for moment in of.course)
+
+
+def _gathering(block: BlockBytes, again: Recompute, *, alone: bool, late: bool) -> BlockBytes:
+    """A block that gathers again. Where that is `alone` what it makes `again`, it lets go of the
+    rest on the way, and makes it in the second half of its backward if it is read `late`."""
+    block = replace(block, course=[(moment.with_parts(), own) for moment, own in block.course])
+    if alone and late:
+        whole = float(again.largest_bytes)
+        return replace(block, passing=block.passing - whole, late=whole, releases=True)
+    return replace(block, releases=block.releases or alone)
 
 
 def _block(

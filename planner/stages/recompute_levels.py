@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import (
+    REGATHERING,
     Floats,
     StageCosts,
     Sums,
@@ -120,6 +121,8 @@ def recompute_levels(
     sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
 ) -> RecomputeLevels:
     """Levels of the stages with these sums, from the policies on the convex hull."""
+    if setting.tp == 1:  # nothing is gathered
+        policies = [policy for policy in policies if policy not in REGATHERING] or policies
     costs = stage_costs(sums, setting, sums.recompute_by(policies))
     own = (len(policies), -1)
     seconds, saved = (
