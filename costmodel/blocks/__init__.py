@@ -14,8 +14,10 @@ from meshwright.costmodel.blocks.policies import (
     RECOMPUTE,
     REGATHER,
     REGATHERING,
+    in_segments,
     parts_of,
     recomputable,
+    segment_policy,
 )
 from meshwright.costmodel.blocks.price import (
     PassNeeds,
@@ -48,7 +50,8 @@ __all__ = [
     "NO_RECOMPUTE", "RECOMPUTE", "REGATHER", "REGATHERING", "BlockBytes", "Floats", "HeldBytes",
     "KnownSteps", "Moment", "PassNeeds", "PassPrice", "Peak", "Recompute", "Repeated",
     "StageBytes", "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes",
-    "course_peaks", "fits", "held_bytes", "of_one", "of_policy", "parameter_sums", "parts_of",
-    "peak_bytes", "price_block", "price_pass", "recomputable", "repeated_by_policy",
-    "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes", "stage_costs",
+    "course_peaks", "fits", "held_bytes", "in_segments", "of_one", "of_policy", "parameter_sums",
+    "parts_of", "peak_bytes", "price_block", "price_pass", "recomputable", "repeated_by_policy",
+    "repeated_ops", "room_bytes", "segment_policy", "shortfall_bytes", "stage_bytes",
+    "stage_costs",
 ]  # fmt: skip

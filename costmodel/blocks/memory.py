@@ -92,19 +92,14 @@ class BlockMemory:
         again, between = self.needed(operators, regather=regather)
         read = {storage for name in again for storage in self.reads[name]}
         read |= {self.moved[storage][1] for storage in between}
-        gone = self.gathered if regather else frozenset()
-        return frozenset(
-            s for s in self.kept | read if self.makers.get(s) not in operators and s not in gone
-        )
+        kept = (self.kept | read) - (self.gathered if regather else frozenset())
+        return frozenset(s for s in kept if self.makers.get(s) not in operators)
 
     @property
     def gathered(self) -> frozenset[Storage]:
         """What re-shards make whole of tensor-parallel ranks' parts."""
-        return frozenset(
-            made
-            for made, (move, _) in self.moved.items()
-            if move.source.sharded and not move.target.sharded
-        )
+        moves = ((made, move) for made, (move, _) in self.moved.items())
+        return frozenset(s for s, m in moves if m.source.sharded and not m.target.sharded)
 
     def needed(
         self, operators: Collection[str] | None = None, *, regather: bool = False

@@ -45,6 +45,17 @@ def regathering(policy: str) -> str:
     return REGATHER if policy == "none" else f"{policy}+{REGATHER}"
 
 
+def in_segments(policy: str, size: int) -> str:
+    """What a search calls a policy within segments of so many blocks."""
+    return f"{policy}/{size}"
+
+
+def segment_policy(name: str) -> tuple[str, int]:
+    """The policy, and the blocks in a segment, 1 where there are none: the inverse of it."""
+    policy, _, size = name.partition("/")
+    return policy, int(size or 1)
+
+
 def recomputable(block: Block, *, pure: bool = False) -> bool:
     """Whether running a block twice is harmless: not where a forward updates running statistics
     (unless it is `pure`, see `Target`), or draws what it would not draw again."""

@@ -8,7 +8,7 @@ per step does (`price_block`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course
 from meshwright.costmodel.blocks.known_steps import KnownSteps
@@ -260,14 +260,9 @@ def _repeats(
         if memory.gathered:
             needed, between = memory.needed(names, regather=True)
             freed = memory.saved_bytes - memory.saved_bytes_repeating(names, regather=True)
-            own = _of_forward(again(needed, between), max(0.0, freed))
-            hidden = _hidden_s(pricer, steps, memory, costs, between, names)
-            own = replace(
-                own,
-                seconds=own.seconds - hidden,
-                comm_s=own.comm_s - hidden,
-                moves=tuple(memory.moved[storage][0] for storage in between),
-            )
+            hidden_s = _hidden_s(pricer, steps, memory, costs, between, names)
+            moves = tuple(memory.moved[storage][0] for storage in between)
+            own = _of_forward(again(needed, between), max(0.0, freed), hidden_s, moves)
         found[regathering(policy)] = own
     del found["none"]
     if not pricer.setting.target.repeats_whole:
@@ -288,9 +283,9 @@ def _hidden_s(
     the weights behind their last reader; that is the part of it that a split backward has, too."""
     device = pricer.setting.cluster.device
     early = {s for s in between if memory.makers.get(memory.moved[s][1]) not in repeated}
-    if device.kind == "cpu" or not early:
-        return 0.0
     window = 0.0
+    if device.kind == "cpu" or not early:
+        return window
     for step in reversed(steps):
         if isinstance(step, Run):
             if early.intersection(memory.keeps[step.op.name]):
@@ -301,12 +296,15 @@ def _hidden_s(
     return gathers - (max(window + slowed, gathers) - window)
 
 
-def _of_forward(cost: Cost, freed_bytes: float) -> Repeats:
+def _of_forward(
+    cost: Cost, freed_bytes: float, hidden_s: float = 0.0, moves: tuple[Move, ...] = ()
+) -> Repeats:
     return Repeats(
-        seconds=cost.forward_s,
-        comm_s=cost.forward_comm_s,
+        seconds=cost.forward_s - hidden_s,
+        comm_s=cost.forward_comm_s - hidden_s,
         host_s=cost.forward_host_s,
         freed_bytes=freed_bytes,
+        moves=moves,
     )
 
 

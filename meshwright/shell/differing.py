@@ -194,7 +194,7 @@ def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
             "ranks": compress_ranks(stage.ranks),
             "mesh": mesh_words(stage),
             "ZeRO": f"{stage.zero}" + (f" within {stage.dp_shard}" if stage.dp_shard else ""),
-            "recompute": policy,
+            "recompute": policy + (f", in {stage.segments}s" if stage.segments > 1 else ""),
         }
         for stage in plan.stages
         for name, policy in zip(stage.blocks, stage.policies, strict=True)

@@ -22,6 +22,7 @@ _WHAT = {
     "zero": "ZeRO stage",
     "dp_shard": "ranks among which ZeRO divides",
     "recompute": "what the backward computes again",
+    "segments": "blocks of which the first one's input alone is kept",
     "schedule": "pipeline schedule",
     "placement": "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
 }

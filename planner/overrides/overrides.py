@@ -41,7 +41,8 @@ class Overrides:
     `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
     among which ZeRO divides, `recompute` what a block's backward runs again: "none", "selective",
     "pointwise", "widening", "products", "full" (each keeps less), or "alternate"; "regather", or
-    "+regather" behind a partial one, gathers again what tensor-parallel ranks gathered.
+    "+regather" behind a partial one, gathers again what tensor-parallel ranks gathered; `segments`
+    how many neighbours run again together, of which the first one's input alone is kept (1: none).
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
@@ -64,6 +65,7 @@ class Overrides:
     zero: int | Mapping[str, int] | None = None
     dp_shard: int | Mapping[str, int] | None = None
     recompute: str | Mapping[str, str] | None = None
+    segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
     forbid: Collection[str] = ()

@@ -36,7 +36,8 @@ OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restrictions:
     """The choices that the overrides leave to a search. One entry per block, None where it is free,
-    of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides) and `recompute`.
+    of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `segments` and
+    `recompute`.
 
     Free blocks take one of `zeros` and `policies`, and divide ZeRO among a part of the data axis
     only with `partial_shards`. `pp` counts device groups, `virtual_stages` the stages on each.
@@ -51,6 +52,7 @@ class Restrictions:
     ep: tuple[int | None, ...]
     zero: tuple[int | None, ...]
     dp_shard: tuple[int | None, ...]
+    segments: tuple[int | None, ...]
     recompute: tuple[str | None, ...]
     zeros: frozenset[int]
     policies: tuple[str, ...]

@@ -44,7 +44,8 @@ class StagePlan:
 
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
     for all of them. `recompute` is one policy for all blocks, or policy -> blocks (the others keep
-    everything).
+    everything). Of as many neighbours as `segments` says only what enters is kept, and they run
+    again together, the policies being for the time after that (`segments.py`); 1 is none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -60,6 +61,7 @@ class StagePlan:
     dp_shard: int | None = None
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
+    segments: int = 1
 
     @property
     def shards(self) -> int:
@@ -157,6 +159,7 @@ class Plan:
                 else {policy: compress_names(names) for policy, names in stage.recompute.items()},
                 "shardings": dict(sorted(stage.shardings.items())),
             }
+            | ({"segments": stage.segments} if stage.segments > 1 else {})
             for stage in self.stages
         ]
         top = {
@@ -222,7 +225,8 @@ def _plan(data: Any, name: str) -> Plan:
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
-    _same_keys(data, {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}, place)
+    keys = {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}
+    _same_keys(data, keys | ({"segments"} & data.keys()), place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
@@ -254,6 +258,7 @@ def _stage(data: Any, place: str) -> StagePlan:
         dp_shard=_whole(mesh["dp_shard"], f"{place}: dp_shard") if "dp_shard" in mesh else None,
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
+        segments=_whole(data.get("segments", 1), f"{place}: segments"),
     )
 
 

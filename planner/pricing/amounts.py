@@ -24,7 +24,7 @@ from meshwright.costmodel.operators import (
 )
 from meshwright.costmodel.rules import takes_batch_statistics
 from meshwright.costmodel.sharding import Assignment, Move, Run, Step, transition
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, segments_of
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
@@ -69,6 +69,9 @@ def passes_amounts(
     run again of it."""
     stage, found = plan.stages[k], dict[AxisAndKind, Amount]()
     pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+    own = [coster.blocks[name] for name in stage.blocks]
+    spans = segments_of(own, stage.segments, coster.graph.loss)
+    twice = {own[k].name for span in spans for k in span}
     entered = coster.entered(stage, assignments)
     for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
         steps = coster.steps(block, assignment, inputs, stage.tp)
@@ -84,7 +87,7 @@ def passes_amounts(
                 add(backward, key, replace(amount, exposed_s=exposed_s))
             again = NO_RECOMPUTE
         exposed = sum(amount.exposed_s for amount in forward.values())
-        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0)
+        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0) + (block.name in twice)
         for key, amount in forward.items():
             add(found, key, amount.times(plan.num_microbatches * more))
         for key, amount in backward.items():
@@ -165,7 +168,7 @@ def data_amounts(
     """Collectives of gradients and weights of a stage in a step; `costs` say what is exposed, all
     of it where they are not given. Copies into buckets are in the seconds."""
     m, found = setting.num_microbatches, dict[AxisAndKind, Amount]()
-    for kind, times, seconds, alone in _collectives(setting, sums):
+    for kind, times, seconds, alone in _collectives(setting, sums, float(repeated.gather_s)):
         if seconds:
             calls = times * alone
             amount = Amount(calls=calls, seconds=times * seconds, exposed_s=times * seconds)
@@ -182,8 +185,11 @@ def data_amounts(
     }
 
 
-def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float, float]]:
-    """Kind, times a step, seconds of one time, units that it moves then one after the other."""
+def _collectives(
+    setting: Setting, sums: Sums, again_s: float
+) -> Iterator[tuple[str, int, float, float]]:
+    """Kind, times a step, seconds of one time, units that it moves then one after the other;
+    `again_s` of what ZeRO-3 gathers for a forward more."""
     m, several = setting.num_microbatches, setting.dp * setting.cp > 1
     numel, target = float(sums.parameters), setting.target
     gradients, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
@@ -202,6 +208,8 @@ def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float
         yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
     elif setting.zero == 3:
         yield "all_gather", 2 * m, float(sums.zero3_gather_s), gathered
+        if again_s:
+            yield "all_gather", m, again_s, gathered * again_s / float(sums.zero3_gather_s)
         yield "reduce_scatter", m, float(sums.zero3_scatter_s), reduced
         yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
     else:

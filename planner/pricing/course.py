@@ -24,6 +24,7 @@ from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan, crossings
+from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 
@@ -76,14 +77,14 @@ def _stage(
     stage, problem = plan.stages[k], coster.problem
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))
-    sums, passes, states = [], list[PassPrice](), dict[str, Placement]()
+    entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
     entering: list[float] = []  # bytes of what each block is the first to read
     read: set[tuple[str, Placement]] = set()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
     readers: dict[tuple[str, Placement], tuple[int, int]] = {}
     for at, (block, assignment, inputs) in enumerate(coster.entered(stage, assignments)):
-        sums.append(coster.block_sums(pricer, block, assignment, inputs))
+        entered.append(Entered.of(coster, pricer, block, assignment, inputs))
         passes.append(coster.passes(pricer, block, assignment, inputs))
         entering.append(sum(pricer.nbytes(*each) for each in inputs.items() - read))
         read |= inputs.items()
@@ -99,15 +100,15 @@ def _stage(
     held |= {(stage.ranks, value) for value, _ in readers}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
-    gathered = _gathered(trained, among, len(sums), setting)
+    gathered = _gathered(trained, among, len(entered), setting)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
-    for at, (own, made, policy) in enumerate(zip(sums, passes, stage.policies, strict=True)):
+    for at, (each, made, policy) in enumerate(zip(entered, passes, stage.policies, strict=True)):
         course = [
             (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
             for moment in made.course
         ]
-        again, late = own.recompute(policy), split and _reads_late(made)
-        found = _block(again, own, entering[at], gathered[at], course)
+        again, late = each.sums.recompute(policy), split and _reads_late(made)
+        found = _block(again, each.sums, entering[at], gathered[at], course)
         if parts_of(policy)[1]:
             found = _gathering(found, again, alone=policy == REGATHER, late=late)
         blocks.append(found)
@@ -116,7 +117,7 @@ def _stage(
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=problem.optimizer, device=coster.cluster.device.kind
         ),
-        blocks=blocks,
+        blocks=in_segments(blocks, entering, stage, entered, pricer),
         leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
         sent={j: sum(pricer.nbytes(v, states[v]) for v in to) for j, to in targets.items()},
         received={j: sum(map(pricer.nbytes, values)) for (j, i), values in edges.items() if i == k},

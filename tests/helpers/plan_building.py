@@ -44,6 +44,7 @@ class Knobs:
     zero: int = 0
     dp_shard: int | None = None
     recompute: str = "none"
+    segments: int = 1
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,6 +78,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 zero=knobs.zero if dp > 1 else 0,
                 dp_shard=knobs.dp_shard if knobs.zero and dp > 1 else None,
                 recompute=recompute,
+                segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
             )
         )

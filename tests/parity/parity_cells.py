@@ -5,10 +5,10 @@
 A line is a case of the zoo, the meshes of the pipeline's device groups (`pp2xdp2xtp2`, or one by
 one: `1|dp3`, `dp2xtp2|tp2`), then words in any order: a schedule; `m4` micro-batches; `v3` stages
 on each device group; `zero1`; `shard2`, the ranks among which ZeRO divides; a recompute policy,
-or `mixed` by block; a precision; shardings ("megatron", the case's own, where nothing is said;
-"bare", none; "sequence", the case's own with the activations between layers split along the
-sequence); where the pipeline is cut; `spread`, the placement that puts a pipeline's neighbours next
-to each other; `rows12`, the global batch.
+or `mixed` by block; `seg3`, the blocks in a segment; a precision; shardings ("megatron", the
+case's own, where nothing is said; "bare", none; "sequence", the case's own with the activations
+between layers split along the sequence); where the pipeline is cut; `spread`, the placement that
+puts a pipeline's neighbours next to each other; `rows12`, the global batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 Meshes = tuple[tuple[int, int], ...]
 
 _COUNTS = {"m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "rows": "rows"}
+_COUNTS |= {"seg": "segments"}
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
     "llama": {"model.layers.*:add": "-> S(1)", "model.layers.*:add#1": "-> S(1)"},
@@ -44,6 +45,7 @@ class Cell:
     zero: int = 0
     dp_shard: int | None = None
     recompute: str = "none"
+    segments: int = 1
     precision: str = "fp32"
     shardings: str = "megatron"
     cut: str = "even"
@@ -131,6 +133,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             zero=cell.zero,
             dp_shard=cell.dp_shard,
             recompute=cell.recompute,
+            segments=cell.segments,
             precision=cell.precision,
             shardings=cell.patterns,
         ),

@@ -90,7 +90,7 @@ def test_values_by_block_are_checked_like_one_for_all(name: str, value: Any) -> 
 def test_everything_that_can_be_decided_can_be_forbidden() -> None:
     assert set(FORBIDS) == {
         "tp", "dp", "pp", "cp", "ep", "virtual_stages", "zero", "recompute", "placement",
-        "dp_shard", "zero-1", "zero-2", "zero-3", *RECOMPUTE[1:], *SCHEDULES,
+        "dp_shard", "segments", "zero-1", "zero-2", "zero-3", *RECOMPUTE[1:], *SCHEDULES,
     }  # fmt: skip
     assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
 

@@ -268,7 +268,7 @@ def test_what_does_not_run_yet_can_be_planned(given: dict[str, Any], says: str) 
 # --- masks ---------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
-    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "recompute": RECOMPUTE,
+    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "segments": (1, 2, 4), "recompute": RECOMPUTE,
 }  # fmt: skip
 
 
