@@ -53,10 +53,16 @@ EAGER = Target(
     gathered_unit="block",
     counter_dropout=True,
     repeats_whole=False,
+    regathers=True,
 )
-# what fusion leaves of the host's work is assumed
+# what fusion leaves of the host's work is assumed; a compiler keeps what it gathered
 COMPILED = replace(
-    EAGER, name="compiled", fusion="full", host_scale=COMPILED_HOST, defers_weights=False
+    EAGER,
+    name="compiled",
+    fusion="full",
+    host_scale=COMPILED_HOST,
+    defers_weights=False,
+    regathers=False,
 )
 # Megatron-LM of 2021: gradients in 16 bits, one buffer, reduced after the last backward. Its
 # schedules: megatron/schedules.py (1F1B, interleaved); no ZeRO.

@@ -8,7 +8,7 @@ from meshwright.planner.plan import (
     compress_ranks,
     describe,
     mesh_words,
-    policy_counts,
+    recompute_words,
 )
 
 
@@ -25,7 +25,7 @@ def plan_text(plan: Plan) -> str:
             f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}"
             f"{f' with secondary shards among {stage.hpz}' if stage.hpz else ''}"
             f"{f', quantised {stage.quantized}' if stage.quantized != 'none' else ''}, "
-            f"recompute {policy_counts(stage.policies)}"
+            f"recompute {recompute_words(stage)}"
         )
         lines += [f"    {name}: {text}" for name, text in stage.shardings.items()]
     return "\n".join(lines)

@@ -260,15 +260,16 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         slowest * both(backward + repeated.seconds, sums.backward_host_s + repeated.host_s),
         setting,
     )
+    again_s = repeated.gather_s if setting.zero == 3 else np.zeros(())  # before it, nothing hides
     held = held_bytes(sums, setting, repeated)
     states = held.weights + held.gradients + held.optimizer + held.frozen
     passing = held.transient + held.communicators
     return StageCosts(
         forward_s=passes.forward_s,
-        backward_s=passes.backward_s,
+        backward_s=passes.backward_s + again_s,
         weight_s=np.minimum(sums.weight_s, passes.backward_s),
         forward_comm_s=sums.forward_comm_s + passes.forward_comm_s,
-        backward_comm_s=sums.backward_comm_s + repeated.comm_s + passes.backward_comm_s,
+        backward_comm_s=sums.backward_comm_s + repeated.comm_s + passes.backward_comm_s + again_s,
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,

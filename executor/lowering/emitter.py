@@ -50,12 +50,14 @@ from meshwright.planner.plan import PlanError
 class Written:
     """A local graph. After its values it takes the global counts of `losses` (positions of
     operators), then the random state if `random`. `made` are its nodes by operator, without
-    the re-shards between them; `exchanges` says whether it sends tokens to other ranks' experts."""
+    the re-shards between them, of which `gathers` make values whole on the tensor axis; `exchanges`
+    says whether it sends tokens to other ranks' experts."""
 
     module: fx.GraphModule
     losses: tuple[int, ...]
     random: bool
     made: Mapping[str, Sequence[fx.Node]]
+    gathers: Sequence[fx.Node]
     exchanges: bool
 
 
@@ -72,6 +74,7 @@ class Emitter:
         self.outside = dict(outside)
         self.nodes: dict[tuple[str, State], fx.Node] = {}
         self.made: dict[str, list[fx.Node]] = {}
+        self.gathers: list[fx.Node] = []
         self.ops = [step.op for step in steps if isinstance(step, Run)]
         self.positions = {op.name: k for k, op in enumerate(self.ops)}
         self.strategies = {
@@ -120,6 +123,7 @@ class Emitter:
             losses=tuple(self.positions[op.name] for op in losses),
             random=self.rng is not None,
             made=self.made,
+            gathers=self.gathers,
             exchanges=bool(self.legs),
         )
 
@@ -170,7 +174,11 @@ class Emitter:
         size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
         uneven = size if size % axis.size else None
         before, after = (context.lies_in_zigzag(name, k, state[k]) for state in (source, target))
-        return self._call(Reshard(start, end, axis, uneven, (before, after)), (node,))
+        reshard = Reshard(start, end, axis, uneven, (before, after))
+        moved = self._call(reshard, (node,))
+        if axis is context.tensor_axis and reshard.gathers:
+            self.gathers.append(moved)
+        return moved
 
     def _check_at_home(self, name: str, source: Placement, target: Placement) -> None:
         if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in (source, target)):

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from meshwright.costmodel.blocks import repeated_ops
+from meshwright.costmodel.blocks import parts_of, repeated_ops
 from meshwright.costmodel.graph import Block, Op, class_hash
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -103,18 +103,22 @@ class Lowering:
 
     def _module(self, block: Block, written: Written) -> nn.Module:
         """The written graph with its recompute, compiled if it can be."""
-        module = repeated(written.module, self._again(block, written))
         opaque = written.exchanges or any(traits_of(op).leaf for op in block.ops)
         opaque |= any(isinstance(m, ContextAttention) for m in written.module.children())
-        if self.backend is None or opaque:  # what a compiler can't look into
+        compiled = self.backend is not None and not opaque  # which a compiler can look into
+        module = repeated(written.module, self._again(block, written, compiled=compiled))
+        if not compiled:
             return module
+        assert self.backend is not None
         return CompiledBlock(module, name=block.name, backend=self.backend)
 
-    def _again(self, block: Block, written: Written) -> list[fx.Node]:
-        """The nodes that the block's policy repeats: operators, or under `full` all there are."""
-        policy = self.recompute.get(block.name, "none")
+    def _again(self, block: Block, written: Written, *, compiled: bool) -> list[fx.Node]:
+        """The nodes that the block's policy repeats: operators, and gathers where it says so and no
+        compiler keeps what they make; or under `full` all there are."""
+        policy, regathers = parts_of(self.recompute.get(block.name, "none"))
+        gathers = [*written.gathers] if regathers and not compiled else []
         if policy == "none":
-            return []
+            return gathers
         if policy == "full":
             ends = ("placeholder", "output")
             return [node for node in written.module.graph.nodes if node.op not in ends]
@@ -122,7 +126,8 @@ class Lowering:
         positions = repeated_ops(block, context.graph, context.table, kind_of(context.device))[
             policy
         ]
-        return [node for k in sorted(positions) for node in written.made[block.ops[k].name]]
+        operators = [node for k in sorted(positions) for node in written.made[block.ops[k].name]]
+        return operators + gathers
 
     def prologue(self, ops: Sequence[Op], wanted: Sequence[str]) -> Lowered:
         """Lower operators on raw inputs (masks, positions): replicated on the tensor axis, no

@@ -370,5 +370,24 @@ class Reshard(nn.Module):
         moved: torch.Tensor = _Transition.apply(x, *states, self.axis, self.size, self.zigzag)  # type: ignore[no-untyped-call]
         return moved
 
+    @property
+    def gathers(self) -> bool:
+        """Whether it makes a whole of the ranks' parts."""
+        return self.source.sharded and not self.target.sharded
+
+    def start(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start gathering again what a forward gathered; what is returned waits for it."""
+        size = self.size
+        if size is not None:
+            x = _filled(x, self.source.dim, largest_part(size, self.axis.size))
+        out, work = all_gather_flat(x.reshape(-1), self.axis)
+        shape = self.axis.size, *x.shape
+
+        def gathered() -> torch.Tensor:
+            work.wait()
+            return join_parts(out.view(shape), self.source, size)
+
+        return gathered
+
     def extra_repr(self) -> str:
         return f"{self.source} -> {self.target} on {self.axis.name}"

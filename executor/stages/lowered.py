@@ -28,7 +28,7 @@ from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
-from meshwright.planner.plan import crossings, stage_of, updates_of
+from meshwright.planner.plan import crossings, segments_of, stage_of, updates_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,7 @@ class StageLowering:
             updates=updates,
             differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
             outputs=tuple(handed),
+            segments=tuple(segments_of(blocks, self.plan.stages[k].segments, graph.loss)),
         )
         return LoweredStage(
             graphs=graphs,

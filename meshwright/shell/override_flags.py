@@ -24,6 +24,7 @@ _WHAT = {
     "hpz": "ranks that keep a secondary shard of ZeRO-3's weights for the backward",
     "quantized": "what ZeRO-3 sends in blocks of few bits; needs --allow quantized",
     "recompute": "what the backward computes again",
+    "segments": "blocks of which the first one's input alone is kept",
     "schedule": "pipeline schedule",
     "placement": "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
     "cp_kind": "how attention runs where cp splits its tokens",

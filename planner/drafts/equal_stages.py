@@ -17,11 +17,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import Floats, StageCosts, Sums, of_one, stage_bytes, stage_costs
+from meshwright.costmodel.blocks import (
+    Floats,
+    StageCosts,
+    Sums,
+    of_one,
+    segment_policy,
+    stage_bytes,
+    stage_costs,
+)
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
+from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
 from meshwright.planner.drafts.transports import Transport, transports
 from meshwright.planner.inter_op import cut_evenly, even_out
@@ -169,9 +178,11 @@ class EqualStages:
             sure = SPLIT_MORE
         load = groups * each * stage_bytes(states, least.activation_bytes, in_flight)
         kinds = stage_costs(self._kinds(setup, groups), setup.setting, levels.policies[-1])
+        single = segment_policy(levels.policies[-1])[1] == 1  # else passing is the most, not least
+        passing = kinds.passing_bytes
         for k in range(len(offered)):
             loads = stage_bytes(kinds.kept_bytes, kinds.activation_bytes, float(in_flight[k]))
-            if overfull(float(load[k]), loads, kinds.passing_bytes, self.room / sure, groups):
+            if single and overfull(float(load[k]), loads, passing, self.room / sure, groups):
                 continue
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
@@ -300,10 +311,15 @@ class EqualStages:
                 setup=setup,
                 levels=levels,
                 chosen=chosen_levels[level[k]],
+                given=self.given(int(self.cuts[cuts[k]]), int(self.cuts[cuts[k + 1]])),
                 in_flight=held[k],
             )
             for k in range(stages)
         ]
+
+    def given(self, start: int, stop: int) -> int | None:
+        """Blocks in a segment of a stage, where the user decided it."""
+        return given_segments(self.space.restrictions, start, stop)
 
     def sends_s(self, combination: Combination) -> float:
         """Seconds of sends that the objective of a cut counts at most."""

@@ -29,6 +29,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, ContextKind, FactorTable
+from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
     divisors,
@@ -72,6 +73,8 @@ class Space:
     restrictions: Restrictions
     memory_margin: float = 0.0
     """Part of a device's memory that plans leave free."""
+    segmented: bool = False
+    """Whether stages may run again in segments, where single blocks don't free enough."""
 
     @property
     def memory_bytes(self) -> float:
@@ -108,8 +111,13 @@ class Space:
         return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
 
     def policies(self, schedule: str) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows."""
-        return self.restrictions.policies if SCHEDULES[schedule].recomputes else ("none",)
+        """Recompute policies that a schedule allows; "none" always. Last come those in segments,
+        from the fastest on."""
+        allowed = SCHEDULES[schedule].recomputed
+        if allowed is None:
+            return with_segments(self.restrictions, free=self.segmented)
+        left = tuple(policy for policy in self.restrictions.policies if policy in allowed)
+        return left or allowed[:1]
 
     # --- micro-batches ---
 
@@ -357,6 +365,9 @@ class Space:
         legal = np.triu(before[None, :] > before[:, None], 1)
         for first, last in inseparable(self.graph):
             legal[first + 1 : last + 1] = legal[:, first + 1 : last + 1] = False
+        given = {own for own in self.restrictions.segments if own is not None}
+        if given:
+            legal &= np.any([self.restrictions.stage_mask("segments", n) for n in given], axis=0)
         cuts = self.restrictions.cuts
         if cuts is not None:
             only = np.zeros_like(legal)

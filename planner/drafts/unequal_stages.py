@@ -187,12 +187,14 @@ class UnequalStages:
             setup = options[choice.variant].setup
             held = in_flight(schedule, stage=k, num_stages=count, num_microbatches=m)
             steps = self.equal.levels(setup, schedule)
+            start, stop = (int(self.equal.cuts[at]) for at in (choice.start, choice.stop))
             draft = StageDraft(
-                start=int(self.equal.cuts[choice.start]),
-                stop=int(self.equal.cuts[choice.stop]),
+                start=start,
+                stop=stop,
                 setup=setup,
                 levels=steps,
                 chosen=steps.choose(held, self.equal.room),
+                given=self.equal.given(start, stop),
                 in_flight=held,
             )
             if not draft.chosen.fits[draft.run] or not SCHEDULES[schedule].divides(setup.zero):

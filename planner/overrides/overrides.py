@@ -44,7 +44,9 @@ class Overrides:
     backward (as many as it divides among: none), `quantized` what it sends in blocks of few bits,
     where that is allowed ("none", "weights", "gradients", "both"), `recompute` what a block's
     backward runs again: "none", "selective", "pointwise", "widening", "products", "full" (each
-    keeps less), or "alternate".
+    keeps less), or "alternate"; "regather", or "+regather" behind a partial one, gathers again what
+    tensor-parallel ranks gathered; `segments` how many neighbours run again together, of which the
+    first one's input alone is kept (1: none).
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
@@ -71,6 +73,7 @@ class Overrides:
     hpz: int | Mapping[str, int] | None = None
     quantized: str | Mapping[str, str] | None = None
     recompute: str | Mapping[str, str] | None = None
+    segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
     forbid: Collection[str] = ()

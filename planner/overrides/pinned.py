@@ -39,6 +39,7 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         dp_shard=pinned([stage.shards if stage.zero else None for stage in stages]),
         hpz=pinned([stage.secondary for stage in stages]),
         quantized=pinned([stage.quantized for stage in stages]),
+        segments=pinned([stage.segments if stage.segments > 1 else None for stage in stages]),
         recompute=pinned([policy for stage in plan.stages for policy in stage.policies]),
         pp=len(plan.devices),
         virtual_stages=len(plan.stages) // len(plan.devices),

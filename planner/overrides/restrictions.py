@@ -39,7 +39,7 @@ OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value
 class Restrictions:
     """The choices that the overrides leave to a search. One entry per block, None where it is free,
     of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `hpz` (those
-    that keep a secondary shard) and `recompute`.
+    that keep a secondary shard), `quantized`, `segments` and `recompute`.
 
     Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
@@ -57,6 +57,7 @@ class Restrictions:
     dp_shard: tuple[int | None, ...]
     hpz: tuple[int | None, ...]
     quantized: tuple[str | None, ...]
+    segments: tuple[int | None, ...]
     recompute: tuple[str | None, ...]
     zeros: frozenset[int]
     policies: tuple[str, ...]

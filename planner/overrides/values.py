@@ -16,14 +16,8 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 MESH = ("tp", "dp", "cp", "ep")
-BY_BLOCK = (
-    *MESH,
-    "zero",
-    "dp_shard",
-    "hpz",
-    "quantized",
-    "recompute",
-)  # a value, or by globs of blocks
+# a value, or glob over block names -> value
+BY_BLOCK = (*MESH, "zero", "dp_shard", "hpz", "quantized", "segments", "recompute")
 COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
 
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
@@ -40,7 +34,7 @@ def _without(name: str, value: Any) -> tuple[str, tuple[Any, ...]]:
 # A name that may be forbidden -> the override it is of, and the values that are left. A part of the
 # data axis (dp_shard, hpz) has no value that does without; `unequal_meshes` is about all stages.
 FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
-    {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages")}
+    {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages", "segments")}
     | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
     | {"placement": ("placement", PLACEMENTS[:1]), "dp_shard": ("dp_shard", ())}
     | {"hpz": ("hpz", ()), "quantized": ("quantized", ("none",))}

@@ -30,6 +30,7 @@ from meshwright.planner.plan.ranges import (
     expand_ranks,
 )
 from meshwright.planner.plan.ranks import divisors, placement_of
+from meshwright.planner.plan.segments import segments_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
 from meshwright.planner.plan.words import (
     GIB,
@@ -40,6 +41,7 @@ from meshwright.planner.plan.words import (
     meeting_words,
     mesh_words,
     policy_counts,
+    recompute_words,
     seconds,
     sized,
     slower,
@@ -53,7 +55,7 @@ __all__ = [
     "expand_names", "expand_ranks", "expert_weights", "express_shardings", "fewest_experts",
     "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together", "margin_beside",
     "meeting_words", "mesh_words", "placement_of",
-    "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds",
-    "sized", "slower", "spread_of", "stage_of", "stages_of_parameters", "ulysses_degrees",
-    "updates_of",
+    "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
+    "seconds", "segments_of", "sized", "slower", "spread_of", "stage_of", "stages_of_parameters",
+    "ulysses_degrees", "updates_of",
 ]  # fmt: skip

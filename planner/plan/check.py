@@ -190,6 +190,15 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
         if isinstance(value, bool) or value not in legal:
             raise PlanError(f"={value!r}", place=f"{place}: {name}", legal=legal)
     _check_recompute(stage, place)
+    _check_whole(stage.segments, f"{place}: segments")
+    if stage.segments > 1 and SCHEDULES[plan.schedule].splits_backward:
+        raise PlanError(
+            f"={stage.segments} with schedule={plan.schedule!r}: what the first part of a backward "
+            "makes again, the second would have to keep",
+            place=f"{place}: segments",
+            legal=1,
+            way_out="give segments=1, or a schedule that doesn't split the backward",
+        )
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)

@@ -48,8 +48,10 @@ class StagePlan:
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
     for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
     neighbours kept of the forward's (ZeRO++); None for none; `quantized` weights, gradients or both
-    travel in blocks of 8 and 4 bits. `recompute` is one policy for all
-    blocks, or policy -> blocks (the others keep everything).
+    travel in blocks of 8 and 4 bits. `recompute` is one policy for all blocks, or policy -> blocks
+    (the others keep everything). Of as many neighbours as `segments` says only what enters is kept,
+    and they run again together, the policies being for the time after that (`segments.py`); 1 is
+    none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -68,6 +70,7 @@ class StagePlan:
     quantized: str = "none"
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
+    segments: int = 1
 
     @property
     def holders(self) -> int:
@@ -177,6 +180,7 @@ class Plan:
                 else {policy: compress_names(names) for policy, names in stage.recompute.items()},
                 "shardings": dict(sorted(stage.shardings.items())),
             }
+            | ({"segments": stage.segments} if stage.segments > 1 else {})
             for stage in self.stages
         ]
         top = {
@@ -242,8 +246,9 @@ def _plan(data: Any, name: str) -> Plan:
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
-    written = {"quantized": "none"} | data  # what is left out where it has its default
-    keys = {"blocks", "ranks", "mesh", "zero", "quantized", "recompute", "shardings"}
+    # what is left out where it has its default
+    written = {"quantized": "none", "segments": 1} | data
+    keys = {"blocks", "ranks", "mesh", "zero", "quantized", "recompute", "shardings", "segments"}
     _same_keys(written, keys, place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
@@ -280,6 +285,7 @@ def _stage(data: Any, place: str) -> StagePlan:
         quantized=_text(written["quantized"], f"{place}: quantized"),
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
+        segments=_whole(written["segments"], f"{place}: segments"),
     )
 
 

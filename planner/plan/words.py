@@ -107,9 +107,10 @@ def _recompute_words(plan: Plan) -> str:
     """full recompute, selective/full recompute of some blocks; nothing where there is none."""
     policies = {policy for stage in plan.stages for policy in stage.policies}
     used = [policy for policy in RECOMPUTE if policy in policies - {"none"}]
-    if not used:
-        return ""
-    return "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
+    sizes = sorted({stage.segments for stage in plan.stages if stage.segments > 1})
+    words = "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
+    found = [words] * bool(used) + [f"segments of {'/'.join(map(str, sizes))} blocks"] * bool(sizes)
+    return ", ".join(found)
 
 
 def _many(count: int, thing: str, ending: str = "s") -> str:
@@ -120,6 +121,12 @@ def policy_counts(policies: Sequence[str]) -> str:
     """The policies of blocks: full, or 6 full 2 none."""
     counts = Counter(policies)
     return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
+
+
+def recompute_words(stage: StagePlan) -> str:
+    """What a stage's backward runs again: 6 full 2 none, in 4s."""
+    counts = policy_counts(stage.policies)
+    return counts if stage.segments == 1 else f"{counts}, in {stage.segments}s"
 
 
 def meeting_words(meetings: Sequence[Meeting]) -> str:

@@ -9,12 +9,12 @@ what the data axis' collectives leave is known for all of them together, and eac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from meshwright.costmodel.blocks import Recompute, StageCosts, Sums
+from meshwright.costmodel.blocks import NO_RECOMPUTE, Recompute, StageCosts, Sums, parts_of
 from meshwright.costmodel.operators import (
     DTYPE_BYTES,
     NOTHING,
@@ -37,7 +37,7 @@ from meshwright.costmodel.sharding import (
     Step,
     transition,
 )
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, segments_of
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
@@ -88,13 +88,25 @@ def passes_amounts(
     run again of it."""
     stage, found = plan.stages[k], dict[AxisAndKind, Amount]()
     pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+    own = [coster.blocks[name] for name in stage.blocks]
+    spans = segments_of(own, stage.segments, coster.graph.loss)
+    twice = {own[k].name for span in spans for k in span}
     entered = coster.entered(stage, assignments)
     for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
         steps = coster.steps(block, assignment, inputs, stage.tp)
         again = coster.block_sums(pricer, block, assignment, inputs).recompute(policy)
         forward, backward = _of_steps(pricer, steps)
+        if parts_of(policy)[1]:
+            repeats = coster.passes(pricer, block, assignment, inputs).repeats.get(policy)
+            gathers, _ = _of_steps(pricer, repeats.moves if repeats else ())
+            whole = sum(amount.seconds for amount in gathers.values())
+            part = min(1.0, float(again.comm_s) / whole) if whole else 0.0
+            for key, amount in gathers.items():
+                exposed_s = part * amount.seconds
+                add(backward, key, replace(amount, exposed_s=exposed_s))
+            again = NO_RECOMPUTE
         exposed = sum(amount.exposed_s for amount in forward.values())
-        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0)
+        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0) + (block.name in twice)
         for key, amount in forward.items():
             add(found, key, amount.times(plan.num_microbatches * more))
         for key, amount in backward.items():
@@ -102,7 +114,7 @@ def passes_amounts(
     return found
 
 
-def _of_steps(pricer: Pricer, steps: tuple[Step, ...]) -> tuple[Amounts, Amounts]:
+def _of_steps(pricer: Pricer, steps: Sequence[Step]) -> tuple[Amounts, Amounts]:
     """Of a block: its forward's and its backward's, of one micro-batch."""
     both: tuple[Amounts, Amounts] = ({}, {})
     for step in steps:
@@ -174,7 +186,7 @@ def data_amounts(
     """Collectives of gradients and weights of a stage in a step; `costs` say what is exposed, all
     of it where they are not given. Copies into buckets are in the seconds."""
     m, found = setting.num_microbatches, dict[AxisAndKind, Amount]()
-    for kind, times, seconds, alone in _collectives(setting, sums):
+    for kind, times, seconds, alone in _collectives(setting, sums, float(repeated.gather_s)):
         if seconds:
             calls = times * alone
             amount = Amount(calls=calls, seconds=times * seconds, exposed_s=times * seconds)
@@ -191,8 +203,11 @@ def data_amounts(
     }
 
 
-def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float, float]]:
-    """Kind, times a step, seconds of one time, units that it moves then one after the other."""
+def _collectives(
+    setting: Setting, sums: Sums, again_s: float
+) -> Iterator[tuple[str, int, float, float]]:
+    """Kind, times a step, seconds of one time, units that it moves then one after the other;
+    `again_s` of what ZeRO-3 gathers for a forward more."""
     m, several = setting.num_microbatches, setting.dp * setting.cp > 1
     numel, target = float(sums.parameters), setting.target
     gradients, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
@@ -210,9 +225,11 @@ def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float
     if setting.zero == 0:
         yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
     elif setting.zero == 3:
-        again = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
+        second = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
         yield "all_gather", m, float(sums.zero3_gather_s), gathered
-        yield "all_gather", m, float(again), gathered
+        yield "all_gather", m, float(second), gathered
+        if again_s:
+            yield "all_gather", m, again_s, gathered * again_s / float(sums.zero3_gather_s)
         exchanged = quantizes_gradients(setting.quantized)
         kind = "all_to_all" if exchanged else "reduce_scatter"
         yield kind, m, float(sums.zero3_scatter_s), reduced

@@ -18,7 +18,7 @@ from meshwright.planner.plan import (
     divisors,
     meeting_words,
     mesh_words,
-    policy_counts,
+    recompute_words,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
@@ -144,7 +144,8 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "hpz": stage.hpz,
             "quantized": stage.quantized,
             "zero": stage.zero,
-            "recompute": policy_counts(stage.policies),
+            "recompute": recompute_words(stage),
+            "segments": stage.segments,
             "forward_s": float(costs.forward_s),
             "backward_s": float(costs.backward_s),
             "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),

@@ -18,11 +18,11 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Drafter, Mesh, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, Drafter, Given, Mesh, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
@@ -31,7 +31,7 @@ from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, mesh_of
-from meshwright.planner.stages import BlockPrograms, boundary_index
+from meshwright.planner.stages import boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
 BOUNDS_S = 1.0  # seconds that they may take anyway
@@ -89,20 +89,11 @@ class Search(Drafter):
         global_batch_size: int,
         overrides: Overrides,
         *,
-        executable: bool = False,
-        memory_margin: float = 0.0,
         objective: str = "fastest",
         time_limit_s: float | None = None,
-        programs: BlockPrograms | None = None,
+        **given: Unpack[Given],
     ) -> None:
-        super().__init__(
-            problem,
-            global_batch_size,
-            overrides,
-            executable=executable,
-            memory_margin=memory_margin,
-            programs=programs,
-        )
+        super().__init__(problem, global_batch_size, overrides, **given)
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)

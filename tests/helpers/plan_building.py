@@ -50,6 +50,7 @@ class Knobs:
     hpz: int | None = None
     quantized: str = "none"
     recompute: str = "none"
+    segments: int = 1
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,6 +88,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 zero=knobs.zero if dp * knobs.cp > 1 else 0,
                 dp_shard=knobs.dp_shard if knobs.zero and dp * knobs.cp > 1 else None,
                 recompute=recompute,
+                segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
             )
         )

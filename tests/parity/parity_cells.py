@@ -6,7 +6,8 @@ A line is a case of the zoo, the meshes of the pipeline's device groups (`pp2xdp
 one: `1|dp3`, `dp2xtp2|tp2`; `cp2` is of all groups), then words in any order: a schedule; `m4`
 micro-batches; `v3` stages on each device group; `zero1`; `shard2`, the ranks among which ZeRO
 divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; a recompute
-policy, or `mixed` by block; a precision; a kind of context parallelism; shardings ("megatron", the
+policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kind of context
+parallelism; shardings ("megatron", the
 case's own, where nothing is said; "bare", none; "sequence", the case's own with the activations
 between layers split along the sequence); where the pipeline is cut; `spread`, the placement that
 puts a pipeline's neighbours next to each other; `rows12`, the global batch.
@@ -29,7 +30,7 @@ Meshes = tuple[tuple[int, int], ...]
 
 _COUNTS = {
     "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
-    "rows": "rows",
+    "rows": "rows", "seg": "segments",
 }  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
@@ -53,6 +54,7 @@ class Cell:
     hpz: int | None = None
     quantized: str = "none"
     recompute: str = "none"
+    segments: int = 1
     precision: str = "fp32"
     shardings: str = "megatron"
     cut: str = "even"
@@ -149,6 +151,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             hpz=cell.hpz,
             quantized=cell.quantized,
             recompute=cell.recompute,
+            segments=cell.segments,
             precision=cell.precision,
             shardings=cell.patterns,
         ),

@@ -254,7 +254,7 @@ def test_larger_groups_may_come_first() -> None:
 
 def test_a_policy_that_is_none_cannot_be_pinned() -> None:
     graph, _ = model()
-    with pytest.raises(OverrideError, match=r"recompute='some'; legal: none, selective, pointwise"):
+    with pytest.raises(OverrideError, match=r"recompute='some'; legal: none, regather, selective"):
         plan_overrides(with_stage(plan_for(graph), recompute="some"), graph)
 
 

@@ -269,7 +269,7 @@ def test_what_does_not_run_yet_can_be_planned(given: dict[str, Any], says: str) 
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
     "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "hpz": (1, 2, 4), "quantized": QUANTIZED,
-    "recompute": RECOMPUTE,
+    "segments": (1, 2, 4), "recompute": RECOMPUTE,
 }  # fmt: skip
 
 
