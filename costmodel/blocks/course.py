@@ -147,7 +147,9 @@ def course_peaks(
 ) -> list[Peak]:
     """The most bytes at once on a device of each device group, and when."""
     counts = {"num_stages": len(stages), "num_devices": num_devices}
-    streams = build_schedule(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
+    streams = build_schedule(
+        schedule, num_microbatches=num_microbatches, edges=edges, paired=False, **counts
+    )
     placed = stages_of_devices(schedule, **counts)
     split = any(i.action is Action.BACKWARD_INPUT for stream in streams for i in stream)
     return [

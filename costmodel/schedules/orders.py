@@ -177,7 +177,8 @@ def zb_v(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> N
 
 
 def dualpipe_v(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
-    """Fill the V, then F&B of the two stages crosswise; splits backwards only to start and end."""
+    """Fill the V, then F&B of the two stages crosswise; splits backwards only to start and end.
+    Where nothing overlaps (`build_schedule`), each F&B is an F and then a B."""
     down, up = stages
     m = max(m, 2 * p)
     after = p - 1 - d

@@ -5,8 +5,9 @@ streams, so what was predicted is what runs. A schedule is a placement of stages
 order in which each device computes (`costmodel.schedules.table`). Communication is derived from
 that order and from the edges of the stage graph, never written by hand: the inputs of a compute are
 received just before it, its results sent just after it, and stages of one device exchange theirs
-without a message. Of an overlapped F and B both inputs come before the two and both results leave
-after them.
+without a message. Software that overlaps an F with a B (`paired`) receives the inputs of both
+before the two and sends both results after them; elsewhere, as in `train_step`, the two run one
+after the other and wait for nothing but their own.
 
 Two properties follow for any edges (i, j) with i < j, skip edges included. The streams cannot
 deadlock, because F(j, k) already comes after F(i, k) along the chain of stages and B(i, k) after
@@ -128,18 +129,20 @@ def build_schedule(
     num_microbatches: int,
     edges: Collection[tuple[int, int]] | None = None,
     num_devices: int | None = None,
+    paired: bool = False,
 ) -> Streams:
     """The instruction streams of one training step, one per device.
 
     `edges` are the (source, destination) stages that exchange activations forward and gradients
     backward, each source before its destination; by default each stage with the next.
-    `num_devices` may be left out where the schedule fixes the number of stages per device. The
+    `num_devices` may be left out where the schedule fixes the number of stages per device. With
+    `paired` forwards and backwards that the schedule pairs run as one thing. The
     streams of equal arguments are built once. Raises ValueError for an unknown schedule, a count
     below 1, stages that do not go evenly on the devices, or an edge that does not point forward.
     """
     if edges is None:
         edges = [(stage, stage + 1) for stage in range(num_stages - 1)]
-    return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices)
+    return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices, paired)
 
 
 @lru_cache(maxsize=64)
@@ -149,6 +152,7 @@ def _build(
     num_microbatches: int,
     edges: frozenset[tuple[int, int]],
     num_devices: int | None,
+    paired: bool,
 ) -> Streams:
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     orders = compute_orders(
@@ -167,6 +171,8 @@ def _build(
         if device_of[source] != device_of[destination]:
             sources[destination].append(source)
             destinations[source].append(destination)
+    if not paired:
+        orders = tuple(tuple(c._replace(overlapped=False) for c in order) for order in orders)
     return Streams(tuple(tuple(_stream(order, sources, destinations)) for order in orders))
 
 

@@ -3,9 +3,10 @@
 The semantics are the executor's. Each device computes in the order of its stream, one thing at a
 time. Receives are posted ahead, so a compute starts as soon as its device is free and its messages
 are there. Sends run beside the computes; the channel from a device to another carries one message
-at a time, in the order sent. An overlapped F and B (F&B) are one thing: they start when the inputs
-of both are there, take F + B less what the overlap saves, and send their results when both are
-done. At the end each stage reduces its gradients and steps its optimizer, one after the other.
+at a time, in the order sent. An overlapped F and B (F&B), which software has that isn't ours, are
+one thing: they start when the inputs of both are there, take F + B less what the overlap saves, and
+send their results when both are done. At the end each stage reduces its gradients and steps its
+optimizer, one after the other.
 
 What waits for what is compiled once per schedule (`costmodel.schedules.compiled`); a price is one
 pass over it, and events are put together only for those who look at them.
@@ -18,7 +19,8 @@ reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
     zb_h1                       (p-1)(F + I - W)           W <= F, I and m >= p
     zb_h2                       (p-1)(F + I - 2W)          W <= F, I and m >= 2p-1; `period_s`
     zb_v                        2(p-1)(F - W)              W <= F = I and m >= 2p-1; `period_s`
-    dualpipe_v                  (p-1)(F&B + B - 3W)        W <= F = I and m >= 2p; the most that a
+    dualpipe_v                  (p-1)(F + I - W)           W <= F = I and m >= 2p
+    dualpipe_v, paired          (p-1)(F&B + B - 3W)        W <= F = I and m >= 2p; the most that a
                                                            device idles, if overlap shortens F&B
 
 so zb_h2 and zb_v have no bubble where F = I = W. For stages tᵢ = Fᵢ + Bᵢ that are not equal

@@ -104,6 +104,7 @@ def _stream(plan: Plan, graph: Graph, place: Place) -> tuple[Instruction, ...]:
         plan.schedule,
         num_microbatches=plan.num_microbatches,
         edges=crossings(plan, graph).keys(),
+        paired=False,
         **counts,
     )
     return streams[placed.index(place.stages)]

@@ -292,6 +292,7 @@ def _simulate(
         num_microbatches=plan.num_microbatches,
         edges=frozenset(edges),
         num_devices=len(plan.devices),
+        paired=target.overlap_passes,
     )
     return simulate(streams, times, transfer)
 

@@ -13,6 +13,7 @@ Edges = list[tuple[int, int]]
 
 counts = st.integers(1, 7)
 seconds = st.integers(0, 9)
+whether = st.booleans()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Shape:
     p: int
     v: int
     m: int
+    paired: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -35,16 +37,20 @@ class Shape:
             num_microbatches=self.m,
             num_devices=self.p,
             edges=edges,
+            paired=self.paired,
         )
 
 
 @st.composite
 def shapes(
-    draw: st.DrawFn, names: Sequence[str] = tuple(SCHEDULES), m: st.SearchStrategy[int] = counts
+    draw: st.DrawFn,
+    names: Sequence[str] = tuple(SCHEDULES),
+    m: st.SearchStrategy[int] = counts,
+    paired: st.SearchStrategy[bool] = whether,
 ) -> Shape:
     name = draw(st.sampled_from(names))
     v = SCHEDULES[name].stages_per_device or draw(st.integers(1, 3))
-    return Shape(name=name, p=draw(st.integers(1, 5)), v=v, m=draw(m))
+    return Shape(name=name, p=draw(st.integers(1, 5)), v=v, m=draw(m), paired=draw(paired))
 
 
 @st.composite

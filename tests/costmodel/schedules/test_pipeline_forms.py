@@ -3,6 +3,7 @@
 All times are whole numbers of seconds, so sums are exact and times are compared with ==.
 """
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline
-from tests.costmodel.schedules.pipelines import Shape, chain, counts, run, seconds, shapes, times
+from tests.costmodel.schedules.pipelines import (
+    Shape,
+    chain,
+    counts,
+    run,
+    seconds,
+    shapes,
+    stage_times,
+    times,
+)
 
 positive = st.integers(1, 9)
 uneven = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)
@@ -143,9 +153,33 @@ def test_dualpipe_v_idles_as_published(p: int, more: int, w: int, longer: int, s
     one = StageTimes(
         forward_s=f, backward_s=f + w, weight_s=w, overlap_s=saved, reduce_s=0, optimizer_s=0
     )
-    timeline = run(Shape(name="dualpipe_v", p=p, v=2, m=2 * p + more), [one] * (2 * p))
+    shape = Shape(name="dualpipe_v", p=p, v=2, m=2 * p + more, paired=True)
+    timeline = run(shape, [one] * (2 * p))
     both, backward = f + (f + w) - saved, f + w
     assert max(timeline.idle_s(d) for d in range(p)) == (p - 1) * (both + backward - 3 * w)
+
+
+@given(p=st.integers(1, 6), more=st.integers(0, 9), w=positive, longer=st.integers(0, 5))
+def test_dualpipe_v_without_an_overlap_has_half_the_bubble_of_zb_h1(
+    p: int, more: int, w: int, longer: int
+) -> None:
+    """(p-1)(F + I - W) of stages half as long: F and B of a pair don't wait for each other."""
+    f, m = w + longer, 2 * p + more
+    apart = equal(Shape(name="dualpipe_v", p=p, v=2, m=m), f, f, w)
+    assert apart.step_time_s - 2 * m * (2 * f + w) == (p - 1) * (2 * f - w)
+    whole = equal(Shape(name="zb_h1", p=p, v=1, m=m), 2 * f, 2 * f, 2 * w)
+    assert 2 * (apart.step_time_s - sum(apart.busy_s) / p) == whole.step_time_s - whole.busy_s[0]
+
+
+@given(shape=shapes(names=("dualpipe_v",), m=st.integers(1, 16)), data=st.data())
+def test_a_pair_that_overlaps_nothing_is_no_faster_than_f_and_b_apart(
+    shape: Shape, data: st.DataObject
+) -> None:
+    of_stages = [replace(data.draw(stage_times()), overlap_s=0) for _ in range(shape.num_stages)]
+    transfers = {edge: data.draw(seconds) for edge in chain(shape.num_stages)}
+    apart, paired = (run(replace(shape, paired=x), of_stages, transfers) for x in (False, True))
+    assert apart.busy_s == paired.busy_s
+    assert apart.pipeline_s <= paired.pipeline_s
 
 
 @given(shape=shapes(m=st.integers(1, 12)), t=positive)

@@ -89,7 +89,7 @@ def test_a_small_dualpipe_v_computes_as_drawn() -> None:
             words[at], words[at + 1] = f"[{words[at]}", f"{words[at + 1]}]"
         return " ".join(words)
 
-    first, second = map(drawn, Shape(name="dualpipe_v", p=2, v=2, m=4).streams())
+    first, second = map(drawn, Shape(name="dualpipe_v", p=2, v=2, m=4, paired=True).streams())
     assert first == (
         "F0:0 F1:0 F2:0 F0:3 I0:3 W0:3 F1:3 [F3:0 B1:3] [F2:3 B0:0] B2:3 [F3:3 B1:0] "
         "B3:3 I2:0 W2:0 I3:0 W3:0"

@@ -119,6 +119,8 @@ def longest_path_s(shape: Shape, of_stages: Sequence[StageTimes], transfers: Tra
     orders = compute_orders(
         shape.name, num_stages=shape.num_stages, num_microbatches=shape.m, num_devices=shape.p
     )
+    if not shape.paired:
+        orders = tuple(tuple(c._replace(overlapped=False) for c in order) for order in orders)
     where = {
         (c.action is F, c.stage, c.microbatch): (d, at)
         for d, order in enumerate(orders)
