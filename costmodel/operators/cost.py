@@ -23,7 +23,8 @@ class Setting:
     that mesh, neighbours, share out the experts, which are whole or replicated on the other axes.
 
     ZeRO divides among `dp_shard` neighbours on the data axis and replicates across the others; 0
-    for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
+    for all dp·cp. `host_states` is the part of the optimizer states that lies in host memory.
+    Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
     contiguous, more where other stages lie between them.
     """
 
@@ -41,6 +42,7 @@ class Setting:
     spread: int = 1
     target: Target = EAGER
     profile: OpProfile | None = None
+    host_states: float = 0.0
 
     def group(self, *, size: int, stride: int) -> Group:
         """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own

@@ -14,16 +14,17 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
-    and the chain that gives its costs."""
+    and the chain that gives its costs; `host_states` as in `Setting`."""
 
     mesh: Mesh
     zero: int
     dp_shard: int
     chain: Chain
+    host_states: float = 0.0
 
     @property
     def setting(self) -> Setting:
-        return replace(self.chain.setting, zero=self.zero)
+        return replace(self.chain.setting, zero=self.zero, host_states=self.host_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,8 +73,10 @@ class EqualStages:
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
+                own = self.space.host_states
                 yield from (
-                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, chain=chain) for z in zeros
+                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, chain=chain, host_states=own)
+                    for z in zeros
                 )
 
     def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:

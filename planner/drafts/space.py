@@ -64,6 +64,8 @@ class Space:
     restrictions: Restrictions
     memory_margin: float = 0.0
     """Part of a device's memory that plans leave free."""
+    host_states: float = 0.0
+    """Part of each stage's optimizer states that lies in host memory."""
 
     @property
     def memory_bytes(self) -> float:

@@ -137,6 +137,7 @@ class StageCoster:
         zero: int = 0,
         dp_shard: int = 0,
         spread: int = 1,
+        host_states: float = 0.0,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
         problem = self.problem
@@ -155,6 +156,7 @@ class StageCoster:
             spread=spread,
             target=problem.target,
             profile=problem.profile,
+            host_states=host_states,
         )
 
     def pricer(self, setting: Setting) -> Pricer:
@@ -307,6 +309,7 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         zero=stage.zero,
         dp_shard=stage.dp_shard or 0,
         spread=spread_of(stage),
+        host_states=stage.offload.get("optimizer", 0.0),
     )
 
 

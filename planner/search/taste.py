@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.drafts import Combination, PlanDraft
+from meshwright.planner.drafts import Candidate, Combination, PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
 from meshwright.planner.pricing import Degrees, StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
@@ -151,3 +152,18 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
 def _nodes(stage: StagePlan, cluster: Cluster) -> int:
     """Nodes that a stage's ranks lie on."""
     return len({rank // cluster.devices_per_node for rank in stage.ranks})
+
+
+def order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
+    """Fastest first; of equal ones the same one first in every run."""
+    plan = found.evaluation.plan
+    stages = [(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, len(s.blocks)) for s in plan.stages]
+    return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
+
+
+def shape(draft: PlanDraft) -> tuple[Any, ...]:
+    """What makes a plan another one for a reader: more than micro-batches."""
+    plan = draft.evaluation.plan
+    return plan.schedule, *(
+        (s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in plan.stages
+    )

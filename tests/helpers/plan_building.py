@@ -31,7 +31,7 @@ class Knobs:
     """One (dp, tp) mesh per device group, each running `virtual` stages, and what they do.
 
     `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
-    dp > 1. `recompute` may be "mixed".
+    dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states.
     """
 
     meshes: Sequence[tuple[int, int]]
@@ -46,6 +46,7 @@ class Knobs:
     recompute: str = "none"
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
+    offload: float = 0.0
 
 
 def build_plan(graph: Graph, knobs: Knobs) -> Plan:
@@ -78,6 +79,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 dp_shard=knobs.dp_shard if knobs.zero and dp > 1 else None,
                 recompute=recompute,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
+                offload={"optimizer": knobs.offload} if knobs.offload else {},
             )
         )
     return Plan(

@@ -8,7 +8,7 @@ on each device group; `zero1`; `shard2`, the ranks among which ZeRO divides; a r
 or `mixed` by block; a precision; shardings ("megatron", the case's own, where nothing is said;
 "bare", none; "sequence", the case's own with the activations between layers split along the
 sequence); where the pipeline is cut; `spread`, the placement that puts a pipeline's neighbours next
-to each other; `rows12`, the global batch.
+to each other; `rows12`, the global batch; `host50`, percent of the optimizer states in host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 
 Meshes = tuple[tuple[int, int], ...]
 
-_COUNTS = {"m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "rows": "rows"}
+_COUNTS = {
+    "m": "microbatches",
+    "v": "virtual",
+    "zero": "zero",
+    "shard": "dp_shard",
+    "rows": "rows",
+    "host": "host",
+}
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
     "llama": {"model.layers.*:add": "-> S(1)", "model.layers.*:add#1": "-> S(1)"},
@@ -49,6 +56,7 @@ class Cell:
     cut: str = "even"
     placement: str = "tp,dp,pp"
     rows: int = GLOBAL_BATCH
+    host: int = 0
     name: str = ""
 
     @staticmethod
@@ -133,6 +141,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             recompute=cell.recompute,
             precision=cell.precision,
             shardings=cell.patterns,
+            offload=cell.host / 100,
         ),
     )
     return plan, of
