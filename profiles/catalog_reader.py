@@ -88,6 +88,11 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "inter_link.efficiency?": "fraction over bytes",
             "inter_link.direct_efficiency?": "fraction",
             "inter_link.per_rank_bandwidth?": "bytes/s",
+            "host.memory?": "bytes",
+            "host.memory_bandwidth?": "bytes/s",
+            "host.link_bandwidth?": "bytes/s",
+            "host.link_latency?": "seconds",
+            "host.nvme?": "bytes",
         },
     }
 )
@@ -225,6 +230,8 @@ def read_file(path: Path) -> Entry:
     for key in leaves:
         if key not in dimensions and key not in _TEXTS[entry]:
             raise unknown_name(f"{path.name} key", key, {*dimensions, *_TEXTS[entry]})
+    if "host.memory" in leaves:
+        required |= {key for key in dimensions if key.startswith("host.")} - {"host.nvme"}
     if missing := sorted(required - set(leaves)):
         raise MeshwrightError(
             f"missing {', '.join(missing)}",

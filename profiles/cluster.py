@@ -32,21 +32,24 @@ from meshwright.profiles.catalog_reader import (
 )
 from meshwright.profiles.curve import FULL, Curve
 from meshwright.profiles.device import DTYPES, Device, Link, Rates, check_whole
+from meshwright.profiles.host import Host, host_of, is_of_host
 from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_TEXT
 from meshwright.profiles.measure_cpu import measure_cpu, total_memory_bytes
 
-__all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Link", "Rates", "catalog_names"]
+__all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates", "catalog_names"]
 
 LOCAL_NODE = "local-host"
-_TABLES = ("device", "intra_link", "inter_link")
+_TABLES = ("device", "intra_link", "inter_link", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal nodes of equal devices; `intra_link` is per rank, `inter_link` a node's NICs together.
 
-    `assumptions` are sentences about numbers that are neither measured nor published.
+    `host` is each node's memory beside its devices', None where nothing is known of it: then
+    nothing is moved there. `assumptions` are sentences about numbers that are neither measured nor
+    published.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Cluster:
     inter_link: Link
     backend: str
     assumptions: tuple[str, ...] = ()
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_TEXT:
@@ -117,7 +121,9 @@ class Cluster:
             intra_link=_link(node, "intra_link"),
             inter_link=_link(node, "inter_link"),
             backend=node.texts["backend"],
-            assumptions=device.assumptions() + node.assumptions(),
+            assumptions=device.assumptions()
+            + tuple(note for note in node.assumptions() if not is_of_host(note)),
+            host=host_of(node),
         )
 
     @classmethod
@@ -150,7 +156,8 @@ class Cluster:
         """A cluster from a TOML file: `base` (a catalog name) and whatever differs from it.
 
         Keys: base, name, num_nodes, devices_per_node; tables [device] (peak_flops is a sub-table),
-        [intra_link], [inter_link] with the field names of Device and Link, in SI units. A curve is
+        [intra_link], [inter_link], [host] with the field names of Device, Link and Host, in SI
+        units. A curve is
         a number or an array of [x, y] pairs.
         """
         place = Path(path)
@@ -292,7 +299,14 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         for note in cluster.assumptions
         if not note.startswith(f"{cluster.device.name}: ") or ": reserved =" in note
     )
-    return dataclasses.replace(cluster, device=device, assumptions=kept + tuple(notes))
+    host = cluster.host and dataclasses.replace(
+        cluster.host,
+        memory_bytes=total_memory_bytes(),
+        memory_bandwidth=rates.copy_bandwidth * share * n,
+        link_bandwidth=rates.copy_bandwidth * share / 2,
+        assumptions=("local: device and host memory are one, of which each is counted whole",),
+    )
+    return dataclasses.replace(cluster, device=device, assumptions=kept + tuple(notes), host=host)
 
 
 def _local_gpu() -> str:

@@ -18,7 +18,7 @@ import bisect
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -30,7 +30,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.steps import NO_CORRECTIONS, Corrections, RunKind, StepTiming, fitted
 from meshwright.profiles.store import DeviceId, Measurements, Store
-from meshwright.profiles.timings import CollectiveTiming, Timing
+from meshwright.profiles.timings import COPIES, CollectiveTiming, Timing
 
 log = logging.getLogger(__name__)
 
@@ -124,21 +124,21 @@ class Profile:
         """Seconds of a collective over a tensor of `nbytes` in full (of one message for "p2p") in
         groups of `size` ranks, `per_node` of them on a node, and the label; None where no such
         group was timed."""
-        curve = self._curves.get((kind, size, per_node))
-        if not curve:
-            return None
-        steps = [step for step, _ in curve]
-        at = bisect.bisect_left(steps, nbytes)
-        if at < len(curve) and steps[at] == nbytes:
-            return curve[at][1], MEASURED
-        if at == 0 or len(curve) == 1:
-            return curve[0][1] * max(1.0, nbytes / steps[0]), INTERPOLATED
-        upper = min(at, len(curve) - 1)
-        (a, before_s), (b, after_s) = curve[upper - 1], curve[upper]
-        per_byte = max(0.0, after_s - before_s) / (b - a)
-        if at == len(curve):
-            return after_s + (nbytes - b) * per_byte, INTERPOLATED
-        return before_s + (nbytes - a) * (after_s - before_s) / (b - a), INTERPOLATED
+        return _on_curve(self._curves.get((kind, size, per_node)), nbytes)
+
+    def host_copy(self, kind: str, nbytes: float) -> float | None:
+        """Seconds of a copy "to_device" or "to_host"; None where none was timed."""
+        found = _on_curve(self._copies.get(kind), nbytes)
+        return found and found[0]
+
+    @cached_property
+    def _copies(self) -> Mapping[str, list[Point]]:
+        """Direction -> points of copies between host and device in increasing order of bytes."""
+        curves: dict[str, list[Point]] = defaultdict(list)
+        for c in self.measurements.collectives:
+            if c.kind in COPIES:
+                curves[c.kind].append((c.nbytes, c.seconds))
+        return {key: sorted(points) for key, points in curves.items()}
 
 
 def load_profile(
@@ -252,6 +252,24 @@ def device_here(cluster: Cluster) -> DeviceId | None:
 
 
 # --- interpolation --------------------------------------------------------------------------------
+
+
+def _on_curve(curve: Sequence[Point] | None, nbytes: float) -> tuple[float, str] | None:
+    """Seconds at so many bytes, and the label; None without a curve."""
+    if not curve:
+        return None
+    steps = [step for step, _ in curve]
+    at = bisect.bisect_left(steps, nbytes)
+    if at < len(curve) and steps[at] == nbytes:
+        return curve[at][1], MEASURED
+    if at == 0 or len(curve) == 1:
+        return curve[0][1] * max(1.0, nbytes / steps[0]), INTERPOLATED
+    upper = min(at, len(curve) - 1)
+    (a, before_s), (b, after_s) = curve[upper - 1], curve[upper]
+    per_byte = max(0.0, after_s - before_s) / (b - a)
+    if at == len(curve):
+        return after_s + (nbytes - b) * per_byte, INTERPOLATED
+    return before_s + (nbytes - a) * (after_s - before_s) / (b - a), INTERPOLATED
 
 
 def _family(text: str) -> tuple[str, tuple[int, ...]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COPIES = ("to_device", "to_host")  # kinds of copies between host and device, of one rank each
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:

@@ -18,7 +18,8 @@ reduction behind the backward (the last one of a step, where gradients are reduc
 ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
 reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
-nothing is hidden: all its cores compute, and they are what moves the bytes.
+nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
+memory is on its way like what ZeRO gathers and scatters (`offload.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from meshwright.costmodel.blocks.offload import HostCosts, host_costs
 from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import model_states, working_bytes
@@ -48,7 +50,7 @@ class StageCosts(Generic[A]):
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
     the part that is not hidden; `optimizer_s`); bytes in all (`static_bytes`, of which
     `passing_bytes` only during a backward, or for all stages of a device together) and per
-    micro-batch in flight (`activation_bytes`).
+    micro-batch in flight (`activation_bytes`), and of the host's memory (`host_bytes`).
     """
 
     forward_s: A
@@ -64,6 +66,7 @@ class StageCosts(Generic[A]):
     passing_bytes: A
     activation_bytes: A
     parameters: A
+    host_bytes: A
 
     @property
     def kept_bytes(self) -> A:
@@ -114,8 +117,11 @@ def _hidden(whole: Floats, exchange: Floats, target: Target) -> Floats:
     return hidden
 
 
-def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Setting) -> _Passes:
-    """The two passes beside ZeRO's gathers and scatters and the reduction of gradients."""
+def _with_data_axis(
+    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
+) -> _Passes:
+    """The two passes beside ZeRO's gathers and scatters, the reduction of gradients, and what goes
+    to the host and comes from it."""
     target, device = setting.target, setting.cluster.device
     # the part of a communication that no compute can hide: its first or last block
     edge = sums.largest_parameters / np.maximum(sums.parameters, 1.0)
@@ -142,10 +148,14 @@ def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Sett
     to_backward: Floats = np.zeros(())
     if setting.zero == 3:
         gather, replicate = sums.zero3_gather_s, sums.zero3_replicate_s
+        gather = gather + host.fetched_s
         again = sums.zero3_secondary_s if setting.hpz else gather
         moved, copied = again + sums.zero3_scatter_s, _copy_s(sums, setting)
+        several = setting.num_microbatches > 1
+        moved = moved + host.returned_s * (not several)
+        waited = (host.returned_s + host.added_s) * several
         to_forward = added(forward, gather, parameters) + copied
-        to_backward = added(backward, moved, parameters) + copied
+        to_backward = added(backward, moved, parameters) + copied + waited
         reduce = replicated(backward, moved, replicate, parameters)
     elif setting.zero:
         reduce = replicated(backward, scatter, replicate, gradients)
@@ -156,6 +166,10 @@ def _with_data_axis(sums: Sums, forward: Floats, backward: Floats, setting: Sett
             reduce = reduce + added(backward, scatter, gradients)
     else:
         reduce = added(backward, sums.reduce_s, gradients)
+    if setting.zero < 3 and setting.host_states:
+        gather = sums.gather_s if setting.zero else np.zeros(())
+        fetched = added(forward, gather + host.fetched_s, True) - added(forward, gather, True)
+        reduce = reduce + fetched + host.returned_s
     return _Passes(
         forward_s=forward + to_forward,
         backward_s=backward + to_backward,
@@ -223,6 +237,7 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         dp=np.maximum(shards, 1.0),
         optimizer=setting.optimizer,
         target=target,
+        host=setting.host_states,
     )
     kept = sums.parameters * secondary_bytes(setting)
     return HeldBytes(
@@ -254,11 +269,13 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
     backward = sums.backward_s - _hidden(sums.backward_s, sums.backward_exchange_s, target)
     both = _issued if setting.cluster.device.kind == "cuda" else np.add
     slowest = slowest_of(setting.cluster.num_nodes)
+    host = host_costs(sums, setting)
     passes = _with_data_axis(
         sums,
         slowest * both(forward, sums.forward_host_s),
         slowest * both(backward + repeated.seconds, sums.backward_host_s + repeated.host_s),
         setting,
+        host,
     )
     again_s = repeated.gather_s if setting.zero == 3 else np.zeros(())  # before it, nothing hides
     held = held_bytes(sums, setting, repeated)
@@ -273,9 +290,11 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,
-        optimizer_s=sums.shard_s if setting.zero else sums.optimizer_s,
+        optimizer_s=(1 - setting.host_states) * (sums.shard_s if setting.zero else sums.optimizer_s)
+        + host.step_s,
         static_bytes=states + held.buffers + passing,
         passing_bytes=passing,
         activation_bytes=sums.saved_bytes + sums.input_bytes - repeated.freed_bytes,
         parameters=sums.parameters,
+        host_bytes=host.nbytes,
     )

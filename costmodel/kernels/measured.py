@@ -16,6 +16,10 @@ class OpProfile(Protocol):
         self, kind: str, nbytes: float, size: int, per_node: int
     ) -> tuple[float, str] | None: ...
 
+    def host_copy(self, kind: str, nbytes: float) -> float | None:
+        """Seconds of a copy "to_device" or "to_host"; None where none was timed."""
+        return None
+
     def correction(self, component: str) -> float:
         """What the seconds of a component are multiplied by, whoever says them: a name of
         `profiles.steps.COMPONENTS`."""

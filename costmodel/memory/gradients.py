@@ -22,11 +22,12 @@ FP32 = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """A trained parameter: local elements, the ranks among which ZeRO divides it, the first block
-    (by number in its stage) that reads it."""
+    (by number in its stage) that reads it, and whether its states lie in host memory."""
 
     numel: float
     shards: float
     block: int
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,8 @@ class GradientBytes:
         p = self.trained[k]
         self._block += self.given(k)
         self._copy += FP32 * p.numel
-        self._shard += 0.0 if self._bucket[k].made else FP32 * p.numel / p.shards
+        kept = not self._bucket[k].made and not p.host
+        self._shard += FP32 * p.numel / p.shards if kept else 0.0
         self._bucket[k].made = True
         self.live += self.given(k)
         highest = self.live

@@ -8,6 +8,8 @@ parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
     ZeRO-1   divides master, moments and the gradient shard handed to the optimizer
     ZeRO-2   the accumulated gradient, too
     ZeRO-3   the weights, too: only the fp32 shard stays, a block's weights are gathered to be used
+
+Of the `host` part, master and moments lie in host memory; with ZeRO-3 all does.
 """
 
 from __future__ import annotations
@@ -44,7 +46,14 @@ class ModelStates(Generic[A]):
 
 
 def model_states(
-    numel: A, *, precision: str, zero: int, dp: A | int, optimizer: str, target: Target = EAGER
+    numel: A,
+    *,
+    precision: str,
+    zero: int,
+    dp: A | int,
+    optimizer: str,
+    target: Target = EAGER,
+    host: float = 0.0,
 ) -> ModelStates[A]:
     """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them."""
     moments = optimizer_bytes(optimizer)
@@ -54,7 +63,9 @@ def model_states(
     master = 4 if mixed and target.master else 0
     if zero == 0:
         return ModelStates(
-            weights=numel * weight, gradients=numel * gradient, optimizer=numel * (master + moments)
+            weights=numel * weight,
+            gradients=numel * gradient,
+            optimizer=numel * ((1 - host) * (master + moments)),
         )
     if zero == 1:
         # the fp32 shard the optimizer reads is a part of the gradients where they lie in buckets
@@ -62,36 +73,53 @@ def model_states(
         return ModelStates(
             weights=numel * weight,
             gradients=numel * gradient,
-            optimizer=numel * ((4 + shard + moments) / dp),
+            optimizer=numel * (((1 - host) * (4 + moments) + shard) / dp),
         )
     parts = numel / dp
     if zero == 2:
         return ModelStates(
-            weights=numel * weight, gradients=parts * gradient, optimizer=parts * (master + moments)
+            weights=numel * weight,
+            gradients=parts * gradient,
+            optimizer=parts * ((1 - host) * (master + moments)),
         )
     # one copy of the weights is left, the optimizer's where it has one
+    parts = parts * (1 - host)
     return ModelStates(
         weights=parts * max(weight, master), gradients=parts * gradient, optimizer=parts * moments
     )
 
 
 def model_state_bytes(
-    numel: A, *, precision: str, zero: int, dp: A | int, optimizer: str, target: Target = EAGER
+    numel: A,
+    *,
+    precision: str,
+    zero: int,
+    dp: A | int,
+    optimizer: str,
+    target: Target = EAGER,
+    host: float = 0.0,
 ) -> A:
     """Bytes of weights, gradients and optimizer states together, as `model_states`."""
     parts = model_states(
-        numel, precision=precision, zero=zero, dp=dp, optimizer=optimizer, target=target
+        numel, precision=precision, zero=zero, dp=dp, optimizer=optimizer, target=target, host=host
     )
     return parts.weights + parts.gradients + parts.optimizer
 
 
-def fixed_bytes(numel: float, shards: float, *, precision: str, zero: int, optimizer: str) -> float:
+def fixed_bytes(
+    numel: float, shards: float, *, precision: str, zero: int, optimizer: str, host: bool = False
+) -> float:
     """Bytes of weights and optimizer states of a trained parameter between the steps of
     `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them; but for ZeRO-3 whole
-    ones in the precision that is computed in, where those are others."""
+    ones in the precision that is computed in, where those are others. With `host`, what the
+    optimizer reads is not on the device."""
     moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
+    if host and not (zero == 3 and shards > 1):
+        return numel * (2 if mixed else 4)
     if zero and shards > 1:
         whole = 0 if zero == 3 else 2 if mixed else 4
+        if host:
+            return 0.0
         return numel * (whole + (4 + moments) / shards)
     return numel * ((6 if mixed else 4) + moments)
 

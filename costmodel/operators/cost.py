@@ -29,7 +29,8 @@ class Setting:
     for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
     contiguous, more where other stages lie between them. Under ZeRO-3 `hpz` neighbours keep a
     secondary shard of the weights from the forward to the backward, which gathers from it; 0 for
-    none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`).
+    none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`). `host_states` is
+    the part of the optimizer states that lies in host memory.
     """
 
     cluster: Cluster
@@ -49,6 +50,7 @@ class Setting:
     spread: int = 1
     target: Target = EAGER
     profile: OpProfile | None = None
+    host_states: float = 0.0
 
     def group(self, *, size: int, stride: int) -> Group:
         """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own

@@ -1,5 +1,6 @@
 """Parameters as DTensors, their gradients, ZeRO, norms and the loss scale."""
 
+from meshwright.executor.parameters.host_memory import use_cores
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_
 from meshwright.executor.parameters.parameters import (
@@ -28,5 +29,5 @@ __all__ = [
     "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
     "check_sharding", "clip_", "collect_gradients", "expose", "load", "make_parameter", "part_of",
     "reduce_in_optimizers", "refresh_frozen", "shard_gradients", "shard_stage",
-    "sum_tied_gradients", "whole_of", "wrap_like",
+    "sum_tied_gradients", "use_cores", "whole_of", "wrap_like",
 ]  # fmt: skip

@@ -148,7 +148,8 @@ class StepGuard:
         if others:
             norms.append(get_total_norm(others))
         if norms:
-            found_inf += ~torch.stack(norms).isfinite().all()
+            here = [norm.to(self.place.device) for norm in norms]  # those of the host, too
+            found_inf += ~torch.stack(here).isfinite().all()
         for p in parameters:
             p.norm = None
         if self.place.mesh is not None:

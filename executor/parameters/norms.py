@@ -65,7 +65,7 @@ def norm_share(
             by_copies.setdefault(copies(p, place), []).extend(_row_norms(gradient, norm_type))
     total = torch.zeros((), dtype=torch.float64, device=place.device)
     for count, tensors in sorted(by_copies.items()):
-        norm = get_total_norm(tensors, norm_type).double()
+        norm = get_total_norm(tensors, norm_type).double().to(place.device)
         if math.isinf(norm_type):
             total = torch.maximum(total, norm)
         else:
@@ -123,6 +123,9 @@ def clip_(
         gradients = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
         norm = total_norm(norm_share(gradients, place, norm_type), place, norm_type)
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if gradients:
-            torch._foreach_mul_([gradient for _, gradient in gradients], coefficient)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for _, gradient in gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, here in by_device.items():
+            torch._foreach_mul_(here, coefficient.to(device))
     return norm

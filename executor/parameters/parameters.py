@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.costmodel.sharding import Placement, R
+from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters.partial_dtensors import (
     StageGradient,
@@ -39,7 +40,8 @@ class ParameterSpec:
     `sum_tensor` say on which axes its gradient comes out partial. `zero` is the stage's ZeRO stage,
     0 to 3; ZeRO-3 gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are
     all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
-    `part` axis splits it before anything else does. `reached`: the loss depends on it.
+    `part` axis splits it before anything else does. `reached`: the loss depends on it. `offload`:
+    what the optimizer reads and writes of it lies in host memory (`host_memory.py`).
     """
 
     value: str
@@ -53,6 +55,7 @@ class ParameterSpec:
     shared_stages: tuple[int, ...] = ()
     experts: bool = False
     reached: bool = True
+    offload: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -128,8 +131,11 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
         local = local.to(where, copy=local.shape != source.shape)
     stored = local.float() if source.is_floating_point() else local
     if shard.sharded and not gathered:
-        stored = local_part(stored, shard, holders.shard.size, holders.shard.rank).clone()
-    shares = shard == R and stored.dtype == spec.dtype
+        stored = local_part(stored, shard, holders.shard.size, holders.shard.rank)
+        stored = to_host(stored) if spec.offload else stored.clone()
+    elif spec.offload and not gathered:
+        stored = to_host(stored)
+    shares = shard == R and stored.dtype == spec.dtype and not spec.offload
     leaf = stored if shares or gathered else local.to(spec.dtype)
     plain = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return StageParameter(
@@ -200,9 +206,19 @@ def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.
     ]
     shape = torch.Size(parameter.shape)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, place.mesh, [*data, as_torch(placement)], run_check=False, shape=shape, stride=stride
+    # `from_local` would move what lies in host memory to the mesh's device
+    there = local.device.type == place.mesh.device_type
+    made = DTensor.from_local(
+        local if there else torch.empty_like(local, device="meta"),
+        place.mesh,
+        [*data, as_torch(placement)],
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
+    make: Any = DTensor  # its constructor is untyped
+    wrapped: torch.Tensor = made if there else make(local, made._spec, requires_grad=False)
+    return wrapped
 
 
 def as_torch(placement: Placement) -> Replicate | Shard | _StridedShard:
@@ -231,7 +247,12 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
 
 def whole_of(x: torch.Tensor) -> torch.Tensor:
     """The whole tensor of a DTensor, collective among its ranks; a plain tensor itself."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    kind = x.device_mesh.device_type
+    there: Any = x if x.device.type == kind else x.to(kind)  # NCCL gathers nothing of the host's
+    whole: torch.Tensor = there.full_tensor()
+    return whole
 
 
 def part_of(parameter: StageParameter, whole: torch.Tensor, place: Place) -> torch.Tensor:
@@ -272,8 +293,22 @@ def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:
             p.gradient = local.contiguous()
 
 
-def accumulate_grads(parameters: Iterable[StageParameter]) -> None:
-    """Add the step's gradients to `.grad` of the API's parameters."""
+def _to_host(parameters: Iterable[StageParameter], device: torch.device) -> None:
+    """Copy gradients of what lies in host memory there, and wait for all of them."""
+    moved = False
+    for p in parameters:
+        there = p.gradient is not None and p.gradient.device == device
+        if p.offload and there:  # `fully_shard` brings those of a GPU itself
+            assert p.gradient is not None
+            p.gradient = to_host(p.gradient)
+            moved = True
+    if moved:
+        synchronize(device)
+
+
+def accumulate_grads(parameters: Sequence[StageParameter], device: torch.device) -> None:
+    """Add the step's gradients to `.grad` of the API's parameters, where these lie."""
+    _to_host(parameters, device)
     for p in parameters:
         local, p.gradient = p.gradient, None
         if local is None:

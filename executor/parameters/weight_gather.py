@@ -3,18 +3,21 @@
 The optimizer updates fp32 shards; the graphs read whole leaves in the compute dtype. Shards are
 gathered in buckets, in the order in which the first forward reads them: while a block computes, the
 next one's are under way, and it waits only for its own. In mixed precision they are cast before.
+What lies in host memory is copied to the device first, beside the forward (`host_memory.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
+from meshwright.executor.parameters.host_memory import Aside, fill, on_device
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
-from meshwright.executor.resharding import Waiting, all_gather_flat
+from meshwright.executor.resharding import Axis, Waiting, all_gather_flat
 
 IN_FLIGHT = 2  # buckets being gathered, and more where the next block needs them
 
@@ -30,7 +33,14 @@ class WeightGather:
         trained = [p for p in parameters if p.trainable and not p.aliased]
         trained.sort(key=lambda p: order[p.fqn])
         self.place = place
-        self.cast = [p for p in trained if not p.shard_placement.sharded]
+        whole = [p for p in trained if not p.shard_placement.sharded]
+        self.cast = [p for p in whole if not p.offload]
+        self.offloaded: dict[str, list[StageParameter]] = {}  # by the block that waits for it
+        for p in whole:
+            if p.offload:
+                self.offloaded.setdefault(reader[p.fqn], []).append(p)
+        self.aside = Aside(place.device)
+        self.arrived: dict[str, Any] = {}  # by block, until it has waited
         self.buckets = _by_size([p for p in trained if p.shard_placement.sharded])
         self.needed: dict[str, int] = {}  # block -> the number of buckets it waits for
         for k, bucket in enumerate(self.buckets, start=1):
@@ -44,11 +54,17 @@ class WeightGather:
         if self.cast:
             with torch.no_grad():
                 torch._foreach_copy_([p.leaf for p in self.cast], [p.stored for p in self.cast])
+        for block, members in self.offloaded.items():
+            with torch.no_grad(), self.aside.entered():
+                for p in members:
+                    fill(p.leaf, p.stored)
+                self.arrived[block] = self.aside.mark()
         self.started = self.finished = 0
         self._start()
 
     def wait(self, block: str) -> None:
-        """Before a block runs: wait until its weights are gathered."""
+        """Before a block runs: wait until its weights are there."""
+        self.aside.wait(self.arrived.pop(block, None))
         while self.finished < self.needed.get(block, 0):
             self._finish_next()
 
@@ -58,13 +74,21 @@ class WeightGather:
         while self.started < min(len(self.buckets), max(following, self.finished + IN_FLIGHT)):
             bucket = self.buckets[self.started]
             shard = self.place.holders(experts=bucket[0].experts).shard
-            if _in_place(bucket[0]):
+            if bucket[0].offload:
+                self.gathers.append(self._sent(bucket, shard))
+            elif _in_place(bucket[0]):
                 whole, part = (x.detach().view(-1) for x in (bucket[0].leaf, bucket[0].stored))
                 self.gathers.append(all_gather_flat(part, shard, whole))
             else:
                 flat = torch.cat([p.stored.detach().to(p.leaf.dtype).reshape(-1) for p in bucket])
                 self.gathers.append(all_gather_flat(flat, shard))
             self.started += 1
+
+    def _sent(self, bucket: Sequence[StageParameter], shard: Axis) -> tuple[torch.Tensor, Waiting]:
+        """Start the gather of shards that lie in host memory."""
+        with torch.no_grad(), self.aside.entered():
+            flat = torch.cat([on_device(p.stored, p.leaf).reshape(-1) for p in bucket])
+            return all_gather_flat(flat, shard)
 
     def _finish_next(self) -> None:
         gathered, work = self.gathers.pop(0)
@@ -103,12 +127,13 @@ def _by_size(parameters: Sequence[StageParameter]) -> list[list[StageParameter]]
     return buckets
 
 
-def _bucket_key(p: StageParameter) -> tuple[torch.dtype, bool, bool]:
+def _bucket_key(p: StageParameter) -> tuple[torch.dtype, bool, bool, bool]:
     """Equal for parameters that may share a bucket."""
-    return p.leaf.dtype, p.experts, _in_place(p)
+    return p.leaf.dtype, p.experts, p.offload, _in_place(p)
 
 
 def _in_place(p: StageParameter) -> bool:
     """Whether a large parameter is gathered directly into its leaf, without a copy."""
     large = p.leaf.numel() * p.leaf.dtype.itemsize >= ALONE_BYTES
-    return large and p.shard_placement.dim == 0 and p.leaf.dtype == p.stored.dtype
+    alike = p.shard_placement.dim == 0 and p.leaf.dtype == p.stored.dtype
+    return large and alike and not p.offload

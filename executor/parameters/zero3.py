@@ -21,11 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import Shard
 
+from meshwright.executor.devices import has_streams
+from meshwright.executor.host_values import has_values
 from meshwright.executor.parameters.parameters import StageParameter, local_of
 from meshwright.executor.parameters.quantized import quantize
 from meshwright.executor.ranks import Holders, Place, StageMesh, device_mesh
@@ -46,7 +54,8 @@ def shard_stage(
 ) -> None:
     """Apply `fully_shard` to a stage's blocks and to the stage itself, gathering in `dtype`.
 
-    Parameters that are not `gathered` are left alone. `ends`: the stage's forward is followed at
+    Parameters that are not `gathered` are left alone; those of a block lie in host memory where all
+    of them are to. `ends`: the stage's forward is followed at
     once by its backward, so the last block's weights are kept for it.
     """
     by_leaf = {id(p.leaf): p for p in parameters if p.gathered}
@@ -63,17 +72,21 @@ def shard_stage(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # fake tensors can't be pinned
+    pinned = has_streams(place.device) and all(has_values(p.stored) for p in parameters)
     for module in (*blocks, stage):
         named = module.named_parameters(recurse=False)
         gathered = [(name, by_leaf[id(leaf)]) for name, leaf in named if id(leaf) in by_leaf]
         if not gathered and module is not stage:
             continue
+        offload = bool(gathered) and all(p.offload for _, p in gathered)
         sharded = fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=not (ends and module in (blocks[-1], stage)),
             shard_placement_fn=sharding,
             mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
             ignored_params=ignored,
         )
         assert isinstance(sharded, FSDPModule)
@@ -84,6 +97,7 @@ def shard_stage(
         for name, p in gathered:
             p.leaf = p.sharded = getattr(module, name)  # frees the whole one
             p.stored = local_of(p.sharded.detach())
+            p.offload = offload
 
 
 class _SecondaryParam(FSDPParam):
@@ -180,10 +194,10 @@ def collect_gradients(parameters: Iterable[StageParameter], place: Place) -> Non
             partial.append((p, gradient))
     if not partial:
         return
-    flat = torch.cat([gradient.reshape(-1) for _, gradient in partial])
+    flat = torch.cat([gradient.reshape(-1).to(place.device) for _, gradient in partial])
     dist.all_reduce(flat, group=place.tensor.group)
     start = 0
     for p, gradient in partial:
         stop = start + gradient.numel()
-        p.gradient = flat[start:stop].view_as(gradient)
+        p.gradient = flat[start:stop].view_as(gradient).to(gradient.device)
         start = stop

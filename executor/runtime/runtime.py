@@ -372,7 +372,7 @@ class Runtime(RankState):
     def _accumulate_grads(self) -> None:
         """Add the gradients to `.grad`, if all of them are finite."""
         if self.guard.admit(self.stage_parameters):
-            accumulate_grads(self.stage_parameters)
+            accumulate_grads(self.stage_parameters, self.place.device)
 
     def _step_seed(self) -> int:
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)

@@ -17,10 +17,18 @@ from meshwright.executor.parameters import (
     TiedLayout,
     expose,
     make_parameter,
+    use_cores,
 )
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.checked import CheckedPlan
-from meshwright.planner.plan import Plan, PlanError, expert_weights, stage_of, stages_of_parameters
+from meshwright.planner.plan import (
+    Plan,
+    PlanError,
+    expert_weights,
+    offloaded_parameters,
+    stage_of,
+    stages_of_parameters,
+)
 
 
 class RankParameters:
@@ -41,6 +49,11 @@ class RankParameters:
         self.owners = stages_of_parameters(plan, graph)
         self.experts = expert_weights(graph)
         self.shared: dict[str, StageParameter] = {}
+        self.offloaded = frozenset(
+            value for stage in plan.stages for value in offloaded_parameters(stage, graph)
+        )
+        if self.offloaded:
+            use_cores(place.device)
         self.tied = _tied(plan, graph, checked.assignments)
         self._states: dict[str, State] = {}  # of the shared ones
         self._reached = _reached(graph)
@@ -109,14 +122,18 @@ class RankParameters:
             experts=experts,
             gatherable=gatherable and dtype == self.dtype,
             reached=value in self._reached,
+            offload=len(owners) == 1 and value in self.offloaded,  # copies step alike
         )
         return make_parameter(spec, self.sources[fqn], self.place)
 
 
 def replicated(plan: Plan) -> bool:
-    """Whether every rank of a plan holds the whole model."""
+    """Whether every rank of a plan holds the whole model, on its device."""
     return len(plan.devices) == 1 and all(
-        stage.tp == stage.ep == 1 and (not stage.zero or stage.shards == 1) for stage in plan.stages
+        stage.tp == stage.ep == 1
+        and (not stage.zero or stage.shards == 1)
+        and not any(stage.offload.values())
+        for stage in plan.stages
     )
 
 

@@ -93,6 +93,14 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
 
 def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     """A given plan must fit as a searched one does."""
+    if lacking := prediction.host_shortfall(cluster):
+        memory = cluster.host.memory_bytes if cluster.host is not None else 0
+        raise InfeasibleError(
+            f"plan: needs {sized(max(prediction.host_memory_bytes))} of the {sized(memory)} of a "
+            f"node's host memory, {sized(lacking)} more than there is. Way out: less in the plan's "
+            "offload, a higher zero, or plan again",
+            [float(lacking)],
+        )
     room = cluster.device.memory_bytes
     short = prediction.shortfall_bytes(cluster)
     if any(short):

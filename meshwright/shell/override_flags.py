@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.planner.overrides import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE, Overrides
-from meshwright.planner.plan import PLACEMENTS
+from meshwright.planner.plan import OFFLOADS, PLACEMENTS
 from meshwright.profiles.inputs import MeshwrightError
 
 _WHAT = {
@@ -63,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="over modules, operators and parameters, e.g. 'layers.*.mlp.up_proj=colwise'",
     )
     flags.add_argument(
+        "--offload",
+        action="append",
+        type=_part,
+        metavar="WHAT=PART",
+        help=f"part of each stage in host memory, from 0 to 1, of {', '.join(OFFLOADS)}",
+    )
+    flags.add_argument(
         "--forbid",
         action="append",
         default=[],
@@ -80,8 +87,19 @@ def overrides_of(args: argparse.Namespace) -> Overrides:
         **whole,
         stages=args.stage and [[name.strip() for name in s.split(",")] for s in args.stage],
         shardings=dict(map(_sharding, args.sharding)),
+        offload=None if args.offload is None else dict(args.offload),
         forbid=tuple(args.forbid),
     )
+
+
+def _part(text: str) -> tuple[str, float]:
+    """Reads WHAT=PART."""
+    what, _, part = text.partition("=")
+    try:
+        return what, float(part)
+    except ValueError:
+        legal = "WHAT=PART, e.g. optimizer=0.5"
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: {legal}") from None
 
 
 def _by_block(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:

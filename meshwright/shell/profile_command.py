@@ -35,6 +35,7 @@ from meshwright.profiles.measure import (
     is_gpu,
     launch_local,
     measure_all,
+    measure_host_link,
     neighbours,
     read_collectives_csv,
     read_nccl_tests,
@@ -45,7 +46,7 @@ from meshwright.profiles.measure import (
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
-from meshwright.profiles.timings import CollectiveTiming, Timing
+from meshwright.profiles.timings import COPIES, CollectiveTiming, Timing
 from meshwright.shell.progress import Progress
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class Summary:
     timed: int
     skipped: dict[str, int]
     collectives: tuple[CollectiveTiming, ...]
+    host_link: tuple[CollectiveTiming, ...]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +94,7 @@ class Summary:
             f"operators: {self.calls} distinct calls, {self.known} known, {self.timed} timed now",
             *(f"  {count} left to the roofline: {why}" for why, count in self.skipped.items()),
             f"collectives: {len(self.collectives)} timed now",
-            *_curve_ends(self.collectives),
+            *_curve_ends((*self.collectives, *self.host_link)),
             f"cache {self.cache}; {self.seconds:.1f} s",
         ]
         return "\n".join(lines)
@@ -185,9 +187,10 @@ def profile_model(
         with Progress() as said:
             said(f"profile: collectives of {cluster.num_devices} ranks, {share_s:.0f} s at most")
             curves = launch_local(cluster.num_devices, cluster.backend, budget_s=share_s)
-    timed: dict[str, Timing] = {}
-    skipped: Counter[str] = Counter()
+    timed, skipped = dict[str, Timing](), Counter[str]()
     deadline_s = started + effort.budget_s
+    again = effort.again or not any(c.kind in COPIES for c in known.collectives)
+    copies = measure_host_link(device, cluster.backend, deadline_s) if again else []
     timing = device.type == "cpu" and time.monotonic() < deadline_s
     company = cores_busy(cluster) - 1 if timing else 0
     with neighbours(company, missing):
@@ -196,7 +199,7 @@ def profile_model(
                 skipped[result.reason] += 1
             else:
                 timed[result[0].text] = result[1]
-    store.add(Measurements(device=here, operators=timed, collectives=tuple(curves)))
+    store.add(Measurements(device=here, operators=timed, collectives=(*curves, *copies)))
     return Summary(
         device=here,
         cache=str(store.path),
@@ -205,6 +208,7 @@ def profile_model(
         timed=len(timed),
         skipped=dict(skipped),
         collectives=tuple(curves),
+        host_link=tuple(copies),
         seconds=time.monotonic() - started,
     )
 
@@ -384,8 +388,11 @@ def _curve_ends(curves: Sequence[CollectiveTiming]) -> list[str]:
     for kind, size, per_node in keys:
         mine = [c for c in curves if (c.kind, c.size, c.per_node) == (kind, size, per_node)]
         least, most = min(c.seconds for c in mine), max(mine, key=lambda c: c.nbytes)
+        of = f"{kind} of {size} ranks ({per_node} on a node)"
+        if kind in COPIES:
+            of = f"copies {kind.replace('_', ' ')}"
         lines.append(
-            f"  {kind} of {size} ranks ({per_node} on a node): from {least * 1e6:.0f} µs; "
+            f"  {of}: from {least * 1e6:.0f} µs; "
             f"{most.nbytes / most.seconds / 1e9:.2f} GB/s at {most.nbytes / 2**20:.3g} MiB"
         )
     return lines

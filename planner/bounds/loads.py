@@ -198,6 +198,7 @@ def _states(sums: Sums, setting: Setting) -> Floats:
         dp=np.maximum(shards, 1.0),
         optimizer=setting.optimizer,
         target=setting.target,
+        host=setting.host_states,
     )
 
 

@@ -1,6 +1,6 @@
 """Drafts of plans: the space of choices, estimates and cuts of stages, and their price."""
 
-from meshwright.planner.drafts.candidates import Candidate, PlanDraft
+from meshwright.planner.drafts.candidates import Candidate, PlanDraft, priced_fits
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
@@ -9,5 +9,5 @@ from meshwright.planner.drafts.unequal_stages import UnequalStages
 
 __all__ = [
     "Candidate", "Combination", "Drafter", "EqualStages", "Given", "Mesh", "MeshChoice",
-    "PlanDraft", "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of",
+    "PlanDraft", "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of", "priced_fits",
 ]  # fmt: skip

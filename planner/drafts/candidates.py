@@ -78,7 +78,8 @@ def make_draft(
     ]
     costs = [d.levels.at(d.run, d.chosen) for d in stages]
     priced = price_stages(_plan(coster, plans, pipeline), coster, costs)
-    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=_fits(priced, memory_bytes))
+    fits = priced_fits(priced, coster.cluster, memory_bytes)
+    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits)
 
 
 def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
@@ -95,9 +96,8 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
         ]
         written = dataclasses.replace(plan, stages=tuple(stages))
         priced = evaluate(written, coster.problem, assignments, coster)
-        candidate = Candidate(
-            evaluation=priced, assignments=assignments, fits=_fits(priced, memory_bytes)
-        )
+        fits = priced_fits(priced, coster.cluster, memory_bytes)
+        candidate = Candidate(evaluation=priced, assignments=assignments, fits=fits)
         if candidate.fits:
             break
         peaks = candidate.evaluation.prediction.peak_memory_bytes
@@ -120,8 +120,11 @@ def _with_shardings(
     return dataclasses.replace(draft.plan, stages=tuple(stages))
 
 
-def _fits(priced: Evaluation, memory_bytes: float) -> bool:
-    return fits(max(priced.prediction.peak_memory_bytes), memory_bytes)
+def priced_fits(priced: Evaluation, cluster: Cluster, memory_bytes: float) -> bool:
+    """Whether a plan fits: no device holds more than so many bytes, no node's host more than it
+    has."""
+    found = priced.prediction
+    return fits(max(found.peak_memory_bytes), memory_bytes) and not found.host_shortfall(cluster)
 
 
 def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSetup) -> Plan:
@@ -154,6 +157,7 @@ def _stage_plan(
         quantized=draft.setup.quantized,
         recompute=recompute_of(names, policies),
         segments=draft.segments,
+        offload={"optimizer": draft.setup.host_states} if draft.setup.host_states else {},
     )
 
 

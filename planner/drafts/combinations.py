@@ -15,7 +15,7 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
     and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs."""
+    gives its costs; `host_states` as in `Setting`."""
 
     mesh: Mesh
     zero: int
@@ -23,10 +23,13 @@ class StageSetup:
     chain: Chain
     hpz: int = 0
     quantized: str = "none"
+    host_states: float = 0.0
 
     @property
     def setting(self) -> Setting:
-        return replace(self.chain.setting, zero=self.zero, hpz=self.hpz)
+        return replace(
+            self.chain.setting, zero=self.zero, hpz=self.hpz, host_states=self.host_states
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
-from meshwright.planner.overrides import Overrides, restrict
+from meshwright.planner.overrides import OverrideError, Overrides, restrict
 from meshwright.planner.plan import resolve_shardings
 from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages import BlockPrograms
@@ -64,6 +64,7 @@ class Drafter:
         self.executable = executable
         self.memory_margin = memory_margin
         self.segmented = segmented
+        self.host_said = ""  # why host memory doesn't help, where that was tried
         self.restrictions = restrict(
             overrides,
             graph,
@@ -72,6 +73,14 @@ class Drafter:
             allow=problem.allow,
             precision=problem.precision,
         )
+        given = self.restrictions.host_states
+        if given and problem.cluster.host is None:
+            raise OverrideError(
+                f"cluster {problem.cluster.name!r} says nothing of its hosts' memory",
+                place=f"override offload={dict(overrides.offload or {})!r}",
+                legal="a cluster with a host",
+                way_out="give it one, in TOML as [host], or drop the override",
+            )
         forced, entries = self.restrictions.shardings, {}
         if forced:
             entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")
@@ -81,6 +90,7 @@ class Drafter:
             restrictions=self.restrictions,
             memory_margin=memory_margin,
             segmented=segmented,
+            host_states=given or 0.0,
         )
         at = self.space.cut_at
         if programs is None:
@@ -91,11 +101,26 @@ class Drafter:
         self.unequal = UnequalStages(self.space, self.equal)
 
     def like(self, **changes: Any) -> Self:
-        """The same with other arguments, in the same time. What was priced is used again, for
-        another problem nothing."""
+        """The same with other arguments, in the same time, with as many states in host memory.
+        What was priced is used again, for another problem nothing."""
         programs = None if "problem" in changes else self.programs
         made = type(self)(**{**self._arguments(), "programs": programs, **changes})
         made.programs.time = self.programs.time
+        if made.restrictions.host_states is None and self.space.host_states:
+            made.offload(self.space.host_states)
+        return made
+
+    def offload(self, part: float) -> None:
+        """Draft with this part of the optimizer states in host memory, where the overrides leave it
+        free."""
+        self.space = replace(self.space, host_states=part)
+        self.equal = EqualStages(self.space, self.programs)
+        self.unequal = UnequalStages(self.space, self.equal)
+
+    def offloading(self, part: float) -> Self:
+        """The same with this part of the optimizer states in host memory."""
+        made = self.like()
+        made.offload(part)
         return made
 
     def _arguments(self) -> dict[str, Any]:

@@ -83,7 +83,12 @@ class EqualStages:
                     continue
                 fast = fast or chain
                 shard, _, quantized = transport
-                given: dict[str, Any] = {"dp_shard": shard, "quantized": quantized, "chain": chain}
+                given: dict[str, Any] = {
+                    "dp_shard": shard,
+                    "quantized": quantized,
+                    "chain": chain,
+                    "host_states": self.space.host_states,
+                }
                 yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 
     def _setting(self, mesh: Mesh, m: int, transport: Transport = (0, 0, "none")) -> Setting:

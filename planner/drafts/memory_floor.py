@@ -87,6 +87,7 @@ class MemoryFloor:
                 dp=shard or mesh.dp * mesh.cp,
                 optimizer=problem.optimizer,
                 target=problem.target,
+                host=self.space.host_states,
             )
             for zero, shard in self.space.zeros(mesh)
         )
@@ -100,7 +101,8 @@ class MemoryFloor:
         found = []
         for zero, shard in self.space.zeros(mesh):
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            own = replace(setting, zero=zero, dp_shard=shard)
+            states = self.space.host_states
+            own = replace(setting, zero=zero, dp_shard=shard, host_states=states)
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))

@@ -75,6 +75,8 @@ class Space:
     """Part of a device's memory that plans leave free."""
     segmented: bool = False
     """Whether stages may run again in segments, where single blocks don't free enough."""
+    host_states: float = 0.0
+    """Part of each stage's optimizer states that lies in host memory."""
 
     @property
     def memory_bytes(self) -> float:

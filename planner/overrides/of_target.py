@@ -29,6 +29,13 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
                     ),
                 )
     _check_zero(overrides, target)
+    if overrides.host_states and not target.gradients_come:
+        raise OverrideError(
+            f"target {target.name!r} is not priced with it",
+            place=f"override offload={dict(overrides.offload or {})!r}",
+            legal="target=None, what train_step runs",
+            way_out="drop the override, or take that target",
+        )
     more = [name for name in excluded_by(target) if name not in overrides.forbid]
     try:
         left = replace(overrides, forbid=(*overrides.forbid, *more))
@@ -70,6 +77,13 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                     f"({', '.join(_others(target))})"
                 ),
             )
+    if any(any(stage.offload.values()) for stage in plan.stages) and not target.gradients_come:
+        raise PlanError(
+            f"target {target.name!r} is not priced with it",
+            place="plan: offload",
+            legal="target=None, what train_step runs",
+            way_out="drop it from the plan, or take that target",
+        )
     if len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) > 1:
         given.append(("plan", "unequal_meshes", True))
     for place, name, value in given:

@@ -22,6 +22,7 @@ from meshwright.planner.overrides.values import (
     MESH,
     OverrideError,
     check_forbid,
+    check_offloads,
     check_shardings,
     check_stages,
     check_value,
@@ -54,7 +55,9 @@ class Overrides:
     node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
     "ulysses". `stages` lists the blocks of each stage. `shardings` maps globs over modules,
     operators or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
-    `forbid` lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
+    `offload` is the part of each stage's optimizer states, with their step, in host memory:
+    {"optimizer": 0.5}; free, there is none unless nothing fits without, or it is faster. `forbid`
+    lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
     tp: int | Mapping[str, int] | None = None
@@ -76,6 +79,7 @@ class Overrides:
     segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
+    offload: Mapping[str, float] | None = None
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -84,6 +88,7 @@ class Overrides:
         check_forbid(self.forbid)
         check_stages(self.stages)
         check_shardings(self.shardings)
+        check_offloads(self.offload)
         for forbidden in self.forbid:
             self._check_forbidden(forbidden)
         self._check_meshes()
@@ -123,6 +128,13 @@ class Overrides:
             left = FORBIDS[name][1] if name in self.forbid else ()
         return left[0] if len(left) == 1 else None
 
+    @property
+    def host_states(self) -> float | None:
+        """The part of the optimizer states in host memory; None where it is free."""
+        if self.offload is not None:
+            return float(self.offload.get("optimizer", 0.0))
+        return 0.0 if "offload" in self.forbid else None
+
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
         if self.virtual_stages is not None:
@@ -137,6 +149,13 @@ class Overrides:
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))
+        if forbidden == "offload" and self.host_states:
+            raise OverrideError(
+                " contradicts forbid='offload'",
+                place=f"override offload={shown(dict(self.offload or {}))}",
+                legal="parts of 0",
+                way_out=_DROP,
+            )
         for pattern, value in self.items(name) if name else ():
             if value not in left:
                 raise OverrideError(

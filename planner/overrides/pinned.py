@@ -10,6 +10,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Entry
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan import (
+    OFFLOADS,
     Plan,
     compress_names,
     express_shardings,
@@ -49,7 +50,15 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         cp_kind=plan.stages[0].cp_kind if plan.stages[0].cp > 1 else None,
         stages=[compress_names(stage.blocks) for stage in plan.stages],
         shardings=_shardings(plan, graph),
+        offload=_offload(plan),
     )
+
+
+def _offload(plan: Plan) -> dict[str, float] | None:
+    """What lies in host memory of all stages; the most of any, where they differ: an override has
+    one part. None where there is nothing."""
+    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
+    return most if any(most.values()) else None
 
 
 def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:

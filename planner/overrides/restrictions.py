@@ -44,7 +44,8 @@ class Restrictions:
     Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
-    free. Without `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
+    free, as is `host_states`, the part of the optimizer states in host memory. Without
+    `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
     stages end, where the user gave them.
     """
 
@@ -74,6 +75,7 @@ class Restrictions:
     unequal_meshes: bool
     cuts: tuple[int, ...] | None
     shardings: Mapping[str, str]
+    host_states: float | None = None
 
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
@@ -155,6 +157,7 @@ def restrict(
         unequal_meshes=not equal,
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,
+        host_states=wanted.host_states,
     )
 
 

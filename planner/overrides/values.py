@@ -11,7 +11,7 @@ from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import CONTEXT_KINDS
-from meshwright.planner.plan import PLACEMENTS, ZERO
+from meshwright.planner.plan import PLACEMENTS, ZERO, check_offload
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
@@ -42,7 +42,7 @@ FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
     | {policy: _without("recompute", policy) for policy in RECOMPUTE if policy != "none"}
     | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}
 )
-FORBIDDABLE = (*FORBIDS, "unequal_meshes")
+FORBIDDABLE = (*FORBIDS, "unequal_meshes", "offload")
 # what changes a training's numbers, and is left out unless the user allows it by this name
 ALLOWABLE = ("quantized",)
 
@@ -95,6 +95,18 @@ def check_forbid(forbid: Any) -> None:
                 legal=FORBIDDABLE,
                 way_out=f"did you mean {near[0]!r}?" if near else "",
             )
+
+
+def check_offloads(offload: Any) -> None:
+    if offload is None:
+        return
+    if not isinstance(offload, Mapping) or not offload:
+        raise OverrideError(
+            f"={shown(offload)}",
+            place="override offload",
+            legal='parts from 0 to 1, e.g. {"optimizer": 0.5}, or None to leave it free',
+        )
+    check_offload(offload, "override offload", OverrideError)
 
 
 def check_stages(stages: Any) -> None:

@@ -26,13 +26,14 @@ from meshwright.planner.plan.ranges import (
     expand_ranks,
 )
 from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
-from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
+from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT, is_number
 
 FORMAT = 1
 ZERO = (0, 1, 2, 3)
 # which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
+OFFLOADS = ("optimizer",)  # what may lie in host memory
 RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16")
 _PARTS = ("dp_shard", "hpz")  # of the data axis
@@ -55,6 +56,10 @@ class StagePlan:
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
+
+    `offload` says what lies in host memory, and which part of it, over 0 to 1: "optimizer" (states,
+    the weights that the optimizer reads, and its step), by whole blocks from the last one on, as
+    many as make that part of the stage's trained parameters or more.
     """
 
     blocks: tuple[str, ...]
@@ -71,6 +76,7 @@ class StagePlan:
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
     segments: int = 1
+    offload: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def holders(self) -> int:
@@ -181,6 +187,7 @@ class Plan:
                 "shardings": dict(sorted(stage.shardings.items())),
             }
             | ({"segments": stage.segments} if stage.segments > 1 else {})
+            | ({"offload": dict(sorted(stage.offload.items()))} if stage.offload else {})
             for stage in self.stages
         ]
         top = {
@@ -247,9 +254,9 @@ def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
     # what is left out where it has its default
-    written = {"quantized": "none", "segments": 1} | data
-    keys = {"blocks", "ranks", "mesh", "zero", "quantized", "recompute", "shardings", "segments"}
-    _same_keys(written, keys, place)
+    written = {"quantized": "none", "segments": 1, "offload": {}} | data
+    keys = {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}
+    _same_keys(written, keys | {"quantized", "segments", "offload"}, place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
@@ -286,7 +293,19 @@ def _stage(data: Any, place: str) -> StagePlan:
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
         segments=_whole(written["segments"], f"{place}: segments"),
+        offload=_offload(written["offload"], f"{place}: offload"),
     )
+
+
+def _offload(value: Any, place: str) -> dict[str, float]:
+    """What lies in host memory, and which part of it. Raises `PlanError`."""
+    if not isinstance(value, dict) or not all(is_number(part) for part in value.values()):
+        raise PlanError(
+            f"={shown(value)}",
+            place=place,
+            legal=f"an object of parts from 0 to 1, of {', '.join(OFFLOADS)}",
+        )
+    return {name: float(part) for name, part in value.items()}
 
 
 def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:

@@ -75,7 +75,7 @@ def describe(plan: Plan) -> str:
         words.insert(
             1, plan.schedule + (f" with {per_group} stages on each" if per_group > 1 else "")
         )
-    words += [_zero_words(plan), _recompute_words(plan)]
+    words += [_zero_words(plan), _recompute_words(plan), _offload_words(plan)]
     return ", ".join(filter(None, words))
 
 
@@ -111,6 +111,18 @@ def _recompute_words(plan: Plan) -> str:
     words = "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
     found = [words] * bool(used) + [f"segments of {'/'.join(map(str, sizes))} blocks"] * bool(sizes)
     return ", ".join(found)
+
+
+def _offload_words(plan: Plan) -> str:
+    """62 % of the optimizer states in host memory, of the stage with the most; nothing where there
+    are none."""
+    part = max(stage.offload.get("optimizer", 0.0) for stage in plan.stages)
+    return f"{offload_part(part)} optimizer states in host memory" if part else ""
+
+
+def offload_part(part: float) -> str:
+    """all, or 62 % of the."""
+    return "all" if part >= 1 else f"{part:.0%} of the"
 
 
 def _many(count: int, thing: str, ending: str = "s") -> str:

@@ -25,7 +25,7 @@ from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, Placement
-from meshwright.planner.plan import Plan, crossings
+from meshwright.planner.plan import Plan, crossings, offloaded_parameters
 from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
@@ -98,9 +98,10 @@ def _stage(
         states |= {value: assignment.states[value] for value in block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
     sent = {value for values in targets.values() for value in values}
-    trained, numbers, frozen = _parameters(readers, pricer)
+    there = offloaded_parameters(stage, coster.graph)
+    trained, numbers, frozen = _parameters(readers, pricer, there)
     held |= {(stage.ranks, value) for value, _ in readers}
-    owned = [p.numel / (p.shards if stage.zero else 1) for p in trained]
+    owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
     gathered = _gathered(trained, among, len(entered), setting)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
@@ -171,23 +172,25 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
             precision=setting.precision,
             zero=setting.zero,
             optimizer=setting.optimizer,
+            host=p.host,
         )
         for p in trained
     )
 
 
 def _parameters(
-    readers: Mapping[tuple[str, Placement], tuple[int, int]], pricer: Pricer
+    readers: Mapping[tuple[str, Placement], tuple[int, int]], pricer: Pricer, there: Collection[str]
 ) -> tuple[list[Trained], dict[tuple[int, int], int], float]:
-    """The trained parameters in the order of the forward, the number of each by block and number
-    there, and bytes of the others."""
+    """The trained parameters in the order of the forward, those of host memory being `there`, the
+    number of each by block and number there, and bytes of the others."""
     trained: list[Trained] = []
     numbers: dict[tuple[int, int], int] = {}
     frozen = 0.0
     for (value, state), at in sorted(readers.items(), key=lambda item: item[1]):
         if pricer.graph.values[value].requires_grad:
             shards, numbers[at] = pricer.parameters.shard_count(value, state), len(trained)
-            trained.append(Trained(numel=pricer.numel(value, state), shards=shards, block=at[0]))
+            numel, host = pricer.numel(value, state), value in there
+            trained.append(Trained(numel=numel, shards=shards, block=at[0], host=host))
         else:
             frozen += pricer.nbytes(value, state)
     return trained, numbers, frozen

@@ -26,7 +26,7 @@ from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings
+from meshwright.planner.plan import Known, Plan, PlanError, StagePlan, check_plan, crossings
 from meshwright.planner.pricing.course import plan_peaks
 from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -66,7 +66,8 @@ class Prediction:
     that leaves something open. `peak_memory_bytes` is the most of each kind of memory together,
     which need not come at once; `course` has the peaks as they come in the course of a step, and
     when, where the target's are followed, and the peak is no less than that. Where the plan was
-    `rehearsed`, the verdict on memory rests on that; the other numbers are prices still."""
+    `rehearsed`, the verdict on memory rests on that; the other numbers are prices still.
+    `host_memory_bytes` is what lies in the host's memory of each node, where anything does."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -77,6 +78,14 @@ class Prediction:
     assumptions: tuple[str, ...] = ()
     course: tuple[Peak, ...] = ()
     rehearsed: RehearsedMemory | None = None
+    host_memory_bytes: tuple[int, ...] = ()
+
+    def host_shortfall(self, cluster: Cluster) -> int:
+        """Bytes that the memory of the fullest host lacks; 0 where all fit."""
+        if not self.host_memory_bytes:
+            return 0
+        room = cluster.host.memory_bytes if cluster.host is not None else 0
+        return max(0, max(self.host_memory_bytes) - room)
 
     @property
     def course_bytes(self) -> list[int]:
@@ -97,6 +106,8 @@ class Prediction:
     def memory_verdict(self, cluster: Cluster) -> str:
         """Whether the plan "fits", is "tight" (the upper end of the interval does not) or "does not
         fit"; by the rehearsal where there was one."""
+        if self.host_shortfall(cluster):
+            return "does not fit"
         if self.rehearsed is not None:
             return self.rehearsed.verdict(cluster)
         if any(self.shortfall_bytes(cluster)):
@@ -175,6 +186,7 @@ def evaluate(
 ) -> Evaluation:
     """Price a checked plan in its own precision. `assignments` are what `check_plan` returns; the
     problem's graph may have any batch size."""
+    _check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
     priced = price_stages(plan, coster, stages)
@@ -217,6 +229,7 @@ def price_stages(
         mfu=flops / (timeline.step_time_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
+        host_memory_bytes=_host_bytes(plan, stages, cluster),
     )
     return Evaluation(
         plan=plan,
@@ -229,6 +242,29 @@ def price_stages(
         timeline=timeline,
         target=coster.problem.target,
     )
+
+
+def _host_bytes(
+    plan: Plan, stages: Sequence[StageCosts[float]], cluster: Cluster
+) -> tuple[int, ...]:
+    """Bytes in the host memory of each node; none where nothing lies there."""
+    nodes = [0.0] * cluster.num_nodes
+    for stage, costs in zip(plan.stages, stages, strict=True):
+        for rank in stage.ranks if costs.host_bytes else ():
+            nodes[rank // cluster.devices_per_node] += costs.host_bytes
+    return tuple(map(math.ceil, nodes)) if any(nodes) else ()
+
+
+def _check_host(plan: Plan, cluster: Cluster) -> None:
+    """Raise `PlanError` where something is to lie in a host's memory of which nothing is known."""
+    for k, stage in enumerate(plan.stages):
+        if any(stage.offload.values()) and cluster.host is None:
+            raise PlanError(
+                f"cluster {cluster.name!r} says nothing of its hosts' memory",
+                place=f"plan: stage {k}: offload",
+                legal="a cluster with a host",
+                way_out="give it one, in TOML as [host], or drop it from the plan",
+            )
 
 
 def _stage(

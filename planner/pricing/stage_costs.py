@@ -164,6 +164,7 @@ class StageCoster:
         hpz: int = 0,
         quantized: str = "none",
         spread: int = 1,
+        host_states: float = 0.0,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
         problem = self.problem
@@ -184,6 +185,7 @@ class StageCoster:
             spread=spread,
             target=problem.target,
             profile=problem.profile,
+            host_states=host_states,
         )
         if mesh.cp == 1:
             return setting
@@ -362,6 +364,7 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         hpz=stage.hpz or 0,
         quantized=stage.quantized,
         spread=spread_of(stage),
+        host_states=stage.offload.get("optimizer", 0.0),
     )
 
 

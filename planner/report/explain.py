@@ -29,6 +29,11 @@ from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
 
 MAX_EXCLUDED = 6  # products in the notes
+HOST_STEP = (
+    "the optimizer's step in host memory is one fused kernel on all cores of the host (torch's "
+    "fused=True; without, it takes about five times as long), and only what is pinned moves at the "
+    "link's bandwidth"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,11 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
         "memory_verdict": prediction.memory_verdict(cluster),
         "memory_verdict_by": "price",
     }
+    if prediction.host_memory_bytes and cluster.host is not None:
+        summary |= {
+            "host_memory_bytes": list(prediction.host_memory_bytes),
+            "host_room_bytes": cluster.host.memory_bytes,
+        }
     if (found := prediction.rehearsed) is None:
         return summary
     fullest = max(range(len(found.peak_bytes)), key=found.peak_bytes.__getitem__)
@@ -146,6 +156,8 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "zero": stage.zero,
             "recompute": recompute_words(stage),
             "segments": stage.segments,
+            "offload": dict(stage.offload),
+            "host_bytes": float(costs.host_bytes),
             "forward_s": float(costs.forward_s),
             "backward_s": float(costs.backward_s),
             "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),
@@ -176,6 +188,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         )
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
+    if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
+        lines += [*problem.cluster.host.assumptions, HOST_STEP]
     ops = {op.short for op in problem.graph.ops}
     if "batch_norm" in ops:
         lines.append(

@@ -141,7 +141,8 @@ def _shown_stages(stages: Sequence[Row]) -> list[int]:
 
 def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
     decisions = ("stage", "blocks", "ranks", "mesh", "zero", "recompute")
-    heads = (*decisions, "forward", "backward", "comm", "memory")
+    host = any(stage["offload"] for stage in report.stages)
+    heads = (*decisions, "forward", "backward", "comm", "memory", *(["host memory"] * host))
     rows: list[tuple[str, ...]] = []
     for k in shown:
         s = report.stages[k]
@@ -151,7 +152,8 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
         within += f", quantised {s['quantized']}" if s["quantized"] != "none" else ""
         modes = (f"{s['zero']}{within}", s["recompute"])
         times = (s["forward_s"], s["backward_s"], s["communication_s"])
-        rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"])))
+        there = [sized(s["host_bytes"])] * host
+        rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"]), *there))
     per = "  (per micro-batch; comm is the exposed part of forward and backward)"
     lines: list[Part] = [Table(heads=heads, rows=rows), per]
     if len(shown) < len(report.stages):

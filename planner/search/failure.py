@@ -38,7 +38,7 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
         f"the model does not fit {cluster.describe()} "
         f"({sized(drafter.space.room_bytes)} usable per device{_margin(drafter)}). "
         f"The closest plan ({how}) lacks {sized(excess)} on its fullest stage; "
-        f"shortfall by stage: {short}. {way_out(found)}{_together(drafter)}",
+        f"shortfall by stage: {short}. {way_out(found)}{_together(drafter)}{_host(drafter)}",
         per_stage,
         found,
     )
@@ -123,6 +123,11 @@ def _together(drafter: Drafter) -> str:
     """Why there is one micro-batch, and the way out."""
     meetings = drafter.problem.meetings
     return f". All plans have one micro-batch: {kept_together(meetings)}" if meetings else ""
+
+
+def _host(drafter: Drafter) -> str:
+    """Why host memory doesn't help."""
+    return f" {drafter.host_said}." if drafter.host_said else ""
 
 
 def _margin(drafter: Drafter) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright.planner.drafts import Combination, PlanDraft
 from meshwright.planner.plan import InfeasibleError, sized
 from meshwright.planner.search.failure import failure
+from meshwright.planner.search.offload import with_host
 from meshwright.planner.search.relaxations import relaxations, way_out
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def without_refused(search: Search) -> SearchResult:
     if not search.refused or search.programs.time.over():
         raise failure(search, search.drafts)
     assert excess < math.inf
+    if (there := with_host(search)) is not None:
+        return there
     # found by the most of each kind too: on more nodes alone there is surely less to hold
     helps = [each for each in relaxations(search) if each.more_nodes]
     raise InfeasibleError(

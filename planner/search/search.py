@@ -29,8 +29,9 @@ from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
+from meshwright.planner.search.offload import if_it_pays, with_host
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
-from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, mesh_of
+from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
 from meshwright.planner.stages import boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
@@ -50,7 +51,8 @@ class SearchResult:
 
     No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
     there was no time to bound them all. `complete`
-    says that no time limit cut the search, or a block's program, short.
+    says that no time limit cut the search, or a block's program, short. `host_states` as in
+    `Space`, of the space that the plan was found in.
     """
 
     candidates: tuple[Candidate | PlanDraft, ...]
@@ -61,6 +63,7 @@ class SearchResult:
     drafts: tuple[PlanDraft, ...]
     bound_s: float
     complete: bool = True
+    host_states: float = 0.0
 
     @property
     def best(self) -> Candidate:
@@ -107,6 +110,10 @@ class Search(Drafter):
         self.drafts = self._explorer.drafts
         self.excess_bytes = math.inf  # of the closest plan that was written out
 
+    def offload(self, part: float) -> None:
+        super().offload(part)
+        self._explorer.equal = self.equal
+
     def again(self, overrides: Overrides) -> SearchResult:
         """The same search under other overrides, on what was priced. Raises as `run` does."""
         return self.like(overrides=overrides).run()
@@ -126,7 +133,10 @@ class Search(Drafter):
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
         the time limit a first plan is still looked for where it is likely."""
         with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
-            return self.attempt() or without_refused(self)
+            found = self.attempt()
+            if found is None and not self.refused:
+                found = with_host(self)
+            return if_it_pays(self, found) if found else without_refused(self)
 
     def attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""
@@ -172,6 +182,7 @@ class Search(Drafter):
             drafts=tuple(self.drafts),
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete and not self.programs.unproved,
+            host_states=self.space.host_states,
         )
 
     def _unproved(self) -> list[str]:
@@ -195,7 +206,7 @@ class Search(Drafter):
         return self._explorer.limit_s()
 
     def _best_draft(self) -> PlanDraft | None:
-        return min((d for d in self.drafts if d.fits), key=_order, default=None)
+        return min((d for d in self.drafts if d.fits), key=order, default=None)
 
     # --- equal stages ---
 
@@ -248,6 +259,11 @@ class Search(Drafter):
             if mesh in self.space.meshes(mesh.devices, m)
             for choice in self.equal.placed(mesh, m, len(plan.devices))
         ]
+
+    def of_meshes(self, choices: Sequence[MeshChoice]) -> list[Candidate | PlanDraft]:
+        """The best plans on these meshes alone, the first of them written out."""
+        self._explore(choices)
+        return self._written()
 
     # --- different meshes ---
 
@@ -307,8 +323,8 @@ class Search(Drafter):
         """The fastest drafts of different shapes, fastest first; the first is written out as a
         plan."""
         kept: dict[Any, PlanDraft] = {}
-        for draft in sorted((d for d in self.drafts if d.fits), key=_order):
-            kept.setdefault(_shape(draft), draft)
+        for draft in sorted((d for d in self.drafts if d.fits), key=order):
+            kept.setdefault(shape(draft), draft)
         waiting = list(kept.values())
         if self.objective == "robust" and (found := self._written_by_taste(waiting)):
             return found
@@ -316,7 +332,7 @@ class Search(Drafter):
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
             candidate = self._tried(waiting.pop(0))
-            written = sorted([*written, *[candidate] * candidate.fits], key=_order)
+            written = sorted([*written, *[candidate] * candidate.fits], key=order)
         others: list[Candidate | PlanDraft] = [*written, *waiting]
         return others[:MAX_KEPT] if written else []
 
@@ -373,16 +389,3 @@ class Search(Drafter):
                     if proof is not None:
                         found.setdefault(block.name, proof)
         return found
-
-
-def _order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
-    """Fastest first; of equal ones the same one first in every run."""
-    plan = found.evaluation.plan
-    stages = [(*mesh_of(stage), len(stage.blocks)) for stage in plan.stages]
-    return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
-
-
-def _shape(draft: PlanDraft) -> tuple[Any, ...]:
-    """What makes a plan another one for a reader: more than micro-batches."""
-    plan = draft.evaluation.plan
-    return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.drafts import Combination, PlanDraft
+from meshwright.planner.drafts import Candidate, Combination, PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
 from meshwright.planner.pricing import Degrees, StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
@@ -166,3 +167,16 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
 def _nodes(stage: StagePlan, cluster: Cluster) -> int:
     """Nodes that a stage's ranks lie on."""
     return len({rank // cluster.devices_per_node for rank in stage.ranks})
+
+
+def order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
+    """Fastest first; of equal ones the same one first in every run."""
+    plan = found.evaluation.plan
+    stages = [(*mesh_of(stage), len(stage.blocks)) for stage in plan.stages]
+    return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
+
+
+def shape(draft: PlanDraft) -> tuple[Any, ...]:
+    """What makes a plan another one for a reader: more than micro-batches."""
+    plan = draft.evaluation.plan
+    return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

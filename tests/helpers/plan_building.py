@@ -33,7 +33,7 @@ class Knobs:
     data rank of a mesh is `cp` ranks, which share out its tokens.
 
     `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
-    dp > 1. `recompute` may be "mixed".
+    dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states.
     """
 
     meshes: Sequence[tuple[int, int]]
@@ -53,6 +53,7 @@ class Knobs:
     segments: int = 1
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
+    offload: float = 0.0
 
 
 def build_plan(graph: Graph, knobs: Knobs) -> Plan:
@@ -90,6 +91,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 recompute=recompute,
                 segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
+                offload={"optimizer": knobs.offload} if knobs.offload else {},
             )
         )
     return Plan(

@@ -7,10 +7,10 @@ one: `1|dp3`, `dp2xtp2|tp2`; `cp2` is of all groups), then words in any order: a
 micro-batches; `v3` stages on each device group; `zero1`; `shard2`, the ranks among which ZeRO
 divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; a recompute
 policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kind of context
-parallelism; shardings ("megatron", the
-case's own, where nothing is said; "bare", none; "sequence", the case's own with the activations
-between layers split along the sequence); where the pipeline is cut; `spread`, the placement that
-puts a pipeline's neighbours next to each other; `rows12`, the global batch.
+parallelism; shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence",
+the case's own with the activations between layers split along the sequence); where the pipeline is
+cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
+global batch; `host50`, percent of the optimizer states in host memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Meshes = tuple[tuple[int, int], ...]
 
 _COUNTS = {
     "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
-    "rows": "rows", "seg": "segments",
+    "rows": "rows", "seg": "segments", "host": "host",
 }  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
@@ -60,6 +60,7 @@ class Cell:
     cut: str = "even"
     placement: str = "tp,dp,pp"
     rows: int = GLOBAL_BATCH
+    host: int = 0
     name: str = ""
 
     @staticmethod
@@ -154,6 +155,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             segments=cell.segments,
             precision=cell.precision,
             shardings=cell.patterns,
+            offload=cell.host / 100,
         ),
     )
     return plan, of

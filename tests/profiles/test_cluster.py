@@ -13,7 +13,7 @@ import torch
 
 from meshwright.profiles import cluster as cluster_module
 from meshwright.profiles import measure_cpu as measure_cpu_module
-from meshwright.profiles.cluster import Cluster, Device, Link
+from meshwright.profiles.cluster import Cluster, Device, Host, Link
 from meshwright.profiles.curve import Curve
 from meshwright.profiles.measure_cpu import CpuRates, measure_cpu
 
@@ -104,6 +104,7 @@ class TestValues:
                 "intra_link": Link(**data["intra_link"]),
                 "inter_link": Link(**data["inter_link"]),
                 "assumptions": tuple(data["assumptions"]),
+                "host": Host(**data["host"]),
             }
         )
         assert again == cluster

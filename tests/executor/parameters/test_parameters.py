@@ -73,6 +73,6 @@ def test_gradients_add_up_over_steps() -> None:
     expose(p, place)
     for _ in range(2):
         p.gradient = torch.ones(2)
-        accumulate_grads([p])
+        accumulate_grads([p], place.device)
         assert p.gradient is None
     assert p.api.grad.tolist() == [2.0, 2.0]

@@ -36,6 +36,7 @@ from meshwright.executor.stages import stage as stage_module
 from meshwright.executor.stages.transfer import Channel
 from meshwright.executor.stand_in import ORDER
 from tests.executor.stand_in.device_lines import device_lines, lines_run
+from tests.executor.stand_in.offload_scenario import offloaded
 from tests.helpers.source_files import ROOT
 from tests.models.models import CASES, adamw
 from tests.parity.parity_cells import Cell, plan_of
@@ -275,6 +276,7 @@ def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     """What runs the lines, on GPUs' stand-in and on the CPU."""
     yield partial(run_noisy, Cluster.from_catalog("h100-sxm", num_nodes=1))
     yield partial(_handed_over, monkeypatch)
+    yield partial(offloaded, run, monkeypatch)
     for backend in (GPU, CPU):
         yield partial(run, f"{PIPELINE} pointwise", backend)
         yield partial(_timed, stand_in.device_for(backend)[0])

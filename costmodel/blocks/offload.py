@@ -1,0 +1,65 @@
+"""What a stage costs whose optimizer states lie, in part, in host memory (ZeRO-Offload).
+
+Of n of a rank's elements (ZeRO's shards of them), fp32 weights, moments and gradients are in host
+memory, 4 + 4 + moments bytes each, and the optimizer steps there: it reads and writes what it would
+on a device, at the rank's part of the bandwidth that the host's cores reach. Over the host link go,
+in fp32,
+
+    ZeRO-0 to 2   once a step: gradients after the last backward, exposed; weights beside the first
+                  forward, as ZeRO's gathers are hidden
+    ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
+                  scattered, beside compute; where there are several micro-batches, torch waits for
+                  each gradient and adds it up on the host
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.costmodel.blocks.sums import Floats, Sums
+from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.operators import Setting
+
+FP32 = 4
+LONG_BYTES = 2**26  # of a copy that reaches the link's bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds of all weights of a rank that lie in host memory on their way to the device
+    (`fetched_s`), of their gradients back (`returned_s`), of adding these up there (`added_s`), of
+    the optimizer's step there; bytes there."""
+
+    fetched_s: Floats
+    returned_s: Floats
+    added_s: Floats
+    step_s: Floats
+    nbytes: Floats
+
+
+def host_costs(sums: Sums, setting: Setting) -> HostCosts:
+    """The costs of the part of the states that lies in host memory."""
+    host, numel = setting.cluster.host, sums.shard_parameters if setting.zero else sums.parameters
+    moved = setting.host_states * numel
+    if host is None or not setting.host_states:
+        none = np.zeros_like(numel)
+        return HostCosts(fetched_s=none, returned_s=none, added_s=none, step_s=none, nbytes=none)
+    bandwidth = host.memory_bandwidth / setting.cluster.devices_per_node
+    step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
+    return HostCosts(
+        fetched_s=FP32 * moved / link_bandwidth(setting, "to_device"),
+        returned_s=FP32 * moved / link_bandwidth(setting, "to_host"),
+        added_s=3 * FP32 * moved / bandwidth,
+        step_s=step_bytes * moved / bandwidth,
+        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved,
+    )
+
+
+def link_bandwidth(setting: Setting, kind: str) -> float:
+    """Bytes per second of a rank's long copies: measured, else the catalog's."""
+    host, profile = setting.cluster.host, setting.profile
+    assert host is not None
+    measured = profile.host_copy(kind, LONG_BYTES) if profile is not None else None
+    return LONG_BYTES / measured if measured else host.link_bandwidth

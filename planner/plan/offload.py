@@ -1,0 +1,75 @@
+"""Which blocks' states lie in host memory: a stage's part of them as whole blocks.
+
+The last blocks are taken first: their gradients are made first in a backward, and their weights are
+read last in a forward, so that both ways to the host have most to pass behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.costmodel.graph import Graph
+from meshwright.planner.plan.plan import OFFLOADS, StagePlan
+from meshwright.planner.plan.ranges import PlanError
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import is_number
+
+ROUNDING = 1e-9  # of a part that is written as a decimal
+
+
+def first_offloaded(sizes: Sequence[float], part: float) -> int:
+    """The first of the last blocks that together have this part of what all have, or more; `sizes`
+    are those of the blocks in their order. Their number where there is none."""
+    first, held, wanted = len(sizes), 0.0, part * sum(sizes) * (1 - ROUNDING)
+    while first and held < wanted:
+        first -= 1
+        held += sizes[first]
+    return first
+
+
+def parts(sizes: Sequence[float]) -> list[float]:
+    """The parts that there are, from 0 to 1: those of the last block, of the last two, ..."""
+    total, held, found = sum(sizes), 0.0, [0.0]
+    for size in reversed(sizes):
+        held += size
+        if size:
+            found.append(held / total)
+    return found
+
+
+def trained_sizes(stage: StagePlan, graph: Graph) -> list[float]:
+    """Elements of the trained parameters of each block of a stage, each counted with the first
+    block that reads it."""
+    blocks = {block.name: block for block in graph.blocks}
+    seen: set[str] = set()
+    sizes = []
+    for name in stage.blocks:
+        own = [v for v in blocks[name].parameters if graph.values[v].requires_grad]
+        sizes.append(float(sum(math.prod(graph.values[v].shape) for v in {*own} - seen)))
+        seen.update(own)
+    return sizes
+
+
+def offloaded_parameters(stage: StagePlan, graph: Graph) -> frozenset[str]:
+    """Values of the trained parameters whose states lie in host memory."""
+    part = stage.offload.get("optimizer", 0.0)
+    if not part:
+        return frozenset()
+    blocks = {block.name: block for block in graph.blocks}
+    first = first_offloaded(trained_sizes(stage, graph), part)
+    before = {v for name in stage.blocks[:first] for v in blocks[name].parameters}
+    after = (v for name in stage.blocks[first:] for v in blocks[name].parameters)
+    return frozenset(v for v in after if v not in before and graph.values[v].requires_grad)
+
+
+def check_offload(
+    offload: Mapping[str, Any], place: str, error: type[MeshwrightError] = PlanError
+) -> None:
+    """Raise unless these are parts, from 0 to 1, of what may lie in host memory."""
+    for name, part in offload.items():
+        if name not in OFFLOADS:
+            raise error(f"={shown(name)}", place=place, legal=OFFLOADS)
+        if not is_number(part) or not 0 <= part <= 1:
+            raise error(f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1")

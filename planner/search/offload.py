@@ -1,0 +1,151 @@
+"""Optimizer states in host memory: where nothing fits without, and where they make a step faster.
+
+The search itself knows no host memory. Where no plan fits, it is made again with all states there
+that the hosts hold, and each stage of what it finds then takes back to its devices what they have
+room for. Where a plan fits and recomputes, memory binds: the mesh of the plan is drafted with the
+states in host memory and less recompute, if the step would be faster even without any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from meshwright.costmodel.memory import optimizer_bytes
+from meshwright.planner.drafts import Candidate, priced_fits
+from meshwright.planner.plan import Plan, sized
+from meshwright.planner.plan.offload import parts, trained_sizes
+from meshwright.planner.pricing import evaluate
+
+if TYPE_CHECKING:
+    from meshwright.planner.search.search import Search, SearchResult
+
+FP32 = 4
+PAYS = 0.98  # of the step without: within it, the simpler plan wins
+
+
+def held_by_hosts(search: Search) -> float:
+    """The part of all states that the hosts hold, each element once; 0 where nothing may lie there:
+    on CPU ranks, whose memory it is, and where the user, the target or the cluster says so."""
+    problem = search.problem
+    host, given = problem.cluster.host, search.restrictions.host_states
+    known = host is not None and problem.cluster.device.kind == "cuda"
+    if not known or given is not None or not problem.target.gradients_come:
+        return 0.0
+    assert host is not None
+    graph = problem.graph
+    values = (graph.values[v] for v in graph.parameters)
+    trained = sum(math.prod(value.shape) for value in values if value.requires_grad)
+    states = trained * (2 * FP32 + optimizer_bytes(problem.optimizer))
+    return min(1.0, problem.cluster.num_nodes * host.memory_bytes / max(states, 1))
+
+
+def with_host(search: Search) -> SearchResult | None:
+    """The result of a search with optimizer states in host memory; None where nothing fits so,
+    either: `search.host_said` says what lacks then."""
+    part = held_by_hosts(search)
+    if not part or search.space.host_states:
+        return None
+    there = search.offloading(part)
+    found = there.attempt()
+    if found is not None:
+        return _lessened(there, found)
+    host = search.problem.cluster.host
+    assert host is not None
+    search.host_said = (
+        f"With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states in host memory "
+        "nothing fits, either"
+    )
+    lacks = [draft.evaluation.prediction for draft in there.drafts]
+    cluster = search.problem.cluster
+    short = [p.host_shortfall(cluster) for p in lacks if not any(p.shortfall_bytes(cluster))]
+    if part < 1:
+        lacking = host.memory_bytes * (1 / part - 1)
+        search.host_said += f": for all of them a host lacks {sized(lacking)}"
+    elif short:
+        search.host_said += f": the closest plan lacks {sized(min(short))} of a host's memory"
+    search.host_said += f" ({sized(host.memory_bytes)} a node)"
+    return None
+
+
+def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
+    """The result, or a faster one that recomputes less, with optimizer states in host memory."""
+    part, best = held_by_hosts(search), found.best
+    plan, policies = best.plan, {p for stage in best.plan.stages for p in stage.policies}
+    alike = {(s.dp, s.tp, s.cp, s.ep) for s in plan.stages}
+    if not part or found.host_states or policies == {"none"} or len(alike) > 1:
+        return found
+    if search.programs.time.over() or not _may_pay(search, best):
+        return found
+    there = search.offloading(part)
+    dp, tp, cp, ep = next(iter(alike))
+    groups, m = len(plan.devices), plan.num_microbatches
+    meshes = there.space.meshes(dp * tp * cp, m)
+    own = [mesh for mesh in meshes if (mesh.dp, mesh.tp, mesh.cp, mesh.ep) == (dp, tp, cp, ep)]
+    written = there.of_meshes([c for mesh in own for c in there.equal.placed(mesh, m, groups)])
+    if not written:
+        return found
+    assert isinstance(written[0], Candidate)  # the first is written out
+    other = _with_less(there, written[0])
+    if other.step_time_s >= PAYS * best.step_time_s:
+        return found
+    return _first(found, other, part)
+
+
+def _may_pay(search: Search, best: Candidate) -> bool:
+    """Whether the plan would be faster with as little as one block's states in host memory, and
+    nothing recomputed."""
+    stages = [
+        dataclasses.replace(
+            stage,
+            recompute="none",
+            offload={"optimizer": parts(trained_sizes(stage, search.problem.graph))[1]},
+        )
+        for stage in best.plan.stages
+    ]
+    plan = dataclasses.replace(best.plan, stages=tuple(stages))
+    priced = evaluate(plan, search.problem, best.assignments, search.programs.coster)
+    return priced.prediction.step_time_s < PAYS * best.step_time_s
+
+
+def _lessened(search: Search, found: SearchResult) -> SearchResult:
+    return _first(found, _with_less(search, found.best), found.host_states)
+
+
+def _first(found: SearchResult, best: Candidate, part: float) -> SearchResult:
+    """The result with another plan as the best."""
+    return dataclasses.replace(
+        found,
+        candidates=(best, *found.candidates[1:]),
+        bound_s=min(found.bound_s, best.step_time_s),
+        host_states=part,
+    )
+
+
+def _with_less(search: Search, best: Candidate) -> Candidate:
+    """The plan with as few states in host memory as fit, stage by stage."""
+    graph = search.problem.graph
+    for k, stage in enumerate(best.plan.stages):
+        if search.programs.time.over():
+            break
+        choices = [p for p in parts(trained_sizes(stage, graph)) if p <= stage.offload["optimizer"]]
+        low, high = 0, len(choices)  # from `high` on all fit, as what was found does
+        while low < high:
+            middle = (low + high) // 2
+            other = _at(search, best, k, choices[middle]) if middle < len(choices) else best
+            low, high = (low, middle) if other.fits else (middle + 1, high)
+        if high < len(choices):
+            best = _at(search, best, k, choices[high])
+    return best
+
+
+def _at(search: Search, best: Candidate, k: int, part: float) -> Candidate:
+    """The plan with another part of stage k's states in host memory."""
+    plan: Plan = best.plan
+    stages = list(plan.stages)
+    stages[k] = dataclasses.replace(stages[k], offload={"optimizer": part} if part else {})
+    other = dataclasses.replace(plan, stages=tuple(stages))
+    priced = evaluate(other, search.problem, best.assignments, search.programs.coster)
+    fits = priced_fits(priced, search.problem.cluster, search.space.memory_bytes)
+    return Candidate(evaluation=priced, assignments=best.assignments, fits=fits)

@@ -1,0 +1,60 @@
+"""Host: the memory of a node's CPUs, and what lies between it and the devices.
+
+Values are SI, and all are of a whole node but those of the link: `link_bandwidth` is what one rank
+reaches in one direction while all ranks of its node move as much, and `memory_bandwidth` what an
+optimizer's step on all cores reaches, read plus written. A rank of n on a node has 1/n of both
+memories and of the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.profiles.catalog_reader import Entry
+from meshwright.profiles.device import check_number, check_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A node's host: its memory, and the link to each device; `nvme_bytes` of local flash (0 where
+    there is none, or none is known). `assumptions` are sentences about numbers that are neither
+    measured nor published."""
+
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    link_latency_s: float = 0.0
+    nvme_bytes: int = 0
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        check_whole("host: memory_bytes", self.memory_bytes)
+        check_number("host: memory_bandwidth", self.memory_bandwidth)
+        check_number("host: link_bandwidth", self.link_bandwidth)
+        check_number("host: link_latency_s", self.link_latency_s, zero=True)
+        check_whole("host: nvme_bytes", self.nvme_bytes, least=0)
+
+    def moved_s(self, nbytes: float) -> float:
+        """Seconds to move so many bytes of a rank, in one direction."""
+        return self.link_latency_s + nbytes / self.link_bandwidth
+
+
+def host_of(entry: Entry) -> Host | None:
+    """The host of a node's catalog entry; None where it says nothing of one."""
+    memory = entry.optional("host.memory")
+    if memory is None:
+        return None
+    return Host(
+        memory_bytes=round(memory),
+        memory_bandwidth=entry.value("host.memory_bandwidth"),
+        link_bandwidth=entry.value("host.link_bandwidth"),
+        link_latency_s=entry.value("host.link_latency"),
+        nvme_bytes=round(entry.optional("host.nvme") or 0),
+        assumptions=tuple(note for note in entry.assumptions() if is_of_host(note)),
+    )
+
+
+def is_of_host(assumption: str) -> bool:
+    """Whether a catalog entry's assumption is about its host."""
+    return ": host." in assumption.partition(" = ")[0]

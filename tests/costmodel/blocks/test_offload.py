@@ -1,0 +1,88 @@
+"""The price of optimizer states in host memory, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.costmodel.blocks.offload import host_costs
+from meshwright.costmodel.blocks.stage import stage_costs
+from meshwright.costmodel.blocks.sums import Sums
+from meshwright.costmodel.memory import model_state_bytes, optimizer_step_bytes
+from meshwright.costmodel.operators import Setting
+from meshwright.profiles.cluster import Cluster
+
+NUMEL = 1e9
+PER_NODE = 8
+
+
+def setting(zero: int, part: float, microbatches: int = 1) -> Setting:
+    cluster = Cluster.from_catalog("dgx-a100")
+    return Setting(
+        cluster=cluster, dp=8, tp=1, rows=1, num_microbatches=microbatches, precision="bf16",
+        optimizer="adamw", zero=zero, host_states=part,
+    )  # fmt: skip
+
+
+def sums(**changes: float) -> Sums:
+    found = Sums.zeros()
+    for name, value in {"parameters": NUMEL, "shard_parameters": NUMEL / 8, **changes}.items():
+        setattr(found, name, np.float64(value))
+    return found
+
+
+@pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8), (3, NUMEL / 8)])
+def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: float) -> None:
+    found, host = host_costs(sums(), setting(zero, 0.5)), setting(zero, 0.5).cluster.host
+    assert host is not None
+    assert found.nbytes == pytest.approx(0.5 * numel * (4 + 4 + 8))
+    assert found.fetched_s == pytest.approx(0.5 * numel * 4 / host.link_bandwidth)
+    bandwidth = host.memory_bandwidth / PER_NODE
+    step = optimizer_step_bytes(0.5 * numel, optimizer="adamw")
+    assert step == 0.5 * numel * 28
+    assert found.step_s == pytest.approx(step / bandwidth)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_nothing_in_host_memory_costs_nothing(zero: int) -> None:
+    own = stage_costs(sums(optimizer_s=2.0, shard_s=0.25), setting(zero, 0.0), "none")
+    assert (own.host_bytes, own.optimizer_s) == (0.0, 0.25 if zero else 2.0)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_devices_let_go_of_what_lies_in_host_memory(zero: int) -> None:
+    def held(part: float) -> float:
+        return float(stage_costs(sums(), setting(zero, part), "none").static_bytes)
+
+    shards = 1 if not zero else 8
+    freed = NUMEL / shards * ((4 + 8) if zero < 3 else (4 + 4 + 8))
+    assert held(0.0) - held(1.0) == pytest.approx(freed)
+    assert held(0.0) - held(0.25) == pytest.approx(freed / 4)
+    alone = model_state_bytes(NUMEL, precision="bf16", zero=zero, dp=8, optimizer="adamw", host=1.0)
+    assert held(1.0) >= alone
+
+
+def test_a_step_waits_for_gradients_once_and_with_zero_3_in_each_microbatch() -> None:
+    def costs(zero: int, part: float, m: int) -> tuple[float, float]:
+        own = stage_costs(sums(forward_s=9.0, backward_s=9.0), setting(zero, part, m), "none")
+        return float(own.forward_s + own.backward_s), float(own.reduce_s + own.optimizer_s)
+
+    at = host_costs(sums(), setting(2, 1.0))
+    passes, once = (a - b for a, b in zip(costs(2, 1.0, 4), costs(2, 0.0, 4), strict=True))
+    assert passes == 0
+    assert once >= at.returned_s + at.step_s
+    passes, once = (a - b for a, b in zip(costs(3, 1.0, 4), costs(3, 0.0, 4), strict=True))
+    assert passes >= at.returned_s + at.added_s
+    assert once == pytest.approx(at.step_s)
+
+
+def test_measured_copies_take_the_place_of_the_catalogs() -> None:
+    class Measured:
+        def host_copy(self, kind: str, nbytes: float) -> float:
+            return nbytes / {"to_device": 1e9, "to_host": 2e9}[kind]
+
+    found = host_costs(sums(), replace(setting(0, 1.0), profile=Measured()))  # type: ignore[arg-type]
+    assert found.fetched_s == pytest.approx(NUMEL * 4 / 1e9)
+    assert found.returned_s == pytest.approx(NUMEL * 4 / 2e9)

@@ -1,0 +1,168 @@
+"""Optimizer states in host memory on one rank: parity, residency, checkpoints, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import Cluster, auto_parallelize
+from meshwright.executor.parameters import clip_
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.model import ParallelModel
+from tests.helpers.memory_pools import HOST, MemoryPools, PoolError
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_checks import build
+from tests.parity.parity_launch import on_ranks, run_all
+from tests.parity.parity_reference import (
+    compare,
+    difference,
+    load_graph,
+    load_reference,
+    runtime_loop,
+)
+
+WORLD = 2
+CELLS = tuple(
+    Cell.parse(line)
+    for line in (
+        "gpt2_untied dp2 m2 host100",
+        "gpt2_tied dp2 m4 zero1 bf16 host50",
+        "llama dp2 m2 zero2 full host60",
+        "gpt2_deep dp2 m4 zero3 host50",
+        "llama dp2 m2 zero3 bf16 host100",
+        "mlp dp2 m2 zero2 fp16 host30",
+        "gpt2_tied pp2 m4 zb_h1 front host100",
+        "gpt2_deep tp2 m2 host40",
+        "gpt2_deep pp2 interleaved_1f1b m4 v2 host70",
+    )
+)
+RESIDENT = {zero: Cell.parse(f"gpt2_deep dp2 m2 zero{zero} host100") for zero in (0, 1, 2, 3)}
+BESIDE = Cell.parse("gpt2_deep dp2 m2 zero2")  # the same without
+SAVED = Cell.parse("gpt2_deep dp2 m2 zero2 host60")
+
+
+def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:
+    """Train a cell on all ranks, compare on rank 0."""
+    plan, of = plan_of(cell, load_graph(folder, cell))
+    found = runtime_loop(CASES[cell.case], plan, of)
+    if launch.rank():
+        return {}
+    norm = math.inf if cell.precision == "fp32" else 2
+    return compare(found, load_reference(folder, cell), norm)
+
+
+def trained_in(
+    pools: MemoryPools, folder: Path, cell: Cell
+) -> tuple[Runtime, torch.optim.Optimizer]:
+    """Two steps, counted from the building of the runtime on."""
+    case = CASES[cell.case]
+    with pools.crossing():
+        runtime = build(folder, cell)
+        own = [p for p in runtime.stage_parameters if p.offload]
+        pools.place([p.stored for p in own if p.gathered], HOST)
+        optimizer = torch.optim.AdamW(runtime.parameters(), lr=1e-3)
+        for step in range(2):
+            optimizer.zero_grad()
+            runtime.train_step(case.batch(cell.rows, step))
+            optimizer.step()
+        for p in runtime.stage_parameters:
+            states = [x for x in optimizer.state[p.api].values() if x.dim()]
+            local = [getattr(x, "_local_tensor", x) for x in (*states, p.api.grad, p.stored)]
+            wanted = {HOST} if p.offload else {"device"}
+            assert {pools.pool_of(x) for x in local} == wanted, p.fqn
+            assert p.gathered or pools.pool_of(p.leaf) == "device"
+    return runtime, optimizer
+
+
+def resident(folder: Path, zero: int) -> dict[str, Any]:
+    """Bytes in host memory after a step, beside those of the states by their number."""
+    pools = MemoryPools()
+    runtime, _optimizer = trained_in(pools, folder, RESIDENT[zero])
+    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.offload)
+    return {"live": pools.live[HOST], "numel": numel, "device": pools.peak["device"]}
+
+
+def budget(folder: Path) -> dict[str, Any]:
+    """With the states in host memory a step passes a budget of the device that it does not pass
+    with them on the device; a host of too small a budget is an error."""
+    measured = MemoryPools()
+    trained_in(measured, folder, RESIDENT[2])
+    room = measured.peak["device"] * 1.02
+    trained_in(MemoryPools(device_bytes=room), folder, RESIDENT[2])
+    refused = []
+    for pools, cell in (
+        (MemoryPools(device_bytes=room), BESIDE),
+        (MemoryPools(host_bytes=measured.peak[HOST] // 2), RESIDENT[2]),
+    ):
+        try:
+            trained_in(pools, folder, cell)
+        except PoolError as error:
+            refused.append(str(error).split(":")[0])
+        launch.agree_on(lambda: None)
+    return {"said": refused}
+
+
+def _planned(folder: Path, cell: Cell) -> ParallelModel:
+    case = CASES[cell.case]
+    plan, _ = plan_of(cell, load_graph(folder, cell))
+    return auto_parallelize(
+        case.model(),
+        Cluster.local(WORLD, measure=False),
+        example_inputs=case.batch(cell.rows, 0),
+        global_batch_size=cell.rows,
+        loss_fn=case.loss_fn,
+        precision="fp32",
+        plan=plan,
+        profile=False,
+    )
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """A run goes on under a plan without host memory, and back, as it would have without a save."""
+    batch = CASES[SAVED.case].batch
+    states: list[dict[str, torch.Tensor]] = []
+    for cells in ((SAVED, SAVED, SAVED), (SAVED, BESIDE, SAVED)):
+        path: Path | None = None
+        for step, cell in enumerate(cells):
+            result = _planned(folder, cell)
+            optimizer = torch.optim.AdamW(result.parameters(), lr=1e-2)
+            if path is not None:
+                result.load_checkpoint(path, optimizer)
+            optimizer.zero_grad()
+            result.train_step(batch(SAVED.rows, step))
+            optimizer.step()
+            path = folder / f"offload-{len(states)}-{step}"
+            result.save_checkpoint(path, optimizer)
+        states.append(result.full_state_dict())
+    return {"difference": difference(*states)[0]}
+
+
+def clipped(folder: Path) -> dict[str, Any]:
+    """The norm of all gradients, where some of them lie in host memory."""
+    norms = []
+    for cell in (BESIDE, SAVED):
+        runtime = build(folder, cell)
+        runtime.train_step(CASES[cell.case].batch(cell.rows, 0))
+        norms.append(float(clip_(runtime.stage_parameters, runtime.place, 0.1)))
+        norms.append(float(clip_(runtime.stage_parameters, runtime.place, math.inf)))
+    return {"norms": norms}
+
+
+def main(folder: Path) -> None:
+    work: dict[str, Callable[[], dict[str, Any]]] = {
+        cell.name: partial(run_cell, folder, cell) for cell in CELLS
+    }
+    work |= {f"resident{zero}": partial(resident, folder, zero) for zero in RESIDENT}
+    work |= {one.__name__: partial(one, folder) for one in (budget, checkpoint, clipped)}
+    run_all(work, folder, "")
+
+
+if __name__ == "__main__":
+    on_ranks(main)

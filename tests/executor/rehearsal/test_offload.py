@@ -1,0 +1,29 @@
+"""Ranks of GPUs with states in host memory, rehearsed: what lies on the device, and in which
+order."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import Overrides
+from meshwright.executor.rehearsal.result import STATES, WEIGHTS
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.tiny import net, planned
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
+    result = planned(
+        net(),
+        cluster=Cluster.from_catalog("rtx-4090", devices_per_node=2),
+        profile=False,
+        precision="bf16",
+        overrides=Overrides(dp=2, zero=zero, num_microbatches=2, offload={"optimizer": 1.0}),
+    )
+    found = result.rehearse()
+    assert not found.mismatches
+    numel = result._problem.graph.num_parameters()
+    for log in found.logs.values():
+        assert log.peak_by_kind.get(STATES, 0) == 0
+        # of the weights what is computed with alone, in 16 bits
+        assert log.peak_by_kind.get(WEIGHTS, 0) == (0 if zero == 3 else 2 * numel)

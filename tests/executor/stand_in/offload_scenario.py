@@ -1,0 +1,44 @@
+"""What runs the lines that bring tensors to host memory and back, on GPUs' stand-in."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.executor import stand_in
+from meshwright.executor.parameters import whole_of
+from meshwright.executor.parameters.host_memory import Aside, fill
+from meshwright.executor.rehearsal import Rehearsal
+
+rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
+
+
+def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) -> None:
+    """States in host memory: whole weights and parts of them, cast on the way and as they are."""
+    with monkeypatch.context() as patch:
+        patch.setattr("os.cpu_count", lambda: 2 * torch.get_num_threads())
+        patch.setattr(torch, "set_num_threads", lambda count: None)
+        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3"):
+            assert run(f"mlp dp2 1f1b {line} host100").mismatches == ()
+    there: list[torch.device] = []
+
+    def gather(runtime: Any, *_: Any, **__: Any) -> None:
+        found = (p.api.detach() for p in runtime.stage_parameters)
+        there.extend(device for x in found for device in (x.device, whole_of(x).device))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsing, "run_steps", gather)
+        run("mlp dp2 1f1b m2 zero1 host100")
+    assert [device.type for device in there[:2]] == ["cpu", stand_in.NAME]
+    device = stand_in.device_for("nccl")[0]
+    with stand_in.standing_in(), FakeTensorMode(), torch.no_grad():
+        aside = Aside(device)
+        with aside.entered():
+            leaf = torch.empty(4, device=device)
+            fill(leaf, torch.empty(4))
+        aside.wait(aside.mark())

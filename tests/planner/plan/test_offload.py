@@ -1,0 +1,85 @@
+"""What a plan puts into host memory: whole blocks, from the last one on, and how a file says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.offload import (
+    first_offloaded,
+    offloaded_parameters,
+    parts,
+    trained_sizes,
+)
+from meshwright.planner.plan.plan import Plan, PlanError
+from tests.helpers.tiny import cut, net, plan_for, with_stage
+
+SIZES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=12).filter(any)
+
+
+@given(SIZES, st.floats(0, 1))
+def test_the_last_blocks_make_the_part_or_more_and_none_is_needless(
+    sizes: list[float], part: float
+) -> None:
+    first = first_offloaded(sizes, part)
+    total = sum(sizes)
+    assert sum(sizes[first:]) >= part * total * (1 - 1e-8)
+    assert first == len(sizes) or sum(sizes[first + 1 :]) < part * total
+
+
+@given(SIZES)
+def test_each_part_that_there_is_names_its_blocks(sizes: list[float]) -> None:
+    found = parts(sizes)
+    assert found[0] == 0
+    assert found[-1] == pytest.approx(1)
+    assert found == sorted(set(found))
+    for part in found:
+        assert sum(sizes[first_offloaded(sizes, part) :]) == pytest.approx(part * sum(sizes))
+
+
+def test_parameters_that_an_earlier_block_reads_stay_with_it() -> None:
+    graph, _ = cut(net(tied=True))
+    stage = plan_for(graph).stages[0]
+    sizes = trained_sizes(stage, graph)
+    assert sizes[-1] == 0  # the head's weight is the embedding's
+    assert sum(sizes) == graph.num_parameters()
+    assert offloaded_parameters(stage, graph) == frozenset()
+    everything = offloaded_parameters(replace(stage, offload={"optimizer": 1.0}), graph)
+    assert everything == frozenset(graph.parameters)
+    some = offloaded_parameters(replace(stage, offload={"optimizer": 0.1}), graph)
+    names = {graph.parameters[v] for v in some}
+    assert names
+    assert all(name.startswith("layers.2.") for name in names)
+
+
+def test_a_file_says_what_is_offloaded_and_nothing_where_nothing_is() -> None:
+    graph, table = cut(net())
+    plain = plan_for(graph, dp=2, tp=1)
+    assert '"offload"' not in plain.to_json()
+    plan = with_stage(plain, offload={"optimizer": 0.25})
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert check_plan(again, graph, table)
+    assert json.loads(plan.to_json())["stages"][0]["offload"] == {"optimizer": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ({"optimizer": 1.5}, r"offload: optimizer=1.5; legal: a part, from 0 to 1"),
+        ({"weights": 0.5}, r"offload='weights'; legal: optimizer"),
+        ({"optimizer": "half"}, r"legal: an object of parts from 0 to 1, of optimizer"),
+        (0.5, r"=0.5; legal: an object of parts"),
+    ],
+)
+def test_other_values_are_refused(offload: object, message: str) -> None:
+    graph, table = cut(net())
+    text = json.loads(plan_for(graph, dp=2, tp=1).to_json())
+    text["stages"][0]["offload"] = offload
+    with pytest.raises(PlanError, match=message):
+        check_plan(Plan.from_json(json.dumps(text)), graph, table)

@@ -1,0 +1,177 @@
+"""Optimizer states go to host memory where nothing fits without, or where it pays, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import Overrides, ParallelModel, auto_parallelize
+from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.plan.infeasible import InfeasibleError
+from meshwright.planner.plan.offload import parts, trained_sizes
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing.evaluate import Evaluator
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.tiny import net, planned, with_stage
+
+LLAMA_BYTES = 8.03e9 * 16  # of AdamW's states with their gradients, in host memory
+
+
+def gpus(room_bytes: int, *, count: int = 1, host_bytes: int = 2**40, **host: float) -> Cluster:
+    """GPUs with so much for tensors, and hosts with so much memory."""
+    base = Cluster.from_catalog("rtx-4090", devices_per_node=count)
+    assert base.host is not None
+    device = replace(base.device, memory_bytes=room_bytes, reserved_bytes=0, communicator_bytes=0)
+    return replace(base, device=device, host=replace(base.host, memory_bytes=host_bytes, **host))
+
+
+def on(cluster: Cluster, **overrides: object) -> ParallelModel:
+    own = Overrides(**overrides)  # type: ignore[arg-type]
+    return planned(net(), cluster=cluster, profile=False, overrides=own, memory_margin=0.0)
+
+
+def part(result: ParallelModel) -> float:
+    return result.plan.stages[0].offload.get("optimizer", 0.0)
+
+
+@pytest.fixture(scope="module")
+def roomy() -> ParallelModel:
+    return on(gpus(2**33))
+
+
+def least(result: ParallelModel, given: float) -> int:
+    """Bytes of tensors of the plan with so much of the states in host memory, everything
+    recomputed and in the smallest micro-batches."""
+    problem = result._problem
+    plan = replace(result.plan, num_microbatches=result.plan.global_batch_size)
+    plan = with_stage(plan, offload={"optimizer": given} if given else {}, recompute="full")
+    return Evaluator(problem).price(plan).prediction.peak_memory_bytes[0]
+
+
+def test_states_stay_on_devices_that_have_room(roomy: ParallelModel) -> None:
+    assert part(roomy) == 0
+    assert '"offload"' not in roomy.plan.to_json()
+    assert "host memory" not in str(roomy.report)
+
+
+def test_no_more_goes_to_the_host_than_must(roomy: ParallelModel) -> None:
+    room = (least(roomy, 0.0) + least(roomy, 1.0)) // 2
+    result = on(gpus(room))
+    own = part(result)
+    assert 0 < own < 1
+    evaluator, memory = Evaluator(result._problem), result._problem.cluster.device.memory_bytes
+    choices = parts(trained_sizes(result.plan.stages[0], result._problem.graph))
+    less = choices[choices.index(own) - 1]
+    peaks = [
+        evaluator.price(with_stage(result.plan, offload={"optimizer": p})).prediction
+        for p in (less, own)
+    ]
+    assert peaks[0].peak_memory_bytes[0] > memory >= peaks[1].peak_memory_bytes[0]
+    said = str(result.report)
+    assert f"{own:.0%} of the optimizer states in host memory" in said
+    row = result.report.to_dict()["stages"][0]
+    assert row["offload"] == {"optimizer": own}
+    assert row["host_bytes"] == pytest.approx(own * result._problem.graph.num_parameters() * 16)
+    assert any("fused" in line for line in result.report.assumptions)
+    assert Plan.from_json(result.plan.to_json()) == result.plan
+
+
+def test_who_forbids_it_hears_what_lacks(roomy: ParallelModel) -> None:
+    room = (least(roomy, 0.0) + least(roomy, 1.0)) // 2
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        on(gpus(room), forbid=["offload"])
+
+
+def test_a_host_that_is_too_small_is_named_with_what_it_lacks(roomy: ParallelModel) -> None:
+    room = (least(roomy, 0.0) + 3 * least(roomy, 1.0)) // 4
+    with pytest.raises(InfeasibleError, match=r"for all of them a host lacks \S+ [KM]iB") as error:
+        on(gpus(room, host_bytes=2**12))
+    assert "of the optimizer states in host memory nothing fits, either" in str(error.value)
+    with pytest.raises(InfeasibleError, match="With all of the optimizer states"):
+        on(gpus(least(roomy, 1.0) // 2))
+
+
+def test_a_given_plan_must_fit_the_host(roomy: ParallelModel) -> None:
+    plan = with_stage(roomy.plan, offload={"optimizer": 1.0})
+    with pytest.raises(InfeasibleError, match=r"of a node's host memory, \S+ [KM]iB more"):
+        planned(net(), cluster=gpus(2**33, host_bytes=2**12), profile=False, plan=plan)
+    unknown = replace(gpus(2**33), host=None)
+    with pytest.raises(PlanError, match=r"stage 0: offload.* says nothing of its hosts' memory"):
+        planned(net(), cluster=unknown, profile=False, plan=plan)
+
+
+def test_a_user_decides(roomy: ParallelModel) -> None:
+    forced = on(gpus(2**33), offload={"optimizer": 0.5})
+    assert part(forced) == 0.5
+    assert forced.prediction.step_time_s > roomy.prediction.step_time_s
+    assert part(on(gpus(2**33), offload={"optimizer": 0})) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"offload": {"optimizer": 2}}, "override offload: optimizer=2; legal: a part"),
+        ({"offload": {"weights": 1}}, "override offload='weights'; legal: optimizer"),
+        ({"offload": 0.5}, "override offload=0.5; legal: parts from 0 to 1"),
+        ({"offload": {"optimizer": 0.5}, "forbid": ["offload"]}, "contradicts forbid='offload'"),
+    ],
+)
+def test_other_decisions_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(OverrideError, match=message):
+        Overrides(**given)  # type: ignore[arg-type]
+
+
+def test_what_is_not_known_or_not_priced_is_refused() -> None:
+    with pytest.raises(OverrideError, match=r"says nothing of its hosts' memory.*\[host\]"):
+        on(replace(gpus(2**33), host=None), offload={"optimizer": 0.5})
+    with pytest.raises(OverrideError, match="target 'megatron' is not priced with it"):
+        planned(
+            net(),
+            cluster=gpus(2**33),
+            profile=False,
+            target="megatron",
+            overrides=Overrides(offload={"optimizer": 0.5}),
+        )
+
+
+def test_freed_memory_that_pays_is_freed() -> None:
+    """A host at no cost: what a device then has room for need not be computed again."""
+    free = {"link_bandwidth": 1e15, "memory_bandwidth": 1e16}
+    tight = on(gpus(2**33), num_microbatches=1)
+    problem = tight._problem
+    states = problem.graph.num_parameters() * 12
+    peak = tight.prediction.peak_memory_bytes[0]
+    cluster = gpus(peak - states // 2, **free)
+    with_it, without = (
+        on(cluster, num_microbatches=1, **more) for more in ({}, {"forbid": ["offload"]})
+    )
+    assert set(without.plan.stages[0].policies) != {"none"}
+    assert part(with_it) > 0
+    assert with_it.prediction.step_time_s < without.prediction.step_time_s
+    slow = gpus(peak - states // 2, link_bandwidth=1e6, memory_bandwidth=1e6)
+    assert part(on(slow, num_microbatches=1)) == 0
+
+
+def test_llama_3_8b_on_two_cards_of_24_gb() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+        ids = torch.zeros(16, 2048, dtype=torch.long)
+    cards = Cluster.from_catalog("rtx-4090", devices_per_node=2)
+
+    result = auto_parallelize(
+        model, cards, example_inputs={"input_ids": ids, "labels": ids}, global_batch_size=16,
+        profile=False,
+    )  # fmt: skip
+    assert part(result) > 0.5
+    assert max(result.prediction.peak_memory_bytes) <= cards.device.memory_bytes
+    (host,) = result.prediction.host_memory_bytes
+    assert host == pytest.approx(part(result) * LLAMA_BYTES, rel=1e-3)
