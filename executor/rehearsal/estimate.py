@@ -1,7 +1,7 @@
 """A second estimate of a step: the recorded streams of all ranks, replayed with times.
 
     operators     one after the other: of the device's seconds d and the host's h, issued(h, d) as
-                  for the price (`costmodel/blocks/stage.py`)
+                  for the price (`costmodel/stages/stage.py`)
     collectives   begin when all members are at them and the group's collective before is done, and
                   take what the links' curves say. The rank goes on beside; it waits where its
                   stream did in the rehearsal. Ranks of the host wait at once

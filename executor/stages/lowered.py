@@ -23,11 +23,11 @@ from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import buffer_placements
-from meshwright.executor.stages.channels import Channels, stage_channels
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
+from meshwright.executor.transfers import Channels, stage_channels
 from meshwright.planner.plan import crossings, segments_of, stage_of, updates_of
 
 

@@ -22,8 +22,8 @@ from meshwright.executor.backward import WeightGradientQueue, accumulate
 from meshwright.executor.host_values import is_sent
 from meshwright.executor.parameters import Reducer
 from meshwright.executor.ranks import progress
-from meshwright.executor.stages.channels import Channels
 from meshwright.executor.stages.stage import Pass, StageProgram
+from meshwright.executor.transfers import Channels
 
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 

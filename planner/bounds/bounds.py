@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Floats
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, least_in_flight
+from meshwright.costmodel.stages import Floats
 from meshwright.planner.bounds.loads import Loads, loads_of
 from meshwright.planner.bounds.pipelines import (
     Work,

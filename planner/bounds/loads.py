@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Floats, Sums, communicator_bytes
 from meshwright.costmodel.memory import model_state_bytes, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.stages import Floats, Sums, communicator_bytes
 from meshwright.planner.drafts import StageSetup
 from meshwright.planner.stages import Chain
 

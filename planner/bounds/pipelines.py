@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Floats
+from meshwright.costmodel.stages import Floats
 
 STEPS = 12  # of Newton's method
 FEW = 10  # options of a block whose prices are compared one by one

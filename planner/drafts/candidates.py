@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from meshwright.costmodel.blocks import fits, segment_policy, stage_costs
+from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
+from meshwright.costmodel.stages import fits, stage_costs
 from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import Mesh, groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.blocks import StageCosts, combined, segment_policy, stage_costs
+from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.stages import StageCosts, combined, stage_costs
 from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 

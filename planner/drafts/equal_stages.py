@@ -11,24 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import (
-    Floats,
-    StageCosts,
-    Sums,
-    of_one,
-    segment_policy,
-    stage_bytes,
-    stage_costs,
-)
+from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import Setting
-from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
+from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
+from meshwright.costmodel.stages import Sums, of_one, stage_bytes, stage_costs
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
+from meshwright.planner.drafts.fills import filling_s, held_at_peak
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
@@ -169,7 +162,7 @@ class EqualStages:
         each = np.array([shape.v for shape in shapes])
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
         levels = self._even_levels(whole, setup.setting, policies, groups * each)
-        held = [_held(name, groups * v, m, groups) for name, v in offered]
+        held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
         average = np.array([sum(own) / len(own) for own in held])
         chosen = levels.choose(average, self.room, per_device=each)
         most = levels.costs[-1]
@@ -194,7 +187,7 @@ class EqualStages:
             own = of_one(most, k) if tight else levels.at(k, chosen)
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
             turn = each[k] * (own.amortised_s(m) + sent)
-            fill = float(_fill_s(schedule, own, shapes[k]))
+            fill = float(filling_s(schedule, own, shapes[k]))
             uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
             estimate = m * turn * uneven + (groups - 1) * fill
             yield Combination(
@@ -275,7 +268,7 @@ class EqualStages:
         m, setup, stages = combination.num_microbatches, combination.setup, combination.num_stages
         groups, each = combination.groups, combination.stages_per_group
         schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
-        held = _held(combination.schedule, stages, m, groups)
+        held = held_at_peak(combination.schedule, stages, m, groups)
         counts = sorted(set(held))
         mates = [0.0 if alike else self._mates_bytes(combination, h) for h in counts]
         chosen_levels = [
@@ -289,7 +282,7 @@ class EqualStages:
         for h, chosen in zip(counts, chosen_levels, strict=True):
             costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
-            fill = _fill_s(schedule, costs, shape)
+            fill = filling_s(schedule, costs, shape)
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
@@ -388,22 +381,6 @@ def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
 def _sent_s(setup: StageSetup, stages: int) -> float:
     """Seconds that the sends of a typical stage take per micro-batch (both directions)."""
     return 2 * float(np.median(setup.chain.send_s)) * (stages - 1) / stages
-
-
-def _fill_s(schedule: Schedule, costs: StageCosts[Any], shape: PipelineShape) -> Floats:
-    """Seconds that each device but one adds to fill and drain a pipeline of stages like these."""
-    f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
-    return schedule.fill_s(f, b, w, shape)
-
-
-@lru_cache(maxsize=1024)
-def _held(schedule: str, stages: int, m: int, groups: int) -> tuple[float, ...]:
-    """Per stage, the micro-batches in flight on its device at its peak, shared out evenly among the
-    device's stages."""
-    peaks = peak_activation(
-        schedule, num_microbatches=m, bytes_per_stage=[1.0] * stages, num_devices=groups
-    )
-    return tuple(peaks[g] * groups / stages for g in groups_of(schedule, groups, stages // groups))
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

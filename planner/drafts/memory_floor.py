@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Floats, Sums, fits, stage_bytes, stage_costs
 from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.stages import Floats, Sums, fits, stage_bytes, stage_costs
 from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Mesh, Space
 from meshwright.planner.stages import BlockPrograms

@@ -24,11 +24,11 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.costmodel.blocks import room_bytes
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, ContextKind, FactorTable
+from meshwright.costmodel.stages import room_bytes
 from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import fits, stage_bytes
+from meshwright.costmodel.stages import fits, stage_bytes
 from meshwright.planner.inter_op.bounded_sum import Staircase
 from meshwright.planner.inter_op.stage_dp import LeastSum
 from meshwright.planner.inter_op.stage_options import Options, memory_lines, stage_options

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import fits, stage_bytes
+from meshwright.costmodel.stages import fits, stage_bytes
 from meshwright.planner.inter_op.table import (
     Cell,
     Floats,

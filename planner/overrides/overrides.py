@@ -1,13 +1,12 @@
 """Overrides: decisions that the user takes in place of the search.
 
 An illegal value and two overrides that contradict each other are refused when `Overrides` is made;
-a contradiction with the cluster or the batch by `check_overrides`, one with the model's blocks by
+a contradiction with the cluster or the batch by `fitting.py`, one with the model's blocks by
 `planner.overrides.restrictions`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -27,11 +26,10 @@ from meshwright.planner.overrides.values import (
     check_stages,
     check_value,
 )
-from meshwright.planner.plan import RUNS, divisors
+from meshwright.planner.plan import RUNS
 from meshwright.profiles.inputs import shown
 
 _DROP = "drop one of the two"
-_WAY_OUT = "change or drop one of them, or what they must fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,99 +316,3 @@ def runnable(overrides: Overrides) -> Overrides:
         if set(RUNS.get(name, ("any",))) <= set(left) and forbidden not in overrides.forbid
     ]
     return replace(overrides, forbid=(*overrides.forbid, *more))
-
-
-# --- against the cluster and the batch -----------------------------------------------------------
-
-
-def check_overrides(
-    overrides: Overrides,
-    *,
-    num_devices: int,
-    global_batch_size: int,
-    num_blocks: int,
-    executable: bool = False,
-    sequences: bool = True,
-) -> None:
-    """Check the degrees against cluster, batch and blocks, before anything is searched; raises
-    `OverrideError`.
-
-    Where `tp`, `cp` and `dp` are one value for all blocks all stages are alike: `tp · cp · dp`
-    divides the devices, `tp · cp · dp · pp` is their number; a free `cp` is 1 without `sequences`
-    to split. Stages of other meshes need `pp` times what is given at most. `dp · microbatch_size ·
-    num_microbatches` divides the batch, and is the batch where all three are given.
-    """
-    wanted = runnable(overrides) if executable else overrides
-    pp, (each, _) = wanted.everywhere("pp"), wanted.virtual()
-    stages = len(wanted.stages) if wanted.stages else pp and pp * (each or 1)
-    if pp is None and stages and each:
-        pp = stages // each
-    if stages is not None and stages > num_blocks:
-        asked = {"pp": pp or stages}
-        if each is not None and each > 1:
-            asked["virtual_stages"] = each
-        raise OverrideError(
-            f"the model has {num_blocks} blocks",
-            place=f"override {_shown(asked, ())}",
-            legal=f"1 to {num_blocks} stages",
-        )
-    whole = wanted.everywhere("cp") in ((1,) if sequences else (1, None))
-    mesh = {name: wanted.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
-    forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
-    devices = f"the cluster's {num_devices} devices"
-    for name in (*mesh, "dp_shard", "hpz"):
-        for pattern, value in wanted.items(name):
-            if (pattern is not None or name in ("dp_shard", "hpz")) and value > num_devices:
-                raise OverrideError(
-                    f"more than {devices}",
-                    place=f"override {spelled(name, pattern, value)}",
-                    legal=f"up to {num_devices}",
-                    way_out=_WAY_OUT,
-                )
-    if pp is None or None in mesh.values():
-        _check_product(mesh, num_devices, devices, forbidden, free=True)
-        least = {name: n for name, n in {**mesh, "pp": pp}.items() if n is not None}
-        needed = math.prod(least.values())
-        if needed > num_devices:
-            raise OverrideError(
-                f"needs at least {needed} devices, more than {devices}",
-                place=f"override {_shown(least, forbidden)}",
-                legal=f"up to {num_devices} together",
-                way_out=_WAY_OUT,
-            )
-    else:
-        _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
-    rows = {name: wanted.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")}
-    batch, free = f"global_batch_size={global_batch_size}", None in rows.values()
-    _check_product(rows, global_batch_size, batch, forbidden, free=free)
-
-
-def _check_product(
-    factors: Mapping[str, int | None],
-    total: int,
-    what: str,
-    forbidden: Collection[str],
-    *,
-    free: bool,
-) -> None:
-    """Raise unless the product of the given factors divides `total`, or where no factor is left
-    `free`, equals it."""
-    given = {name: value for name, value in factors.items() if value is not None}
-    product = math.prod(given.values())
-    if product == total or (free and total % product == 0):
-        return
-    legal = ", ".join(map(str, divisors(total))) if free else total
-    raise OverrideError(
-        f"{('the product ' if len(given) > 1 else '')}{product} "
-        f"{('does not divide' if free else 'is not')} {what}",
-        place=f"override {_shown(given, forbidden)}",
-        legal=legal,
-        way_out=_WAY_OUT,
-    )
-
-
-def _shown(given: Mapping[str, int], forbidden: Collection[str]) -> str:
-    return ", ".join(
-        f"{name}={value}" + (f" (forbid={name!r})" if name in forbidden else "")
-        for name, value in given.items()
-    )

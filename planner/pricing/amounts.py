@@ -2,7 +2,7 @@
 
 The price of a stage adds up seconds; here the same steps of its blocks are gone through by axis and
 collective. Of a communication `seconds` are what it takes by itself, `exposed_s` what is left where
-products or passes run beside it (`costmodel/operators/beside.py`, `costmodel/blocks/stage.py`);
+products or passes run beside it (`costmodel/operators/beside.py`, `costmodel/stages/stage.py`);
 what the data axis' collectives leave is known for all of them together, and each bears its share.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from meshwright.costmodel.blocks import NO_RECOMPUTE, Recompute, StageCosts, Sums, parts_of
+from meshwright.costmodel.blocks import parts_of
 from meshwright.costmodel.operators import (
     DTYPE_BYTES,
     NOTHING,
@@ -37,6 +37,7 @@ from meshwright.costmodel.sharding import (
     Step,
     transition,
 )
+from meshwright.costmodel.stages import NO_RECOMPUTE, Recompute, StageCosts, Sums
 from meshwright.planner.plan import Plan, segments_of
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 

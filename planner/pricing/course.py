@@ -6,25 +6,22 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.costmodel.blocks import (
-    REGATHER,
+from meshwright.costmodel.blocks import REGATHER, Moment, PassPrice, parts_of
+from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
+from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.quantized import buffer_bytes
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import Assignment, Placement
+from meshwright.costmodel.stages import (
     BlockBytes,
-    Moment,
-    PassPrice,
     Peak,
     Recompute,
     StageBytes,
     Sums,
     communicator_bytes,
     course_peaks,
-    parts_of,
     secondary_bytes,
 )
-from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
-from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
-from meshwright.costmodel.quantized import buffer_bytes
-from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan, crossings, offloaded_parameters
 from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting

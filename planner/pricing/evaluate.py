@@ -8,7 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.costmodel.blocks import (
+from meshwright.costmodel.intervals import Quantiles
+from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.operators import Problem, Setting
+from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
+from meshwright.costmodel.sharding import Assignment, Placement
+from meshwright.costmodel.stages import (
     Peak,
     Recompute,
     StageCosts,
@@ -20,11 +25,6 @@ from meshwright.costmodel.blocks import (
     shortfall_bytes,
     stage_costs,
 )
-from meshwright.costmodel.intervals import Quantiles
-from meshwright.costmodel.kernels import send_seconds
-from meshwright.costmodel.operators import Problem, Setting
-from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
-from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, PlanError, StagePlan, check_plan, crossings
 from meshwright.planner.pricing.course import plan_peaks

@@ -1,13 +1,13 @@
-"""Memory of a plan by what holds it, as its price adds it up (`costmodel/blocks/peak.py`)."""
+"""Memory of a plan by what holds it, as its price adds it up (`costmodel/stages/peak.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from meshwright.costmodel.blocks import HeldBytes, held_bytes
 from meshwright.costmodel.schedules import peak_activation, stages_of_devices
 from meshwright.costmodel.sharding import Assignment
+from meshwright.costmodel.stages import HeldBytes, held_bytes
 from meshwright.planner.pricing.evaluate import Evaluation, stage_sums
 from meshwright.planner.pricing.stage_costs import StageCoster
 

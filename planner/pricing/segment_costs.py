@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Recompute, Sums
+from meshwright.costmodel.stages import Recompute, Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.blocks import NO_RECOMPUTE, BlockBytes, Recompute, Sums
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Pricer
 from meshwright.costmodel.sharding import Assignment, Placement
+from meshwright.costmodel.stages import NO_RECOMPUTE, BlockBytes, Recompute, Sums
 from meshwright.planner.plan import StagePlan, segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster

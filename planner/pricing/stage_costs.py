@@ -14,13 +14,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from meshwright.costmodel.blocks import (
-    Floats,
     KnownSteps,
     PassNeeds,
     PassPrice,
     Repeated,
-    Sums,
-    block_sums,
     price_block,
     price_pass,
     repeated_by_policy,
@@ -51,6 +48,7 @@ from meshwright.costmodel.sharding import (
     context_layout,
     moves,
 )
+from meshwright.costmodel.stages import Floats, Sums, block_sums
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import (
     Plan,

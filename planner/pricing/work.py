@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.blocks import StageCosts
 from meshwright.costmodel.kernels import crosses_node
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.sharding import Assignment
+from meshwright.costmodel.stages import StageCosts
 from meshwright.planner.plan import Plan, crossings
 from meshwright.planner.pricing.amounts import Amounts, Axis, add, data_amounts, passes_amounts
 from meshwright.planner.pricing.evaluate import (

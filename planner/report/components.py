@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.costmodel.blocks import StageCosts
+from meshwright.costmodel.stages import StageCosts
 from meshwright.planner.plan import seconds
 from meshwright.planner.pricing import Evaluation
 

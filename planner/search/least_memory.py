@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import of_one, peak_bytes
+from meshwright.costmodel.stages import of_one, peak_bytes
 from meshwright.planner.drafts import EqualStages, MeshChoice, Space, StageSetup, UnequalStages
 from meshwright.planner.stages import recompute_levels
 

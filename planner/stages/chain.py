@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import Floats, Sums
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.sharding import Assignment, Placement, translate
+from meshwright.costmodel.stages import Floats, Sums
 
 if TYPE_CHECKING:
     from meshwright.planner.intra_op import BlockTable

@@ -15,11 +15,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from meshwright.costmodel.blocks import Floats, Sums, parameter_sums
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.operators import Pricer, Setting, op_flops
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import BlockLayouts, Entry, Placement, R, Strategy, divides
+from meshwright.costmodel.stages import Floats, Sums, parameter_sums
 from meshwright.planner.intra_op import BlockProgram, BlockTable, SolverTime, TimeLimit
 from meshwright.planner.pricing import MeshKey, StageCoster, mesh_key
 from meshwright.planner.stages.chain import Chain

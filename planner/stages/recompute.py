@@ -36,7 +36,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import Floats, Recompute, Sums
+from meshwright.costmodel.stages import Floats, Recompute, Sums
 from meshwright.planner.stages.recompute_levels import lower_hull
 
 Ints: TypeAlias = NDArray[np.int64]

@@ -23,19 +23,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import (
-    REGATHERING,
+from meshwright.costmodel.blocks import REGATHERING, segment_policy
+from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.stages import (
     Floats,
     StageCosts,
     Sums,
     combined,
     fits,
     of_policy,
-    segment_policy,
     stage_bytes,
     stage_costs,
 )
-from meshwright.costmodel.operators import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.costmodel.blocks.stage import StageCosts
 from meshwright.costmodel.schedules.schedule import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment
+from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts.candidates import place_stages
 from meshwright.planner.drafts.space import Mesh, groups_of

@@ -19,6 +19,7 @@ costmodel.kernels
 costmodel.operators
 costmodel.user_rules
 costmodel.blocks
+costmodel.stages
 planner
 planner.operators
 planner.tracing.values
@@ -47,6 +48,7 @@ executor.context
 executor.lowering
 executor.ranks
 executor.parameters
+executor.transfers
 executor.stages
 executor.runtime
 executor.files

@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_pass
-from meshwright.costmodel.blocks.sums import Sums
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.strategies import Placement, transition
+from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.pricing.stage_costs import StageCoster

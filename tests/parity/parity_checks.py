@@ -23,7 +23,7 @@ from meshwright.costmodel.schedules.schedule import Action
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.executor.stages.transfer import Channel
+from meshwright.executor.transfers.transfer import Channel
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace

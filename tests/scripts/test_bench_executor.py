@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
-from meshwright.planner.overrides.overrides import check_overrides
+from meshwright.planner.overrides.fitting import check_overrides
 from scripts import bench_executor as bench
 from scripts.ranks import baselines as by_hand
 from scripts.ranks.measure import SIDES, WARM_UP, Step, resident_bytes, status_bytes

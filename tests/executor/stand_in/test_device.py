@@ -33,8 +33,8 @@ from meshwright.executor.runtime.timeline import Stopwatch
 from meshwright.executor.stages import CheckedPlan, Phase
 from meshwright.executor.stages import batches as batches_module
 from meshwright.executor.stages import stage as stage_module
-from meshwright.executor.stages.transfer import Channel
 from meshwright.executor.stand_in import ORDER
+from meshwright.executor.transfers.transfer import Channel
 from tests.executor.stand_in.device_lines import device_lines, lines_run
 from tests.executor.stand_in.offload_scenario import offloaded
 from tests.helpers.source_files import ROOT
@@ -371,11 +371,11 @@ def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiling = sys.modules[backend_of.__module__]
+    own = sys.modules[backend_of.__module__]
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "has_triton", lambda: False)
-        patch.setattr(compiling, "get_cpp_compiler", lambda: "c++")
-        assert backend_of(True, "cpu") == compiling.DEFAULT
+        patch.setattr(own, "has_triton", lambda: False)
+        patch.setattr(own, "get_cpp_compiler", lambda: "c++")
+        assert backend_of(True, "cpu") == own.DEFAULT
         with pytest.raises(RuntimeError, match="Triton on cuda"):
             backend_of(True, "cuda")
 
@@ -397,6 +397,4 @@ def test_the_recorder_counts_one_device() -> None:
     with stand_in.standing_in(), FakeTensorMode(), recorder:
         kept = torch.empty(100, device=device), torch.empty(1000)
         recorder.memory.begin()
-    assert len(kept) == 2
-    assert recorder.log(0).peak_bytes == 400
-    assert ORDER.races == {}
+    assert len(kept) == 2 and recorder.log(0).peak_bytes == 400 and ORDER.races == {}

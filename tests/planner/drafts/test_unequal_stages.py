@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from meshwright.costmodel.blocks.stage import stage_costs
+from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.planner.drafts.candidates import PipelineSetup, make_draft
 from meshwright.planner.drafts.unequal_stages import Option
 from meshwright.planner.overrides.overrides import Overrides

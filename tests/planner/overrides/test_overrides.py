@@ -14,7 +14,8 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.planner.overrides.overrides import Overrides, check_overrides
+from meshwright.planner.overrides.fitting import check_overrides
+from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import FORBIDDABLE, FORBIDS, OverrideError
 from meshwright.planner.search.search import Search, SearchResult
 from tests.helpers.tiny import cut, net, slow_host

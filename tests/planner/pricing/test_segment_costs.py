@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.costmodel.blocks.sums import Sums
+from meshwright.costmodel.stages.sums import Sums
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from tests.helpers.planning import sums_of
 

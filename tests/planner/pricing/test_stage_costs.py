@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.blocks.policies import recomputable
-from meshwright.costmodel.blocks.stage import StageCosts, stage_costs
 from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import Setting
+from meshwright.costmodel.stages.stage import StageCosts, stage_costs
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts.candidates import (
     Candidate,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.sums import Sums
+from meshwright.costmodel.stages.sums import Sums
 from meshwright.planner.stages.recompute import choose_policies
 from tests.helpers.planning import sums_of
 

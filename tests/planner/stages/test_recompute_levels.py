@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.costmodel.blocks.stage import StageCosts, of_one, of_policy, stage_costs
-from meshwright.costmodel.blocks.sums import Floats
+from meshwright.costmodel.stages.stage import StageCosts, of_one, of_policy, stage_costs
+from meshwright.costmodel.stages.sums import Floats
 from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.recompute_levels import (

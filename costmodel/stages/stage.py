@@ -30,12 +30,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.blocks.offload import HostCosts, host_costs
-from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import model_states, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
+from meshwright.costmodel.stages.offload import HostCosts, host_costs
+from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.blocks import BlockBytes, Moment, Peak, StageBytes, course_peaks
+from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
 from meshwright.costmodel.schedules import Action
+from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, course_peaks
 
 ALONE = Reduction(
     zero=0, weight_bytes=4, summed=False, bucket_bytes=100, alone_bytes=0, received=False

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.price import BlockPrice
-from meshwright.costmodel.blocks.stage import StageCosts, of_one, stage_costs
-from meshwright.costmodel.blocks.sums import (
+from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
+from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
+from meshwright.costmodel.stages.sums import (
     COLUMNS,
     MAXIMA,
     NO_RECOMPUTE,
@@ -23,8 +25,6 @@ from meshwright.costmodel.blocks.sums import (
     Sums,
     block_sums,
 )
-from meshwright.costmodel.memory.states import model_state_bytes
-from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
 from meshwright.costmodel.target import Target
 from tests.helpers.planning import cluster, sums_of
 

@@ -15,9 +15,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.stage import StageCosts
-from meshwright.costmodel.blocks.sums import Floats
 from meshwright.costmodel.schedules import peak_activation, stages_of_devices
+from meshwright.costmodel.stages.stage import StageCosts
+from meshwright.costmodel.stages.sums import Floats
 from meshwright.profiles.cluster import Cluster
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks.sums import Floats, Sums
 from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.stages.sums import Floats, Sums
 
 FP32 = 4
 LONG_BYTES = 2**26  # of a copy that reaches the link's bandwidth

@@ -6,14 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from meshwright.costmodel.blocks.peak import (
+from meshwright.costmodel.stages.peak import (
     fits,
     peak_bytes,
     room_bytes,
     shortfall_bytes,
     stage_bytes,
 )
-from meshwright.costmodel.blocks.stage import StageCosts
+from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.costmodel.blocks.offload import host_costs
-from meshwright.costmodel.blocks.stage import stage_costs
-from meshwright.costmodel.blocks.sums import Sums
 from meshwright.costmodel.memory import model_state_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.stages.offload import host_costs
+from meshwright.costmodel.stages.stage import stage_costs
+from meshwright.costmodel.stages.sums import Sums
 from meshwright.profiles.cluster import Cluster
 
 NUMEL = 1e9

@@ -9,7 +9,7 @@ from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding import DataLayout
 from meshwright.executor.lowering import boundary_placement
 from meshwright.executor.ranks import BACKWARD, FORWARD, Edge, Place
-from meshwright.executor.stages.transfer import Channel, held, slices
+from meshwright.executor.transfers.transfer import Channel, held, slices
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]  # (instruction, peer stage) -> value
 

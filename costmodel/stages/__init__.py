@@ -1,0 +1,36 @@
+"""The price of a stage: the sums of its blocks, its memory, whether it fits."""
+
+from meshwright.costmodel.stages.course import BlockBytes, Peak, StageBytes, course_peaks
+from meshwright.costmodel.stages.peak import (
+    fits,
+    peak_bytes,
+    room_bytes,
+    shortfall_bytes,
+    stage_bytes,
+)
+from meshwright.costmodel.stages.stage import (
+    HeldBytes,
+    StageCosts,
+    combined,
+    communicator_bytes,
+    held_bytes,
+    of_one,
+    of_policy,
+    secondary_bytes,
+    stage_costs,
+)
+from meshwright.costmodel.stages.sums import (
+    NO_RECOMPUTE,
+    Floats,
+    Recompute,
+    Sums,
+    block_sums,
+    parameter_sums,
+)
+
+__all__ = [
+    "NO_RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "Peak", "Recompute", "StageBytes",
+    "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes", "course_peaks", "fits",
+    "held_bytes", "of_one", "of_policy", "parameter_sums", "peak_bytes", "room_bytes",
+    "secondary_bytes", "shortfall_bytes", "stage_bytes", "stage_costs",
+]  # fmt: skip
