@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from meshwright.costmodel.blocks import REGATHER, Moment, PassPrice, parts_of
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
@@ -94,8 +95,7 @@ def _stage(
                 readers[parameter] = at, number
         states |= {value: assignment.states[value] for value in block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
-    sent = {value for values in targets.values() for value in values}
-    there = offloaded_parameters(stage, coster.graph)
+    sent, there = {*chain(*targets.values())}, offloaded_parameters(stage, coster.graph)
     trained, numbers, frozen = _parameters(readers, pricer, there)
     held |= {(stage.ranks, value) for value, _ in readers}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]

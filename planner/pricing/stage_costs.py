@@ -101,7 +101,7 @@ class _Known:
     layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
     steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
     # rows, cp, ep: bytes of the activations at each boundary
-    sent_bytes: dict[tuple[float, int, int], list[float]] = field(default_factory=dict)
+    sent_bytes: dict[tuple[float, int, str, int], list[float]] = field(default_factory=dict)
     # class of a block: positions of the operators that each recompute policy repeats
     repeated: dict[str, Repeated] = field(default_factory=dict)
 
@@ -162,7 +162,6 @@ class StageCoster:
         hpz: int = 0,
         quantized: str = "none",
         spread: int = 1,
-        host_states: float = 0.0,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
         problem = self.problem
@@ -183,7 +182,6 @@ class StageCoster:
             spread=spread,
             target=problem.target,
             profile=problem.profile,
-            host_states=host_states,
         )
         if mesh.cp == 1:
             return setting
@@ -344,7 +342,7 @@ class StageCoster:
     def _sent_bytes(self, pricer: Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""
         setting, known = pricer.setting, self._known.sent_bytes
-        key = setting.rows, setting.cp, setting.ep
+        key = setting.rows, setting.cp, setting.cp_kind, setting.ep
         if key not in known:
             known[key] = [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
         return known[key]
@@ -353,7 +351,7 @@ class StageCoster:
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
     """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
     stage = plan.stages[k]
-    return coster.setting(
+    setting = coster.setting(
         stage,
         rows=plan.microbatch_rows / stage.dp,
         microbatches=plan.num_microbatches,
@@ -362,8 +360,8 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         hpz=stage.hpz or 0,
         quantized=stage.quantized,
         spread=spread_of(stage),
-        host_states=stage.offload.get("optimizer", 0.0),
     )
+    return replace(setting, host_states=stage.offload.get("optimizer", 0.0))
 
 
 def mesh_key(setting: Setting) -> MeshKey:
