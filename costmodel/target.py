@@ -44,7 +44,8 @@ class Target:
 
     Memory: `loss_in_place`: a cross-entropy writes its logits' gradient over what it kept of them.
     `gathers_again`: of an activation gathered from tensor-parallel ranks a backward keeps this
-    rank's part, and gathers it beside another product. `pure`: running statistics are results, not
+    rank's part, and gathers it beside another product, always; `regathers`: where a recompute
+    policy says so. `pure`: running statistics are results, not
     written by a forward, so that any block may be run again. `repeats_whole`: full recompute runs a
     block's whole forward again, also what no backward needs.
 
@@ -116,6 +117,7 @@ class Target:
     counter_dropout: bool = False
     loss_in_place: bool = False
     gathers_again: bool = False
+    regathers: bool = False
     pure: bool = False
     defers_weights: bool = True
     repeats_whole: bool = True

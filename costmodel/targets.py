@@ -33,8 +33,9 @@ EXPERT_MODEL_HOST = 15.0
 EXPERT_HOST = 4.0
 
 _ZERO_BUBBLE = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
-# stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's
-_USUAL = ("eager_1f1b", "unequal_meshes")
+# stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's; secondary
+# shards and quantised collectives (ZeRO++) are ours: no published step that was fitted has them
+_USUAL = ("eager_1f1b", "unequal_meshes", "hpz", "quantized")
 
 # What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
 # (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward
@@ -52,10 +53,16 @@ EAGER = Target(
     gathered_unit="block",
     counter_dropout=True,
     repeats_whole=False,
+    regathers=True,
 )
-# what fusion leaves of the host's work is assumed
+# what fusion leaves of the host's work is assumed; a compiler keeps what it gathered
 COMPILED = replace(
-    EAGER, name="compiled", fusion="full", host_scale=COMPILED_HOST, defers_weights=False
+    EAGER,
+    name="compiled",
+    fusion="full",
+    host_scale=COMPILED_HOST,
+    defers_weights=False,
+    regathers=False,
 )
 # Megatron-LM of 2021: gradients in 16 bits, one buffer, reduced after the last backward. Its
 # schedules: megatron/schedules.py (1F1B, interleaved); no ZeRO.
@@ -114,7 +121,7 @@ FSDP = Target(
     gradient_bytes=2,
     bucket_copies=0,
     host_scale=FSDP_HOST,
-    excludes=("tp", "pp", "cp", "ep", "zero-1", "unequal_meshes"),
+    excludes=("tp", "pp", "cp", "ep", "zero-1", "unequal_meshes", "hpz", "quantized"),
 )
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", fusion="full", host_scale=COMPILED_HOST)
 # torchtitan: FSDP2 with fp32 reduction beside tensor, context and pipeline parallelism; DDP not
@@ -146,7 +153,7 @@ ALPA = Target(
     gradient_bytes=2,
     bucket_copies=0,
     pure=True,
-    excludes=("cp", "eager_1f1b", "interleaved_1f1b", *_ZERO_BUBBLE),
+    excludes=("cp", "eager_1f1b", "interleaved_1f1b", "hpz", "quantized", *_ZERO_BUBBLE),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

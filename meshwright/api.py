@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from meshwright.arguments import (
 )
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
-from meshwright.decisions import Request, check_world, one_at_a_time, take_plan
+from meshwright.decisions import Request, check_world, in_tf32, one_at_a_time, take_plan
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
-from meshwright.planner.overrides import Overrides
+from meshwright.planner.overrides import Overrides, check_allow
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
@@ -53,6 +53,7 @@ def auto_parallelize(
     executable: bool | None = None,
     expert_imbalance: float = 1.0,
     rows_meet: str = "exact",
+    allow: Collection[str] = (),
     check_replicas: bool = False,
 ) -> ParallelModel:
     """Decide how to train `model` on `cluster`, say why, and (under torchrun) get ready to do it.
@@ -73,9 +74,9 @@ def auto_parallelize(
 
     `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
     torch.autocast does); None means fp32 on CPUs, else bf16. `tf32` lets fp32 products and
-    convolutions on GPUs round their operands to TF32, in all of this process; prices know nothing
-    of it. `compile` runs the model's blocks through torch.compile, by its default backend or the
-    one named.
+    convolutions on GPUs round their operands to TF32, in all of this process, and prices them so;
+    it is off as torch's own flag is. `compile` runs the model's blocks through torch.compile, by
+    its default backend or the one named.
 
     `plan` (a Plan or a path) skips the search: it is checked and run. `target`, a name of
     `costmodel/targets.py` ("megatron", "fsdp", "torchtitan", ...), says what software is planned
@@ -92,7 +93,8 @@ def auto_parallelize(
     ranks are running, for one device, and for CPU processes (gloo), and everything that can be
     planned elsewhere. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the
     busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
-    compute, exchange and keep; 1.0 is balanced.
+    compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
+    and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++).
 
     Threads may call it at once: they take turns, and are refused (RuntimeError) where ranks are
     running. Raises ValueError (`TraceError`, `OverrideError`, `PlanError`, `InfeasibleError`):
@@ -117,6 +119,8 @@ def auto_parallelize(
         profile=profile,
         rows_meet=rows_meet,
     )
+    problem = replace(problem, allow=check_allow(allow))
+    problem = in_tf32(problem) if tf32 else problem
     request = Request(
         global_batch_size=global_batch_size,
         overrides=overrides or Overrides(),

@@ -13,7 +13,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from meshwright.arguments import (
     default_precision,
     unwrapped,
 )
-from meshwright.decisions import planned_to_run
+from meshwright.decisions import in_tf32, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel
@@ -213,6 +213,8 @@ def _parallelize(
             executable=args.executable,
             expert_imbalance=args.expert_imbalance,
             rows_meet=args.rows_meet,
+            allow=args.allow,
+            tf32=args.tf32,
             **more,
         )
     return result, example
@@ -226,7 +228,7 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
     """A search for the command line's model, which has not begun."""
     model, example, *rest = model_named(args.model)
     precision = args.precision or default_precision(cluster)
-    check_values(args.batch, precision, args.optimizer, args.time_limit, False)
+    check_values(args.batch, precision, args.optimizer, args.time_limit, args.tf32)
     check_search(args.objective, args.memory_margin, args.rows_meet, cluster)
     problem = problem_of(
         TracedModel(unwrapped(model), example, rest[0] if rest else None, precision),
@@ -239,7 +241,7 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
         rows_meet=args.rows_meet,
     )
     return Search(
-        problem,
+        replace(in_tf32(problem) if args.tf32 else problem, allow=tuple(args.allow)),
         args.batch,
         Overrides(),
         executable=planned_to_run(cluster) if args.executable is None else args.executable,

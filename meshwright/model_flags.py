@@ -6,6 +6,7 @@ import argparse
 
 from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET
 from meshwright.costmodel.targets import TARGETS
+from meshwright.planner.overrides import ALLOWABLE
 
 
 def positive(text: str) -> int:
@@ -61,6 +62,16 @@ def add_prices(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rows-meet", choices=ROWS_MEET, default="exact", help="where rows of a batch may meet"
+    )
+    parser.add_argument(
+        "--tf32", action="store_true", help="fp32 products of GPUs round their operands to TF32"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        choices=ALLOWABLE,
+        default=[],
+        help="what may change a training's numbers, and is left out else (repeatable)",
     )
 
 

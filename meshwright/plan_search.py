@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decisions import Decision, Request, planned_to_run
+from meshwright.decisions import Decision, Request, in_tf32, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
@@ -54,9 +54,10 @@ def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan
     will run there. Raises `OverrideError` and `InfeasibleError`."""
     profile = problem.profile
     if profile is not None:
-        run = RunKind(precision=problem.precision, target=problem.target.name)
+        run = RunKind(precision=problem.products, target=problem.target.name)
         profile = load_profile(cluster, run=run)
-    there = replace(problem, cluster=cluster, profile=profile)
+    there = replace(problem, cluster=cluster, profile=profile, tf32=False)
+    there = in_tf32(there) if request.tf32 else there
     asked = replace(request, executable=True)
     _check(there, asked)
     return launch.agree_on(lambda: _searched(there, asked, {}, None).plan)
@@ -69,6 +70,7 @@ def _check(problem: Problem, request: Request) -> None:
         global_batch_size=request.global_batch_size,
         num_blocks=len(problem.graph.blocks),
         executable=bool(request.executable),
+        sequences=problem.factors.sequence is not None,
     )
 
 
@@ -97,7 +99,7 @@ def _searched(
     if result.host_states != search.space.host_states:
         search = search.offloading(result.host_states)  # the space of what is compared
     report = explain_search(result, problem, phases_s)
-    given = restrict(request.overrides, problem.graph)
+    given = restrict(request.overrides, problem.graph, allow=problem.allow)
     unheeded = without_effect(given, result.best.plan, result.best.assignments)
     report = replace(report, notes=(*report.notes, *unheeded))
     return SearchedPlan(

@@ -8,7 +8,7 @@ from meshwright.planner.plan import (
     compress_ranks,
     describe,
     mesh_words,
-    policy_counts,
+    recompute_words,
 )
 
 
@@ -22,8 +22,10 @@ def plan_text(plan: Plan) -> str:
         lines.append(
             f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
             f"{compress_ranks(stage.ranks)}, {mesh_words(stage)}, ZeRO-{stage.zero}"
-            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}, "
-            f"recompute {policy_counts(stage.policies)}"
+            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}"
+            f"{f' with secondary shards among {stage.hpz}' if stage.hpz else ''}"
+            f"{f', quantised {stage.quantized}' if stage.quantized != 'none' else ''}, "
+            f"recompute {recompute_words(stage)}"
         )
         lines += [f"    {name}: {text}" for name, text in stage.shardings.items()]
     return "\n".join(lines)

@@ -59,6 +59,7 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "reserved": "bytes",
             "communicator?": "bytes",
             "peak_flops.fp32": "FLOP/s",
+            "peak_flops.tf32?": "FLOP/s",
             "peak_flops.bf16?": "FLOP/s",
             "peak_flops.fp16?": "FLOP/s",
             "memory_bandwidth": "bytes/s",

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.profiles.catalog_reader import unknown_name
 from meshwright.profiles.curve import FULL, Curve, as_curve
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 class Rates(Mapping[str, float]):
@@ -50,7 +50,8 @@ class Rates(Mapping[str, float]):
 class Device:
     """One accelerator or CPU process.
 
-    `peak_flops` is by dtype ("fp32", "bf16", "fp16"; fp32 always present). Fractions of it:
+    `peak_flops` is by dtype ("fp32", "bf16", "fp16"; fp32 always present), "tf32" that of fp32
+    products whose operands may be rounded. Fractions of it:
     `matmul_efficiency`, over the FLOPs of one matrix product and before its output is cut into
     `tiles` (largest first) that `compute_units` share in waves; `attention_efficiency`, over the
     sequence length, for fused attention, and `tuned_attention_efficiency` for kernels written for
@@ -126,6 +127,12 @@ class Device:
         if dtype not in DTYPES:
             raise unknown_name("dtype", dtype, DTYPES)
         return self.peak_flops.get(dtype, self.peak_flops["fp32"])
+
+    def in_tf32(self) -> Device:
+        """The device whose fp32 products are in TF32; itself where it has none."""
+        if "tf32" not in self.peak_flops:
+            return self
+        return replace(self, peak_flops={**self.peak_flops, "fp32": self.peak_flops["tf32"]})
 
     @property
     def usable_bytes(self) -> int:

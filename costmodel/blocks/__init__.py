@@ -10,7 +10,15 @@ from meshwright.costmodel.blocks.peak import (
     shortfall_bytes,
     stage_bytes,
 )
-from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable
+from meshwright.costmodel.blocks.policies import (
+    RECOMPUTE,
+    REGATHER,
+    REGATHERING,
+    in_segments,
+    parts_of,
+    recomputable,
+    segment_policy,
+)
 from meshwright.costmodel.blocks.price import (
     PassNeeds,
     PassPrice,
@@ -27,6 +35,7 @@ from meshwright.costmodel.blocks.stage import (
     held_bytes,
     of_one,
     of_policy,
+    secondary_bytes,
     stage_costs,
 )
 from meshwright.costmodel.blocks.sums import (
@@ -39,10 +48,10 @@ from meshwright.costmodel.blocks.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "KnownSteps", "Moment",
-    "PassNeeds", "PassPrice", "Peak", "Recompute", "Repeated", "StageBytes", "StageCosts", "Sums",
-    "block_sums", "combined", "communicator_bytes", "course_peaks", "fits", "held_bytes", "of_one",
-    "of_policy", "parameter_sums", "peak_bytes", "price_block", "price_pass", "recomputable",
-    "repeated_by_policy", "repeated_ops", "room_bytes", "shortfall_bytes", "stage_bytes",
-    "stage_costs",
+    "NO_RECOMPUTE", "RECOMPUTE", "REGATHER", "REGATHERING", "BlockBytes", "Floats", "HeldBytes",
+    "KnownSteps", "Moment", "PassNeeds", "PassPrice", "Peak", "Recompute", "Repeated", "StageBytes",
+    "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes", "course_peaks", "fits",
+    "held_bytes", "in_segments", "of_one", "of_policy", "parameter_sums", "parts_of", "peak_bytes",
+    "price_block", "price_pass", "recomputable", "repeated_by_policy", "repeated_ops", "room_bytes",
+    "secondary_bytes", "segment_policy", "shortfall_bytes", "stage_bytes", "stage_costs",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ gradients are named where they are made, as what becomes of them depends on the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from meshwright.costmodel.blocks.memory import BlockMemory
@@ -28,13 +28,28 @@ Where = tuple[str, Placement]
 class Moment:
     """A point of a backward: bytes of activations' gradients `during` an operator and `after` it,
     what was `released` of the kept until then, and the parameters, by number in their block, whose
-    gradients it makes; `put_off` what a product holds whose weight's gradient is computed later."""
+    gradients it makes; `put_off` what a product holds whose weight's gradient is computed later.
+    Of what is gathered from tensor-parallel ranks: what was released before it, and by it
+    (`gathered`), and how much less is put off with a part of it (`regathered`)."""
 
     during: float
     after: float
     released: float
     parameters: tuple[int, ...] = ()
     put_off: float = 0.0
+    regathered: float = 0.0
+    gathered: tuple[float, float] = (0.0, 0.0)
+
+    def with_parts(self) -> Moment:
+        """Where what is gathered is gathered again, and held to the block's end; a weight's
+        gradient that is put off gathers its input itself."""
+        before, by_it = self.gathered
+        return replace(
+            self,
+            after=self.after + by_it,
+            released=self.released - before,
+            put_off=self.put_off - self.regathered,
+        )
 
 
 def backward_course(
@@ -68,8 +83,9 @@ class _Backward:
         self.steps, self.numbers = steps, numbers
         self.seen: set[int] = set()  # parameters
         self.held: set[Storage] = set()  # inputs of products
+        self.gathered = memory.gathered
         self.live: dict[Where, float] = {}
-        self.released = 0.0
+        self.released = self.whole = 0.0  # all, what was gathered
         self.first: dict[Storage, str] = {}  # the last operator of a backward that needs it
         for name, storages in memory.keeps.items():
             for storage in storages:
@@ -106,7 +122,12 @@ class _Backward:
         self._add(source)
         during = sum(self.live.values())
         del self.live[target]
-        return Moment(during=during, after=sum(self.live.values()), released=self.released)
+        return Moment(
+            during=during,
+            after=sum(self.live.values()),
+            released=self.released,
+            gathered=(self.whole, 0.0),
+        )
 
     def _run(self, op: Op, strategy: Strategy) -> Moment | None:
         results = [r for r in zip(op.results, strategy.results, strict=True) if r in self.live]
@@ -131,32 +152,39 @@ class _Backward:
         during += traits.backward_temporaries * self.pricer.nbytes(*operands[0])
         if traits.loss is not None and traits.loss.kind == "cross_entropy":
             during += self.pricer.nbytes(*operands[0])  # of the log-softmax
-        before = self.released
+        before, whole = self.released, self.whole
         for r in results:
             del self.live[r]
         for storage in self.memory.keeps.get(op.name, ()):
             if self.first.get(storage) == op.name:
-                self.released += self.memory.sizes.get(storage, storage.nbytes)
+                self.released += self.memory.nbytes(storage)
+                self.whole += self.memory.nbytes(storage) * (storage in self.gathered)
+        put_off, regathered = self._put_off(op, given)
         return Moment(
             during=during,
             after=sum(self.live.values()) - (self.released - before),
             released=before,
             parameters=self._parameters(op),
-            put_off=self._put_off(op, given),
+            put_off=put_off,
+            regathered=regathered,
+            gathered=(whole, self.whole - whole),
         )
 
-    def _put_off(self, op: Op, given: float) -> float:
-        """Bytes of a product's input and of its result's gradient, where its weight is trained."""
+    def _put_off(self, op: Op, given: float) -> tuple[float, float]:
+        """Bytes of a product's input and of its result's gradient, where its weight is trained; and
+        by how much they are less with the part of an input that is gathered."""
         product = traits_of(op).product
         if product is None or op.operands[product.weight] not in self.numbers:
-            return 0.0
+            return 0.0, 0.0
         weight = op.operands[product.weight]
         if not self.graph.values[weight].requires_grad or weight not in self.graph.read_once:
-            return 0.0
+            return 0.0, 0.0
         x = self.memory.reads[op.name][product.x]
         kept = x in self.memory.keeps.get(op.name, ()) and x not in self.held
         self.held.add(x)
-        return given + (self.memory.sizes.get(x, x.nbytes) if kept else 0.0)
+        nbytes = self.memory.nbytes(x) if kept else 0.0
+        less = nbytes - self.memory.nbytes(self.memory.moved[x][1]) if x in self.gathered else 0.0
+        return given + nbytes, max(0.0, less)
 
     def _parameters(self, op: Op) -> tuple[int, ...]:
         """Trained parameters of an operator that no operator behind it reads."""

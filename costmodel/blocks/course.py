@@ -31,13 +31,15 @@ ALIKE = 4  # backwards of a step that differ: the first ones, one of those betwe
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
     """What a block keeps of a micro-batch, and holds in all of its backward besides (`passing`:
-    made again, or gathered); that backward's moments, each with the parameters, by number in their
-    stage, whose gradients it makes. `releases`: what is kept is let go on the way."""
+    made again, or gathered), or in the part of it that is put off (`late`); that backward's
+    moments, each with the parameters, by number in their stage, whose gradients it makes.
+    `releases`: what is kept is let go on the way."""
 
     kept: float
     passing: float
     releases: bool
     course: Sequence[tuple[Moment, tuple[int, ...]]]
+    late: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ def _halves(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
     for block in reversed(blocks):
         for moment, parameters in block.course:
             for k in parameters if moment.put_off else ():
-                second = max(second, gradients.take(k) + put_off)
+                second = max(second, gradients.take(k) + put_off + block.late)
             put_off -= moment.put_off
     everything = sum(moment.put_off for block in blocks for moment, _ in block.course)
     return _Backward(

@@ -79,22 +79,37 @@ class BlockMemory:
         """Bytes made in the block and kept, except what leaves it."""
         return self._nbytes(self.kept)
 
-    def saved_bytes_repeating(self, operators: Collection[str]) -> float:
-        """The same if these operators run again in the backward."""
-        return self._nbytes(self.kept_repeating(operators))
+    def saved_bytes_repeating(self, operators: Collection[str], *, regather: bool = False) -> float:
+        """The same if these operators run again in the backward, and what is gathered from
+        tensor-parallel ranks is gathered again."""
+        return self._nbytes(self.kept_repeating(operators, regather=regather))
 
-    def kept_repeating(self, operators: Collection[str]) -> frozenset[Storage]:
+    def kept_repeating(
+        self, operators: Collection[str], *, regather: bool = False
+    ) -> frozenset[Storage]:
         """What is kept if these operators run again: not what they make, but what those read that
-        must."""
-        again, _ = self.needed(operators)
+        must; and of what is gathered again the parts."""
+        again, between = self.needed(operators, regather=regather)
         read = {storage for name in again for storage in self.reads[name]}
-        return frozenset(s for s in self.kept | read if self.makers.get(s) not in operators)
+        read |= {self.moved[storage][1] for storage in between}
+        kept = (self.kept | read) - (self.gathered if regather else frozenset())
+        return frozenset(s for s in kept if self.makers.get(s) not in operators)
 
-    def needed(self, operators: Collection[str] | None = None) -> tuple[set[str], list[Move]]:
-        """Of these operators, those that make what is kept, and all before them; of all operators
-        there are (None) with the re-shards between, which are kept otherwise."""
+    @property
+    def gathered(self) -> frozenset[Storage]:
+        """What re-shards make whole of tensor-parallel ranks' parts."""
+        moves = ((made, move) for made, (move, _) in self.moved.items())
+        return frozenset(s for s, m in moves if m.source.sharded and not m.target.sharded)
+
+    def needed(
+        self, operators: Collection[str] | None = None, *, regather: bool = False
+    ) -> tuple[set[str], list[Storage]]:
+        """Of these operators, those that make what is kept, and all before them, with what is
+        gathered between them if that is gathered again; of all operators there are (None) with what
+        any re-shard makes, which is kept otherwise."""
         found: set[str] = set()
-        between: list[Move] = []
+        between: list[Storage] = []
+        again = self.moved.keys() if operators is None else self.gathered if regather else ()
         seen: set[Storage] = set()
         waiting = [storage for storage in self.kept if storage not in self.outside]
         while waiting:
@@ -103,18 +118,20 @@ class BlockMemory:
                 continue
             seen.add(storage)
             maker = self.makers.get(storage)
-            if storage in self.moved and operators is None:
-                move, source = self.moved[storage]
-                between.append(move)
-                waiting.append(source)
+            if storage in again:
+                between.append(storage)
+                waiting += (s for s in [self.moved[storage][1]] if s not in self.outside)
             elif maker and maker not in found and (operators is None or maker in operators):
                 found.add(maker)
                 waiting += (s for s in self.reads[maker] if s not in self.outside)
         return found, between
 
+    def nbytes(self, storage: Storage) -> float:
+        """Bytes of one of its allocations."""
+        return self.sizes.get(storage, storage.nbytes)
+
     def _nbytes(self, storages: Collection[Storage]) -> float:
-        sizes, outside = self.sizes, self.outside
-        return math.fsum(sizes.get(s, s.nbytes) for s in storages if s not in outside)
+        return math.fsum(self.nbytes(s) for s in storages if s not in self.outside)
 
 
 def block_memory(
@@ -132,7 +149,7 @@ def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
     for d, atoms in enumerate(table.dims[value]):
         if table.batch is not None and table.batch in atoms:
             shape[d] *= setting.rows / pricer.graph.batch_size
-        if not pricer.context.isdisjoint(atoms):
+        if pricer.splits_context(value) and pricer.context_dim(value) == d:
             shape[d] /= setting.cp
     if shape:
         shape[0] *= pricer.crowding(value)

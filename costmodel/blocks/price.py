@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from meshwright.costmodel.blocks.backward import Moment, backward_course
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
-from meshwright.costmodel.blocks.policies import recomputable
+from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable, regathering
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Op
+from meshwright.costmodel.memory import Storage
 from meshwright.costmodel.operators import Cost, Pricer, Setting, total
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -35,12 +36,14 @@ from meshwright.profiles.inputs import MeshwrightError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
     """Seconds of the operators that a recompute policy runs again, on the device (of which
-    communication `comm_s`) and on the host, and the bytes that it frees."""
+    communication `comm_s`) and on the host, and the bytes that it frees; of a policy that gathers
+    again the gathers (`moves`)."""
 
     seconds: float
     comm_s: float
     host_s: float
     freed_bytes: float
+    moves: tuple[Move, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +144,7 @@ def price_pass(
             repeated_by_policy(pricer, block) if repeated is None else repeated,
             pricer,
             block,
-            assignment,
+            known.steps,
             memory,
             cost,
         ),
@@ -227,39 +230,81 @@ def _repeats(
     repeated: Repeated,
     pricer: Pricer,
     block: Block,
-    assignment: Assignment,
+    steps: Sequence[Step],
     memory: BlockMemory,
     forward: Cost,
 ) -> dict[str, Repeats]:
-    """What each policy runs again: its operators, by partial ones; by `full` what makes all that
-    the backward needs, with the re-shards between, or the whole forward."""
+    """What each policy runs again: its operators, by partial ones, and gathers, where it says so;
+    by `full` what makes all that the backward needs, with the re-shards between, or the whole
+    forward."""
     if not repeated:
         return {}
-    costs = [pricer.op_cost(op, assignment.strategies[op.name]) for op in block.ops]
-    found = {}
-    for policy, positions in repeated.items():
-        names = {block.ops[k].name for k in positions}
-        freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
-        needed, _ = memory.needed(names)
-        again = total(cost for op, cost in zip(block.ops, costs, strict=True) if op.name in needed)
-        found[policy] = _of_forward(again, max(0.0, freed))
-    if not pricer.setting.target.repeats_whole:
-        names, between = memory.needed()
-        forward = total(
+    costs = {s.op.name: pricer.op_cost(s.op, s.strategy) for s in steps if isinstance(s, Run)}
+
+    def again(names: Collection[str], between: Collection[Storage]) -> Cost:
+        moved = (memory.moved[storage][0] for storage in between)
+        return total(
             [
-                *(cost for op, cost in zip(block.ops, costs, strict=True) if op.name in names),
-                *(_move_cost(pricer, move) for move in between),
+                *(costs[op.name] for op in block.ops if op.name in names),
+                *(_move_cost(pricer, move) for move in moved),
             ]
         )
+
+    found = {}
+    for policy, positions in {"none": frozenset[int](), **repeated}.items():
+        names = {block.ops[k].name for k in positions}
+        freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
+        found[policy] = own = _of_forward(again(memory.needed(names)[0], ()), max(0.0, freed))
+        if regathering(policy) not in RECOMPUTE:
+            continue
+        if memory.gathered:
+            needed, between = memory.needed(names, regather=True)
+            freed = memory.saved_bytes - memory.saved_bytes_repeating(names, regather=True)
+            hidden_s = _hidden_s(pricer, steps, memory, costs, between, names)
+            moves = tuple(memory.moved[storage][0] for storage in between)
+            own = _of_forward(again(needed, between), max(0.0, freed), hidden_s, moves)
+        found[regathering(policy)] = own
+    del found["none"]
+    if not pricer.setting.target.repeats_whole:
+        forward = again(*memory.needed())
     return {**found, "full": _of_forward(forward, memory.saved_bytes)}
 
 
-def _of_forward(cost: Cost, freed_bytes: float) -> Repeats:
+def _hidden_s(
+    pricer: Pricer,
+    steps: Sequence[Step],
+    memory: BlockMemory,
+    costs: Mapping[str, Cost],
+    between: Collection[Storage],
+    repeated: Collection[str],
+) -> float:
+    """Seconds of gathers in a backward that products hide: those of what no operator makes again
+    are begun with the block's backward (`executor/backward/repeated.py`), beside the gradients of
+    the weights behind their last reader; that is the part of it that a split backward has, too."""
+    device = pricer.setting.cluster.device
+    early = {s for s in between if memory.makers.get(memory.moved[s][1]) not in repeated}
+    window = 0.0
+    if device.kind == "cpu" or not early:
+        return window
+    for step in reversed(steps):
+        if isinstance(step, Run):
+            if early.intersection(memory.keeps[step.op.name]):
+                break
+            window += costs[step.op.name].weight_s
+    gathers = sum(_move_cost(pricer, memory.moved[s][0]).forward_comm_s for s in early)
+    slowed = device.overlap_slowdown * min(window, gathers)
+    return gathers - (max(window + slowed, gathers) - window)
+
+
+def _of_forward(
+    cost: Cost, freed_bytes: float, hidden_s: float = 0.0, moves: tuple[Move, ...] = ()
+) -> Repeats:
     return Repeats(
-        seconds=cost.forward_s,
-        comm_s=cost.forward_comm_s,
+        seconds=cost.forward_s - hidden_s,
+        comm_s=cost.forward_comm_s - hidden_s,
         host_s=cost.forward_host_s,
         freed_bytes=freed_bytes,
+        moves=moves,
     )
 
 

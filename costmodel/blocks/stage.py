@@ -12,13 +12,14 @@ CPU), it does one after the other. Both last as long as on the slowest node of t
     beside(compute, c) = max(compute + slowdown · min(compute, c), c)
 
 in all: it takes part of the compute units and of the memory bandwidth while it lasts. Hidden so, as
-far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes, gradient
+far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes (the
+backward's from a secondary shard in the node, where one is kept), gradient
 reduction behind the backward (the last one of a step, where gradients are reduced once), and
 ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
 reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
 nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
-memory is on its way like what ZeRO gathers and scatters (`offload.py`).
+memory is on its way like what ZeRO gathers and scatters (`operators/cost.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.blocks.offload import HostCosts, host_costs
 from meshwright.costmodel.blocks.sums import Floats, Recompute, Sums
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import model_states, working_bytes
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators import DTYPE_BYTES, HostCosts, Setting, host_costs
+from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)
@@ -147,7 +148,8 @@ def _with_data_axis(
     if setting.zero == 3:
         gather, replicate = sums.zero3_gather_s, sums.zero3_replicate_s
         gather = gather + host.fetched_s
-        moved, copied = gather + sums.zero3_scatter_s, _copy_s(sums, setting)
+        again = sums.zero3_secondary_s if setting.hpz else gather
+        moved, copied = again + sums.zero3_scatter_s, _copy_s(sums, setting)
         several = setting.num_microbatches > 1
         moved = moved + host.returned_s * (not several)
         waited = (host.returned_s + host.added_s) * several
@@ -201,6 +203,11 @@ def communicator_bytes(setting: Setting) -> int:
     return more * setting.cluster.device.communicator_bytes
 
 
+def secondary_bytes(setting: Setting) -> float:
+    """Bytes of secondary shards for each parameter, in the precision that is gathered."""
+    return DTYPE_BYTES[setting.precision] / setting.hpz if setting.hpz else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes(Generic[A]):
     """Bytes that a stage holds on one rank, by what they are: states of the model (`frozen`:
@@ -231,12 +238,14 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         target=target,
         host=setting.host_states,
     )
+    kept = sums.parameters * secondary_bytes(setting)
     return HeldBytes(
-        weights=states.weights,
+        weights=states.weights + kept,
         gradients=states.gradients,
         optimizer=states.optimizer,
         frozen=sums.frozen_bytes,
-        buffers=working_bytes(
+        buffers=buffer_bytes(sums.largest_parameters, setting.quantized)
+        + working_bytes(
             sums.parameters,
             sums.largest_parameters,
             weight_bytes=DTYPE_BYTES[setting.precision],
@@ -259,7 +268,8 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
     backward = sums.backward_s - _hidden(sums.backward_s, sums.backward_exchange_s, target)
     both = _issued if setting.cluster.device.kind == "cuda" else np.add
     slowest = slowest_of(setting.cluster.num_nodes)
-    host = host_costs(sums, setting)
+    owned = sums.shard_parameters if setting.zero else sums.parameters
+    host = host_costs(owned, setting)
     passes = _with_data_axis(
         sums,
         slowest * both(forward, sums.forward_host_s),
@@ -267,15 +277,16 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         setting,
         host,
     )
+    again_s = repeated.gather_s if setting.zero == 3 else np.zeros(())  # before it, nothing hides
     held = held_bytes(sums, setting, repeated)
     states = held.weights + held.gradients + held.optimizer + held.frozen
     passing = held.transient + held.communicators
     return StageCosts(
         forward_s=passes.forward_s,
-        backward_s=passes.backward_s,
+        backward_s=passes.backward_s + again_s,
         weight_s=np.minimum(sums.weight_s, passes.backward_s),
         forward_comm_s=sums.forward_comm_s + passes.forward_comm_s,
-        backward_comm_s=sums.backward_comm_s + repeated.comm_s + passes.backward_comm_s,
+        backward_comm_s=sums.backward_comm_s + repeated.comm_s + passes.backward_comm_s + again_s,
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,

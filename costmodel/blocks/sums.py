@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.blocks.policies import RECOMPUTE, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice
 from meshwright.costmodel.operators import COST_FIELDS, Cost, Pricer
 from meshwright.costmodel.sharding import Placement
@@ -25,7 +25,7 @@ class Recompute:
 
     Seconds per micro-batch (`seconds`, of which communication `comm_s`; the host's `host_s`), bytes
     per micro-batch that are no longer kept (`freed_bytes`), and the most that a block holds once
-    all of it was run again (`largest_bytes`).
+    all of it was run again (`largest_bytes`); `gather_s` of ZeRO-3's gathers for a forward more.
     """
 
     seconds: Floats
@@ -33,6 +33,7 @@ class Recompute:
     host_s: Floats
     freed_bytes: Floats
     largest_bytes: Floats
+    gather_s: Floats = field(default_factory=lambda: np.zeros(()))
 
     def __add__(self, other: Recompute) -> Recompute:
         return Recompute(
@@ -41,6 +42,7 @@ class Recompute:
             host_s=self.host_s + other.host_s,
             freed_bytes=self.freed_bytes + other.freed_bytes,
             largest_bytes=np.maximum(self.largest_bytes, other.largest_bytes),
+            gather_s=self.gather_s + other.gather_s,
         )
 
 
@@ -103,6 +105,7 @@ class Sums:
     replicate_s = _Column()
     zero3_scatter_s = _Column()
     zero3_gather_s = _Column()
+    zero3_secondary_s = _Column()
     zero3_replicate_s = _Column()
     optimizer_s = _Column()
     shard_s = _Column()
@@ -112,6 +115,7 @@ class Sums:
     frozen_bytes = _Column()
     saved_bytes = _Column()
     input_bytes = _Column()
+    blocks = _Column()
 
     # --- maxima ---
     largest_parameters = _Column()
@@ -189,7 +193,9 @@ class Sums:
         return scaled
 
     def recompute(self, policy: str) -> Recompute:
-        """What the blocks run again where all of them follow one policy."""
+        """What the blocks run again where all of them follow one policy, or `in_segments`."""
+        if "/" in policy:
+            return self._in_segments(policy)
         if policy == "none":
             return NO_RECOMPUTE
         columns = self.array[..., _RECOMPUTE[policy]]
@@ -201,15 +207,33 @@ class Sums:
             largest_bytes=self.array[..., _LARGEST[policy]],
         )
 
+    def _in_segments(self, policy: str) -> Recompute:
+        """The same in segments, as if all blocks were alike (`planner/pricing/segments.py`)."""
+        base, size = segment_policy(policy)
+        own, blocks = self.recompute(base), np.maximum(self.blocks, 1.0)
+        size_of = np.minimum(size, blocks)
+        held = (self.saved_bytes - own.freed_bytes + self.input_bytes) * size_of / blocks
+        return Recompute(
+            seconds=self.forward_s + own.seconds,
+            comm_s=self.forward_comm_s + own.comm_s,
+            host_s=self.forward_host_s + own.host_s,
+            freed_bytes=self.saved_bytes + self.input_bytes * (1 - 1 / size_of),
+            largest_bytes=held + own.largest_bytes,
+            gather_s=self.zero3_gather_s * (1 - 1 / size_of),
+        )
+
     def recompute_by(self, policies: Sequence[str]) -> Recompute:
         """What the blocks run again under each of several policies: arrays (P, ...)."""
-        shape = self.array.shape[:-1]
-        columns = np.zeros((len(RECOMPUTE), 5, *shape))  # nothing under the first, "none"
+        shape, names = self.array.shape[:-1], [each.name for each in fields(Recompute)]
+        if any("/" in policy for policy in policies):
+            found = [self.recompute(policy) for policy in policies]
+            values = {n: [np.broadcast_to(getattr(r, n), shape) for r in found] for n in names}
+            return Recompute(**{name: np.stack(own) for name, own in values.items()})
+        columns = np.zeros((len(RECOMPUTE), 6, *shape))  # nothing under the first, "none"
         own = self.array[..., : _COST.start].reshape(*shape, len(_POLICIES), 4)
         columns[1:, :4] = np.moveaxis(own, (-2, -1), (0, 1))
         columns[1:, 4] = np.moveaxis(self.array[..., -len(_POLICIES) :], -1, 0)
         chosen = columns[[RECOMPUTE.index(policy) for policy in policies]]
-        names = [each.name for each in fields(Recompute)]
         return Recompute(**{name: chosen[:, k] for k, name in enumerate(names)})
 
     def with_policy(self, policy: str) -> Sums:
@@ -238,7 +262,7 @@ _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "sha
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
 _DATA_AXIS = (
     "reduce_s", "scatter_s", "gather_s", "replicate_s", "zero3_scatter_s", "zero3_gather_s",
-    "zero3_replicate_s",
+    "zero3_secondary_s", "zero3_replicate_s",
 )  # fmt: skip
 MAXIMA = 3 + len(_POLICIES)
 COLUMNS = Sums.__dict__["decided_bytes"].at + 1 + len(_POLICIES)
@@ -261,6 +285,7 @@ def block_sums(price: BlockPrice) -> Sums:
     sums.frozen_bytes = price.frozen_bytes
     sums.saved_bytes = price.saved_bytes
     sums.input_bytes = price.input_bytes
+    sums.blocks = 1.0
     sums.transient_bytes = price.transient_bytes
     for policy, own in price.repeats.items():
         sums.set_recompute(policy, own.seconds, own.comm_s, own.host_s, own.freed_bytes)

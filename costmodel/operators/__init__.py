@@ -1,20 +1,26 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
-from meshwright.costmodel.operators.communication import context_exchange
+from meshwright.costmodel.operators.context import attention_kind, context_exchange
 from meshwright.costmodel.operators.cost import (
     COST_FIELDS,
     DTYPE_BYTES,
     NOTHING,
     Cost,
+    HostCosts,
     Setting,
+    host_costs,
     total,
 )
 from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
+from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators.products import attention
+from meshwright.costmodel.operators.sizes import LocalSizes
 
 __all__ = [
-    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "Cost", "Fusion", "ModelFlops", "Pricer", "Problem",
-    "Setting", "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops", "total",
+    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "Cost", "Fusion", "HostCosts", "LocalSizes",
+    "ModelFlops", "Pricer", "Problem", "Setting", "attention", "attention_kind", "context_exchange",
+    "fuse", "host_costs", "is_per_row", "model_flops", "op_flops", "signature", "total",
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Seconds that an operator communicates inside: batch statistics, gathered batches, keys and values
-over the context axis, copies of tokens between experts.
+"""Seconds that an operator communicates inside: batch statistics, gathered batches, copies of
+tokens between experts. What the context axis takes is in `context.py`.
 
 An operator that can't split the batch gets the whole micro-batch on every data-parallel rank,
 gathered, and runs on all of it; of its results each rank keeps its rows, whose gradients are
@@ -11,17 +11,11 @@ from __future__ import annotations
 import math
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.kernels import (
-    Group,
-    collective_time,
-    exchange_seconds,
-    p2p_time,
-    stream_seconds,
-)
+from meshwright.costmodel.kernels import exchange_seconds, stream_seconds
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
-from meshwright.costmodel.sharding import FactorTable, Placement, Strategy, strategies
+from meshwright.costmodel.sharding import FactorTable, Strategy, strategies
 
 
 def batch_statistics(sizes: LocalSizes, op: Op) -> Cost:
@@ -64,45 +58,6 @@ def gathered_batch(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
         backward_s=backward_s,
         forward_comm_s=gather_s,
         backward_comm_s=scatter_s * bool(once.backward_s),
-    )
-
-
-def context_exchange(
-    sizes: LocalSizes, op: Op, strategy: Strategy, compute_s: float
-) -> tuple[float, float]:
-    """Exposed seconds over the context axis, forward and backward: a shift sends a token to a
-    neighbour; attention gathers keys and values (and scatters their gradients in the backward),
-    which ring attention hides behind the scores."""
-    setting = sizes.setting
-    if not sizes.context:
-        return 0.0, 0.0
-    group = setting.group(size=setting.cp, stride=setting.tp)
-    if op.name in sizes.table.tokens.halos:
-        each = _token_s(sizes, op.operands[0], strategy.operands[0], group)
-        return each, each
-    if traits_of(op).kernel != "attention":
-        return 0.0, 0.0
-    whole = setting.cp * sum(
-        sizes.nbytes(v, p) for v, p in zip(op.operands[1:3], strategy.operands[1:3], strict=True)
-    )
-    each = float(collective_time("all_gather", whole, group, setting.cluster))
-    if not setting.target.overlap_parameters:
-        return each, 2 * each
-    return max(0.0, each - compute_s), max(0.0, 2 * each - 2.5 * compute_s)
-
-
-def _token_s(sizes: LocalSizes, value: str, placement: Placement, group: Group) -> float:
-    """Seconds of sending one token of each row to the next rank of the context axis."""
-    table, setting = sizes.table, sizes.setting
-    (length,) = {table.sizes[a] for d in table.dims[value] for a in d if a in sizes.context}
-    kept = length / setting.cp
-    return float(
-        p2p_time(
-            sizes.nbytes(value, placement) / kept,
-            setting.cluster,
-            crosses_node=group.per_node < group.size,
-            concurrent=group.concurrent,
-        )
     )
 
 

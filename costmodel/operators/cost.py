@@ -1,4 +1,18 @@
-"""Setting (mesh, rows, precision, target) and cost (seconds by kind) of a block."""
+"""Setting (mesh, rows, precision, target) and cost (seconds by kind) of a block.
+
+What a stage costs whose optimizer states lie, in part, in host memory (ZeRO-Offload).
+
+Of n of a rank's elements (ZeRO's shards of them), fp32 weights, moments and gradients are in host
+memory, 4 + 4 + moments bytes each, and the optimizer steps there: it reads and writes what it would
+on a device, at the rank's part of the bandwidth that the host's cores reach. Over the host link go,
+in fp32,
+
+    ZeRO-0 to 2   once a step: gradients after the last backward, exposed; weights beside the first
+                  forward, as ZeRO's gathers are hidden
+    ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
+                  scattered, beside compute; where there are several micro-batches, torch waits for
+                  each gradient and adds it up on the host
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,13 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from operator import attrgetter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
+from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.quantized import quantizes_gradients
+from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -19,13 +39,16 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """Mesh, rows and precision in which a block runs: `rows` batch rows per device and micro-batch,
-    on a (dp, cp, tp) mesh, tp innermost; cp splits the sequence of every activation. `ep` ranks of
-    that mesh, neighbours, share out the experts, which are whole or replicated on the other axes.
+    on a (dp, cp, tp) mesh, tp innermost; cp splits the sequence of every activation, with attention
+    of the kind `cp_kind`. `ep` ranks of that mesh, neighbours, share out the experts, which are
+    whole or replicated on the other axes.
 
     ZeRO divides among `dp_shard` neighbours on the data axis and replicates across the others; 0
-    for all dp·cp. `host_states` is the part of the optimizer states that lies in host memory.
-    Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
-    contiguous, more where other stages lie between them.
+    for all dp·cp. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
+    contiguous, more where other stages lie between them. Under ZeRO-3 `hpz` neighbours keep a
+    secondary shard of the weights from the forward to the backward, which gathers from it; 0 for
+    none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`),
+    `host_states` which part of the optimizer states lies in host memory.
     """
 
     cluster: Cluster
@@ -37,8 +60,11 @@ class Setting:
     optimizer: str
     zero: int = 0
     cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     ep: int = 1
     dp_shard: int = 0
+    hpz: int = 0
+    quantized: str = "none"
     spread: int = 1
     target: Target = EAGER
     profile: OpProfile | None = None
@@ -61,13 +87,33 @@ class Setting:
         )
 
     @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides."""
+        return self.dp_shard or self.dp * self.cp
+
+    @property
+    def secondary(self) -> int:
+        """Ranks that a secondary shard is divided among, or would be: those of a node. `shards`
+        where that is no part of them."""
+        if self.hpz:
+            return self.hpz
+        node = self.cluster.devices_per_node // (self.tp * self.spread)
+        parts = 1 < node < self.shards and self.shards % node == 0 and self.ep == 1
+        return node if parts else self.shards
+
+    @property
+    def hops(self) -> int:
+        """Ranks among which quantised gradients are summed first; 0 where they go in one hop."""
+        return self.hpz if quantizes_gradients(self.quantized) else 0
+
+    @property
     def communicators(self) -> int:
-        """Communicators of one rank: the world's, those of its axes and of ZeRO's part of them, and
-        one to each pipeline neighbour."""
+        """Communicators of one rank: the world's, those of its axes, of ZeRO's part of them and of
+        a secondary shard, and one to each pipeline neighbour."""
         data = self.dp * self.cp
         parts = bool(self.zero) and 0 < self.dp_shard < data
         neighbours = min(2, self.cluster.num_devices // (data * self.tp) - 1)
-        axes = (data > 1) + 2 * parts + (self.tp > 1) + 2 * (self.ep > 1)
+        axes = (data > 1) + 2 * parts + 2 * (self.hpz > 0) + (self.tp > 1) + 2 * (self.ep > 1)
         return 1 + axes + neighbours
 
     def collective_s(self, kind: str, nbytes: float, group: Group, axis: str = DATA_AXIS) -> float:
@@ -96,9 +142,9 @@ class Cost:
     them; `measured_s` and `interpolated_s` are the seconds of both that rest on measurement. Once
     per step: `reduce_s` (all-reduce of gradients), `scatter_s` and `gather_s` (reduce-scatter of
     gradients and all-gather of weights, for ZeRO-1 and 2), `replicate_s` (all-reduce of the
-    scattered gradients among the replicas of a shard), `zero3_*_s` (each of these three by
-    ZeRO-3), `optimizer_s`, of which `shard_s` is left where ZeRO divides it among the ranks that
-    hold the same parameters.
+    scattered gradients among the replicas of a shard), `zero3_*_s` (each of these three by ZeRO-3,
+    and its all-gather of weights from secondary shards), `optimizer_s`, of which `shard_s` is left
+    where ZeRO divides it among the ranks that hold the same parameters.
     """
 
     forward_s: float = 0.0
@@ -118,6 +164,7 @@ class Cost:
     replicate_s: float = 0.0
     zero3_scatter_s: float = 0.0
     zero3_gather_s: float = 0.0
+    zero3_secondary_s: float = 0.0
     zero3_replicate_s: float = 0.0
     optimizer_s: float = 0.0
     shard_s: float = 0.0
@@ -140,3 +187,49 @@ def total(costs: Iterable[Cost]) -> Cost:
     """The sum of any number of costs."""
     columns = zip(*(_values(cost) for cost in costs if cost is not NOTHING), strict=True)
     return Cost(**dict(zip(COST_FIELDS, map(sum, columns), strict=False)))
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+Floats = NDArray[np.float64]
+FP32 = 4
+LONG_BYTES = 2**26  # of a copy that reaches the link's bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds of all weights of a rank that lie in host memory on their way to the device
+    (`fetched_s`), of their gradients back (`returned_s`), of adding these up there (`added_s`), of
+    the optimizer's step there; bytes there."""
+
+    fetched_s: Floats
+    returned_s: Floats
+    added_s: Floats
+    step_s: Floats
+    nbytes: Floats
+
+
+def host_costs(numel: Floats, setting: Setting) -> HostCosts:
+    """The costs of the part that lies in host memory of the states of a rank's `numel` elements."""
+    host = setting.cluster.host
+    moved = setting.host_states * numel
+    if host is None or not setting.host_states:
+        none = np.zeros_like(numel)
+        return HostCosts(fetched_s=none, returned_s=none, added_s=none, step_s=none, nbytes=none)
+    bandwidth = host.memory_bandwidth / setting.cluster.devices_per_node
+    step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
+    return HostCosts(
+        fetched_s=FP32 * moved / link_bandwidth(setting, "to_device"),
+        returned_s=FP32 * moved / link_bandwidth(setting, "to_host"),
+        added_s=3 * FP32 * moved / bandwidth,
+        step_s=step_bytes * moved / bandwidth,
+        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved,
+    )
+
+
+def link_bandwidth(setting: Setting, kind: str) -> float:
+    """Bytes per second of a rank's long copies: measured, else the catalog's."""
+    host, profile = setting.cluster.host, setting.profile
+    assert host is not None
+    measured = profile.host_copy(kind, LONG_BYTES) if profile is not None else None
+    return LONG_BYTES / measured if measured else host.link_bandwidth

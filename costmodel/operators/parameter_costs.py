@@ -6,6 +6,7 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
     ZeRO 0      all-reduce of b over the n                                            `reduce_s`
     ZeRO 1-3    reduce-scatter of b over the s                                        `scatter_s`
                 all-gather of w over the s                                            `gather_s`
+    ZeRO 3      all-gather of w over h of the s, which keep it for the backward `zero3_secondary_s`
                 all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
                 1/s of the optimizer's traffic                                        `shard_s`
 
@@ -18,16 +19,30 @@ ranks than other parameters: as many of these share them as divide both s and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memory import optimizer_step_bytes
 from meshwright.costmodel.operators.cost import DTYPE_BYTES, NOTHING, Cost, Setting
+from meshwright.costmodel.quantized import (
+    CAST_BYTES,
+    DEQUANTIZE_BYTES,
+    GRADIENT_BITS,
+    QUANTIZE_BYTES,
+    SCALE_BYTES,
+    WEIGHT_BITS,
+    quantizes_gradients,
+    quantizes_weights,
+    wire_bytes,
+)
 from meshwright.costmodel.sharding import FactorTable, Placement
 from meshwright.profiles.steps import BACKWARD
+
+# seconds of a collective of ZeRO-3: kind, bytes in full, group
+Zero3: TypeAlias = Callable[[str, float, Group], float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +62,8 @@ class ParameterPricer:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
         parameter, for ZeRO and for none."""
         setting = self.setting
-        mesh = setting.tp, setting.cp, setting.dp, setting.dp_shard, setting.spread
+        axis = setting.dp, setting.dp_shard, setting.secondary, setting.spread
+        mesh = setting.tp, setting.cp, *axis, setting.quantized, setting.hops
         where = mesh, setting.num_microbatches > 1
         key = value, placement, setting.ep, where
         if key not in self.known:
@@ -82,9 +98,13 @@ class ParameterPricer:
             whole = self._unit_bytes(value, nbytes, unit, holders.size)
             return setting.collective_s(kind, whole / part, group) * nbytes / whole
 
-        def zero3(kind: str, nbytes: float) -> float:
-            return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, shards)
+        def zero3(kind: str, nbytes: float, group: Group) -> float:
+            return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, group)
 
+        near = self._group(value, placement, math.gcd(setting.secondary, shards.size), 1)
+        part = math.gcd(setting.hops, shards.size) if setting.hops else 1
+        far = self._group(value, placement, shards.size // part, part)
+        hops = (shards,) if part == 1 else (near, far)
         return Cost(
             backward_s=setting.correction(BACKWARD)
             * stream_seconds(device, 2 * reduced + weights)
@@ -93,14 +113,41 @@ class ParameterPricer:
             scatter_s=copied + share("reduce_scatter", reduced, target.unit, shards),
             gather_s=share("all_gather", weights, target.unit, shards),
             replicate_s=share("all_reduce", reduced, target.unit, again, shards.size),
-            zero3_scatter_s=copied + zero3("reduce_scatter", reduced),
-            zero3_gather_s=zero3("all_gather", weights),
+            zero3_scatter_s=copied + self._scatter_s(numel, hops, zero3),
+            zero3_gather_s=self._gather_s(numel, shards, zero3),
+            zero3_secondary_s=zero3("all_gather", weights, near),
             zero3_replicate_s=share(
                 "all_reduce", reduced, target.gathered_unit, again, shards.size
             ),
             optimizer_s=optimizer_s,
             shard_s=optimizer_s / shards.size,
         )
+
+    def _gather_s(self, numel: float, group: Group, zero3: Zero3) -> float:
+        """Seconds of ZeRO-3's all-gather of weights, with the codec where they are quantised."""
+        setting, device = self.setting, self.setting.cluster.device
+        itemsize = DTYPE_BYTES[setting.precision]
+        if not quantizes_weights(setting.quantized) or group.size == 1:
+            return zero3("all_gather", numel * itemsize, group)
+        cast = CAST_BYTES if itemsize < SCALE_BYTES else 0.0
+        own = numel / group.size * (QUANTIZE_BYTES[WEIGHT_BITS] + cast)
+        codec = own + numel * DEQUANTIZE_BYTES[WEIGHT_BITS]
+        sent = zero3("all_gather", wire_bytes(numel, WEIGHT_BITS), group)
+        return sent + stream_seconds(device, codec)
+
+    def _scatter_s(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> float:
+        """Seconds of ZeRO-3's sum of gradients, with the codec where they are quantised."""
+        setting, device = self.setting, self.setting.cluster.device
+        if not quantizes_gradients(setting.quantized) or hops[0].size == 1:
+            return zero3("reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
+        codec = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS]
+        seconds, left = 0.0, numel
+        for group in hops:
+            # each rank has all of what is exchanged, and keeps its part of the sum
+            sent = wire_bytes(left, GRADIENT_BITS) * group.size
+            seconds += zero3("all_to_all", sent, group) + stream_seconds(device, left * codec)
+            left /= group.size
+        return seconds
 
     def replicas(self, value: str, placement: Placement) -> Group:
         """The ranks that hold the same part of a parameter; of a weight, context-parallel ones

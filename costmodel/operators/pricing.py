@@ -20,19 +20,20 @@ from typing import Any
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators.communication import (
     batch_statistics,
-    context_exchange,
     expert_exchange,
     gathered_batch,
     splits_batch,
 )
+from meshwright.costmodel.operators.context import context_exchange, gathered_tokens, shifts_tokens
 from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.fusion import Fusion, is_free
+from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
 from meshwright.costmodel.operators.products import attention, product
 from meshwright.costmodel.operators.resharding import ReshardPricer
 from meshwright.costmodel.operators.streams import leaf, stream
 from meshwright.costmodel.rules import IMPLEMENTATIONS, leaf_of, takes_batch_statistics, traits_of
-from meshwright.costmodel.sharding import Placement, Strategy, signature
+from meshwright.costmodel.sharding import Placement, Strategy
 from meshwright.profiles.steps import BACKWARD, FORWARD, HOST
 
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
@@ -74,6 +75,8 @@ class Pricer(ReshardPricer):
         key = (op.name, strategy.name)
         if key not in self._ops:
             self._ops[key] = self._op_cost(op, strategy)
+            if self.context is not None and op.key in self.context.gathered:
+                self._ops[key] += gathered_tokens(self, op, self._ops[key])
         cost = self._ops[key]
         if self.setting.dp > 1 and takes_batch_statistics(op):
             return cost + batch_statistics(self, op)
@@ -96,10 +99,7 @@ class Pricer(ReshardPricer):
         target, traits = self.setting.target, traits_of(op)
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         host = self._host_seconds(op)
-        joins = (
-            self.context and op.name in self.table.tokens.halos
-        )  # a neighbour's token to its own
-        if is_free(self.table, op) and not joins:
+        if is_free(self.table, op) and not shifts_tokens(self, op):
             return Cost(forward_host_s=host, backward_host_s=host * differentiable)
         forward, backward, weight = self._modelled(op, strategy)
         label = ""
@@ -111,7 +111,7 @@ class Pricer(ReshardPricer):
         backward *= corrected
         weight *= corrected * target.defers_weights
         inner = self._implementation_seconds(op, strategy)
-        context = context_exchange(self, op, strategy, forward)
+        context = context_exchange(self, op, strategy, forward, backward)
         tokens = expert_exchange(self, op, strategy)
         exchange = tuple(seconds + tokens for seconds in context)
         # a library that posts token by token has the host wait for the counts of all

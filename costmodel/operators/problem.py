@@ -20,6 +20,8 @@ class Problem:
     `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/states.py`; `target`
     the software that is priced, `profile` what was measured on this kind of device, if anything.
     `meetings` are operators in which rows of a batch meet, where that keeps it in one micro-batch.
+    `allow` names what may change a training's numbers; with `tf32` the cluster's devices compute
+    fp32 products in it (`Device.in_tf32`).
     """
 
     graph: Graph
@@ -30,3 +32,10 @@ class Problem:
     target: Target = EAGER
     profile: OpProfile | None = None
     meetings: tuple[Meeting, ...] = ()
+    allow: tuple[str, ...] = ()
+    tf32: bool = False
+
+    @property
+    def products(self) -> str:
+        """What products are computed in."""
+        return "tf32" if self.tf32 else self.precision

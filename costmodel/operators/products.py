@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds
+from meshwright.costmodel.operators.context import merge_seconds, pieces
 from meshwright.costmodel.operators.cost import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, traits_of
@@ -55,14 +56,16 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, flo
     flops = 2 * m * n * k * batch * scale
     if op.kwargs.get("is_causal") or True in op.args[5:6]:
         flops /= 2
-    keys = next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)
+    count, of_keys, late = pieces(sizes, op)
+    keys = of_keys * next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)
     moved = sizes.moved_bytes(op, strategy)
     dtype = sizes.dtype(op)
-    flops /= sizes.setting.target.attention_scale
+    flops *= late / sizes.setting.target.attention_scale
     launch, tuned = device.launch_overhead_s, sizes.setting.target.tuned_attention
     forward = attention_seconds(device, dtype, flops, keys, moved, tuned=tuned)
     backward = attention_seconds(device, dtype, 2.5 * flops, keys, 2 * moved, tuned=tuned)
-    return forward + launch, backward + 2 * launch, 0.0
+    merged = merge_seconds(sizes, op, strategy)
+    return forward + merged + count * launch, backward + 2 * count * launch, 0.0
 
 
 def _extents(
@@ -76,14 +79,14 @@ def _extents(
     left, right = (_letters(dims) for dims in made.operands[first : first + 2])
     result = _letters(made.results[0])
     m = n = k = batch = 1.0
-    context_left = sizes.context
+    tokens = "" if sizes.context is None else sizes.context.strategies[op.name].split_factor
     for letter in made.flop_factors:
         size = float(made.sizes[letter])
         found = atoms.get(letter, ())
         if sizes.table.batch is not None and sizes.table.batch in found:
             size *= sizes.setting.rows / sizes.graph.batch_size
-        if not context_left.isdisjoint(found):
-            size, context_left = size / sizes.setting.cp, frozenset()
+        if letter == tokens:
+            size /= sizes.setting.cp
         if letter == strategy.split_factor:
             whole = made.sizes[letter]
             size *= largest_part(whole, sizes.setting.tp) / whole

@@ -6,22 +6,32 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
-from meshwright.costmodel.sharding import FactorTable, Placement, R, Strategy, largest_part
+from meshwright.costmodel.sharding import (
+    ContextLayout,
+    FactorTable,
+    Placement,
+    R,
+    Strategy,
+    context_layout,
+    largest_part,
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class LocalSizes:
-    """Sizes of one graph's values in one setting. `context` are the factors that the context axis
-    splits, if any."""
+    """Sizes of one graph's values in one setting. `context` is the layout of the context axis,
+    which is made where the setting has one and none is given."""
 
     graph: Graph
     table: FactorTable
     setting: Setting
-    context: frozenset[int] = field(init=False)
+    context: ContextLayout | None = None
     _numels: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.context = self.table.context if self.setting.cp > 1 else frozenset()
+        setting = self.setting
+        if setting.cp > 1 and self.context is None and self.table.sequence is not None:
+            self.context = context_layout(self.graph, self.table, setting.cp, setting.cp_kind)
 
     def numel(self, value: str, placement: Placement = R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
@@ -46,8 +56,12 @@ class LocalSizes:
 
     def splits_context(self, value: str) -> bool:
         """Whether the context axis splits a value."""
-        dims = self.table.dims[value]
-        return bool(self.context) and any(not self.context.isdisjoint(atoms) for atoms in dims)
+        return self.context is not None and self.context.states[value].sharded
+
+    def context_dim(self, value: str) -> int:
+        """The dim of a value that the context axis splits, if it does."""
+        assert self.context is not None
+        return self.context.states[value].dim
 
     def crowding(self, value: str) -> float:
         """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;

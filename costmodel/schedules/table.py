@@ -84,9 +84,10 @@ class Schedule:
         return self.stages_per_device == 1
 
     @property
-    def recomputes(self) -> bool:
-        """Whether blocks may be recomputed: what I computes again, W would have to keep."""
-        return not self.splits_backward
+    def recomputed(self) -> tuple[str, ...] | None:
+        """The recompute policies that blocks may have, None for all: what I computes again, W would
+        have to keep; what is gathered again, W gathers."""
+        return ("none", "regather") if self.splits_backward else None
 
     def divides(self, zero: int) -> bool:
         """Whether the search combines it with a ZeRO stage: with a split backward, ZeRO-2 and 3

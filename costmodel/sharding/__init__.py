@@ -1,5 +1,19 @@
 """Factors of a graph, the strategies and layouts they allow, and the moves between them."""
 
+from meshwright.costmodel.sharding.context_axis import (
+    ALL_GATHER,
+    BY_BLOCKS,
+    BY_HALO,
+    CONTEXT_KINDS,
+    RING,
+    ULYSSES,
+    ContextKind,
+    ContextLayout,
+    context_layout,
+    head_counts,
+    is_causal,
+    token_dim,
+)
 from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout, loss_is_summed
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.layouts import (
@@ -10,7 +24,6 @@ from meshwright.costmodel.sharding.layouts import (
     default_state,
     translate,
 )
-from meshwright.costmodel.sharding.local_call import signature
 from meshwright.costmodel.sharding.moves import (
     Enter,
     Leave,
@@ -26,6 +39,7 @@ from meshwright.costmodel.sharding.moves import (
 )
 from meshwright.costmodel.sharding.numbers_of_rows import same_numbers, with_numbers_of
 from meshwright.costmodel.sharding.rows import Meeting, RowUse, TotalKind, row_use
+from meshwright.costmodel.sharding.sequence import Shift, shift_of
 from meshwright.costmodel.sharding.strategies import (
     COPY_DIMS,
     REPLICATE,
@@ -46,11 +60,63 @@ from meshwright.costmodel.sharding.strategies import (
 )
 
 __all__ = [
-    "COPY_DIMS", "FOLLOW", "REPLICATE", "RP", "Assignment", "BlockLayouts", "DataLayout",
-    "Enter", "Entry", "FactorTable", "Leave", "Meeting", "Move", "P", "Placement", "R", "Role",
-    "Route", "RowUse", "Run", "Step", "Strategy", "TotalKind", "analyse", "buffer_state",
-    "can_hold", "data_layout", "default_state", "divides", "indivisible", "largest_part",
-    "loss_is_summed", "moves", "replicated", "replicated_steps", "routes", "row_use",
-    "same_numbers", "signature", "splitting_degrees", "stays_with_experts", "strategies",
-    "transition", "translate", "with_numbers_of",
+    "ALL_GATHER",
+    "BY_BLOCKS",
+    "BY_HALO",
+    "CONTEXT_KINDS",
+    "COPY_DIMS",
+    "FOLLOW",
+    "REPLICATE",
+    "RING",
+    "RP",
+    "ULYSSES",
+    "Assignment",
+    "BlockLayouts",
+    "ContextKind",
+    "ContextLayout",
+    "DataLayout",
+    "Enter",
+    "Entry",
+    "FactorTable",
+    "Leave",
+    "Meeting",
+    "Move",
+    "P",
+    "Placement",
+    "R",
+    "Role",
+    "Route",
+    "RowUse",
+    "Run",
+    "Shift",
+    "Step",
+    "Strategy",
+    "TotalKind",
+    "analyse",
+    "buffer_state",
+    "can_hold",
+    "context_layout",
+    "data_layout",
+    "default_state",
+    "divides",
+    "head_counts",
+    "indivisible",
+    "is_causal",
+    "largest_part",
+    "loss_is_summed",
+    "moves",
+    "replicated",
+    "replicated_steps",
+    "routes",
+    "row_use",
+    "same_numbers",
+    "shift_of",
+   
+    "splitting_degrees",
+    "stays_with_experts",
+    "strategies",
+    "token_dim",
+    "transition",
+    "translate",
+    "with_numbers_of",
 ]  # fmt: skip

@@ -51,18 +51,20 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
         at |= dict(zip(op.results, strategy.results, strict=True))
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
             gathered.append(op.key)
-            at |= _sliced(graph, table, op)
-    _leave_gradients_partial(graph, chosen, at)
+            at |= sliced_results(graph, table, op, table.batch)
+    leave_gradients_partial(graph, chosen, at)
     return DataLayout(strategies=chosen, states=at, gathered=tuple(gathered))
 
 
-def _sliced(graph: Graph, table: FactorTable, op: Op) -> dict[str, Placement]:
-    """The results of which each rank goes on with its rows: those that have the batch, but for new
-    values of buffers."""
+def sliced_results(
+    graph: Graph, table: FactorTable, op: Op, atom: int | None
+) -> dict[str, Placement]:
+    """The results of which each rank goes on with its part: those that have the atom (the batch),
+    but for new values of buffers."""
     found = {
-        v: table.find(v, table.batch)
+        v: table.find(v, atom)
         for v in op.results
-        if table.batch is not None and v not in graph.updates.values()
+        if atom is not None and v not in graph.updates.values()
     }
     return {v: Placement("S", *place) for v, place in found.items() if place is not None}
 
@@ -91,7 +93,7 @@ def _choose(
     return min(enumerate(options), key=effort)[1]
 
 
-def _leave_gradients_partial(
+def leave_gradients_partial(
     graph: Graph, chosen: dict[str, Strategy], at: dict[str, Placement]
 ) -> None:
     """Replicated operators all of whose readers leave partial gradients pass them on, unreduced."""

@@ -40,10 +40,14 @@ class SequenceFactor:
 @dataclass(frozen=True, slots=True)
 class Shift:
     """Dim of an operator's first operand along which its result is moved by one token, or lacks
-    one; `moves` tells the former."""
+    one; `moves` tells the former. A result of as many tokens is moved `by` 1 or -1, and what comes
+    in at the end is `fill`, or the token at the other end where it `wraps`; else `by` is 0."""
 
     dim: int
     moves: bool
+    by: int = 0
+    wraps: bool = False
+    fill: float = 0.0
 
 
 def sequence_factor(
@@ -69,7 +73,7 @@ def sequence_factor(
     ((atom,),) = found
     atoms, halos = {atom}, set[str]()
     for op in graph.ops:
-        shift = _shift(graph, op)
+        shift = shift_of(graph, op)
         if shift is not None and atoms.issuperset(dims[op.operands[0]][shift.dim]):
             atoms.update(dims[op.results[0]][shift.dim])
             halos |= {op.name} if shift.moves else set()
@@ -88,10 +92,12 @@ def _read(graph: Graph) -> Iterator[str]:
 
 
 def _has_tokens(dims: AtomDims, batch: int | None) -> bool:
-    return len(dims) in (2, 3) and batch is not None and dims[0] == (batch,)
+    """Whether a value is [batch, sequence] or [batch, sequence, features]; a batch of one row, or
+    none, is no factor."""
+    return len(dims) in (2, 3) and dims[0] == (() if batch is None else (batch,))
 
 
-def _shift(graph: Graph, op: Op) -> Shift | None:
+def shift_of(graph: Graph, op: Op) -> Shift | None:
     """How a slice, a pad or a roll shifts tokens; None for all other calls."""
     shift = _SHIFTS.get(op.short)
     if shift is None or not op.operands or not op.results:
@@ -113,14 +119,17 @@ def _padded(op: Op, before: Shape, after: Shape) -> Shift | None:
     amounts = [(k, n) for k, n in enumerate(op.args[1]) if n]
     places = {len(before) - 1 - k // 2 for k, _ in amounts}
     if len(places) == 1 and all(abs(n) == 1 for _, n in amounts):
-        return Shift(places.pop(), any(k % 2 == 0 for k, _ in amounts))
+        first, last = op.args[1][amounts[0][0] // 2 * 2 : amounts[0][0] // 2 * 2 + 2]
+        by = first if first == -last else 0
+        fill = argument(op, 2, "value", None) or argument(op, 3, "value", None) or 0.0
+        return Shift(places.pop(), any(k % 2 == 0 for k, _ in amounts), by, fill=float(fill))
     return None
 
 
 def _rolled(op: Op, before: Shape, after: Shape) -> Shift | None:
     by, along = (argument(op, k, name, ()) for k, name in ((1, "shifts"), (2, "dims")))
     if len(along) == 1 and list(by) in ([1], [-1]):
-        return Shift(int(along[0]) % len(before), True)
+        return Shift(int(along[0]) % len(before), True, int(by[0]), wraps=True)
     return None
 
 

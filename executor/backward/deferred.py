@@ -3,8 +3,9 @@
 In the backward of a product with a weight, I needs the gradient of the input alone, which the stage
 before waits for; the gradient of the weight, as much work again, may fill a bubble. A deferred
 product hands its operands to a queue instead of computing it, so that nothing is computed twice and
-no graph is kept for W: only the product's input and its output's gradient are. Gradients of all
-other parameters (norms, embeddings) are small and computed with I.
+no graph is kept for W: only the product's input and its output's gradient are; of an input that is
+made again for the backward not even that is, but what it is made of (`repeated.later`). Gradients
+of all other parameters (norms, embeddings) are small and computed with I.
 
     linear     y = x wᵀ + b     ∂w = ∂yᵀ x    ∂b = Σ ∂y
     addmm      y = x w + b      ∂w = xᵀ ∂y    ∂b = Σ ∂y
@@ -13,15 +14,22 @@ other parameters (norms, embeddings) are small and computed with I.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright.costmodel.rules import TRAITS
+from meshwright.executor.backward.repeated import Later, later
 
-DeferredGradient = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # (leaf, computes its gradient)
+
+class DeferredGradient(NamedTuple):
+    """A leaf, what computes its gradient, and what of that is made again first."""
+
+    leaf: torch.Tensor
+    compute: Callable[[], torch.Tensor]
+    reads: Later | None = None
 
 
 class WeightGradientQueue:
@@ -40,11 +48,16 @@ def accumulate(
     deferred: list[DeferredGradient], after_accumulate: Callable[[torch.Tensor], None]
 ) -> None:
     """Compute deferred gradients, add each to its leaf's `.grad` as autograd would, and call
-    `after_accumulate` with the leaf. Empties the list."""
+    `after_accumulate` with the leaf. Empties the list. What one reads is gathered beside the one
+    before it."""
     with torch.no_grad():
         while deferred:
-            leaf, compute = deferred.pop(0)
+            for item in deferred[:2]:
+                if item.reads is not None:
+                    item.reads.start()
+            leaf, compute, _ = item = deferred.pop(0)
             gradient = compute()
+            del compute, item
             leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
             after_accumulate(leaf)
 
@@ -63,7 +76,9 @@ class _Product(torch.autograd.Function):
         transposed: bool,
         defer_bias: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.later = later(x)
+        if ctx.later is None:
+            ctx.save_for_backward(x)
         ctx.leaves = weight, bias
         ctx.queue = queue
         ctx.transposed = transposed
@@ -76,12 +91,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        reads, ctx.later = ctx.later, None
+        saved: tuple[torch.Tensor, ...] = () if reads else ctx.saved_tensors
         (grad,) = grads
         weight, bias = ctx.leaves
         transposed = ctx.transposed
 
         def weight_gradient() -> torch.Tensor:
+            x: torch.Tensor = reads.read() if reads else saved[0]
             rows, out = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
             left, right = (out, rows) if transposed else (rows, out)
             return torch.mm(left.t(), right)
@@ -90,11 +107,11 @@ class _Product(torch.autograd.Function):
             return grad.reshape(-1, grad.shape[-1]).sum(0)
 
         if weight.requires_grad:
-            ctx.queue.items.append((weight, weight_gradient))
+            ctx.queue.items.append(DeferredGradient(weight, weight_gradient, reads))
         of_bias = None
         if bias is not None and ctx.needs_input_grad[2]:
             if ctx.defer_bias:
-                ctx.queue.items.append((bias, bias_gradient))
+                ctx.queue.items.append(DeferredGradient(bias, bias_gradient))
             else:
                 of_bias = bias_gradient()
         of_input = None

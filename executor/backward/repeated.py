@@ -4,13 +4,18 @@ Of repeated nodes neither the results are held nor what their operators keep for
 place of each such tensor autograd is given a note (by hooks on what it saves) of the node that made
 it; the tensors that those nodes read from others are held instead. The first note that is read has
 the nodes run again that notes are of, and those before them, once: nothing else of the block is.
+
+A gather is begun with the block's backward, if what it reads is held, and waited for by the first
+note of it that is read: what lies between hides it where communication has streams of its own. A
+product that puts its weight's gradient off reads its input when that is computed (`later`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import fx, nn
@@ -41,6 +46,39 @@ class _Note:
 
 _Key: TypeAlias = tuple[fx.Node, int, bool]
 _Held: TypeAlias = torch.Tensor | _Note
+
+
+@runtime_checkable
+class Gather(Protocol):
+    """A module that may gather again what it gathered in the forward."""
+
+    @property
+    def gathers(self) -> bool: ...
+
+    def start(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start it; what is returned waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A tensor to read after its graph's backward."""
+
+    of: _Pass
+    note: _Note
+
+    def start(self) -> None:
+        """Start to gather it."""
+        self.of.start([self.note.node])
+
+    def read(self) -> torch.Tensor:
+        return self.of.tensor(self.note)
+
+
+def later(t: torch.Tensor) -> Later | None:
+    """What to hold of an operand that is read after the backward alone; None if not otherwise than
+    autograd does: nothing of it is made again."""
+    running = _RUNNING.get()
+    return running.later(t) if running is not None else None
 
 
 def repeated(module: fx.GraphModule, again: Collection[fx.Node]) -> fx.GraphModule:
@@ -78,22 +116,43 @@ class _Pass(fx.Interpreter):
         self.leaving = {node.name for node in graph.graph.output_node().all_input_nodes}
         self.made: dict[int, tuple[StorageWeakRef, fx.Node, int]] = {}  # by address of the storage
         self.operands: dict[fx.Node, Any] = {}
+        self.parts: dict[fx.Node, torch.Tensor] = {}  # that gathers read, and nothing makes again
+        self.early: list[fx.Node] = []  # gathers to begin with the backward
+        self.begun: dict[fx.Node, Callable[[], torch.Tensor]] = {}
         self.asked: set[_Key] = set()  # what autograd holds notes of
+        self.put_off: set[_Key] = set()  # what is read later
         self.running: tuple[fx.Node, set[int]] | None = None
         self.count = 0
         self.found: dict[_Key, torch.Tensor] = {}
 
     def run(self, *args: Any, **options: Any) -> Any:
-        with saved_tensors_hooks(self._noted, self._read):
-            result = super().run(*args, **options)
+        token = _RUNNING.set(self)
+        try:
+            with saved_tensors_hooks(self._noted, self._read):
+                result = super().run(*args, **options)
+        finally:
+            _RUNNING.reset(token)
         self.env.clear()
-        needed = {node for node, *_ in self.asked}
+        early, needed = self._needed(self.asked), self._needed(self.asked | self.put_off)
+        self.operands = {n: own for n, own in self.operands.items() if n in needed}
+        for node in [n for n, own in self.operands.items() if self._gathers(n, own)]:
+            self.parts[node] = self.operands.pop(node)[0][0]
+            self.early += [node] * (node in early)
+        self.made.clear()
+        return result
+
+    def _needed(self, asked: Collection[_Key]) -> set[fx.Node]:
+        """The nodes to run again for what is asked for."""
+        needed = {node for node, *_ in asked}
         for node in reversed(self.operands):
             if node in needed:
                 needed.update(note.node for note in _notes(self.operands[node]))
-        self.operands = {n: own for n, own in self.operands.items() if n in needed}
-        self.made.clear()
-        return result
+        return needed
+
+    def _gathers(self, node: fx.Node, operands: Any) -> bool:
+        """Whether a node gathers what is held."""
+        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        return isinstance(module, Gather) and module.gathers and not _notes(operands)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.name not in self.again:
@@ -135,16 +194,36 @@ class _Pass(fx.Interpreter):
         window = t.storage_offset(), t.shape, t.stride()
         return _Note(node, k, False, window, t.dtype, t.requires_grad)
 
+    def later(self, t: torch.Tensor) -> Later | None:
+        held = self._held(t)
+        if isinstance(held, torch.Tensor):
+            return None
+        self.put_off.add(held.key)
+        return Later(self, held)
+
     # --- backward ---
 
-    def _read(self, held: _Held) -> torch.Tensor:
-        if isinstance(held, torch.Tensor):
-            return held
-        if not self.found:
-            self._repeat()
-        return self._tensor(held)
+    def start(self, nodes: Collection[fx.Node]) -> None:
+        """Start the gathers among these nodes that are not under way."""
+        for node in [n for n in nodes if n in self.parts]:
+            with torch.no_grad():
+                self.begun[node] = self.fetch_attr(str(node.target)).start(self.parts.pop(node))
 
-    def _tensor(self, note: _Note) -> torch.Tensor:
+    def _read(self, held: _Held) -> torch.Tensor:
+        if self.early:
+            self.start(self.early)
+            self.early = []
+        return held if isinstance(held, torch.Tensor) else self.tensor(held)
+
+    def tensor(self, note: _Note) -> torch.Tensor:
+        """What a note stands for, made again if it is the first that is read of it."""
+        if note.key not in self.found:
+            self.start([note.node])
+            if note.node in self.begun:
+                with torch.no_grad():
+                    self.found[note.key] = self.begun.pop(note.node)()
+            else:
+                self._repeat()
         found = self.found[note.key]
         if note.packed:
             return found
@@ -155,20 +234,24 @@ class _Pass(fx.Interpreter):
     def _repeat(self) -> None:
         """Run the nodes again, each by itself; what is not read any more is let go."""
         last = {note.key: n for n, own in self.operands.items() for note in _notes(own)}
+        asked = self.asked | self.put_off
         for node, operands in self.operands.items():
-            args, kwargs = tree_map_only(_Note, self._tensor, operands)
+            args, kwargs = tree_map_only(_Note, self.tensor, operands)
             packed: list[torch.Tensor] = []
             with torch.enable_grad(), saved_tensors_hooks(_into(packed), _unread):
                 result = getattr(self, node.op)(node.target, args, kwargs)
             made = {(node, k, False): t for k, t in enumerate(tree_leaves(result))}
             made |= {(node, k, True): t for k, t in enumerate(packed)}
-            wanted = self.asked | last.keys()
+            wanted = asked | last.keys()
             self.found |= {key: t.detach() for key, t in made.items() if key in wanted}
             del result, made, packed
             for note in _notes(operands):
-                if last[note.key] is node and note.key not in self.asked:
+                if last[note.key] is node and note.key not in asked:
                     self.found.pop(note.key, None)
         self.operands.clear()
+
+
+_RUNNING: ContextVar[_Pass | None] = ContextVar("the forward that runs", default=None)
 
 
 def _notes(operands: Any) -> list[_Note]:

@@ -1,17 +1,32 @@
-"""The context of lowering: a graph with its data-axis layout, and one rank's place on the mesh."""
+"""The context of lowering: a graph with its layouts on the outer axes, and one rank's place on the
+mesh.
+
+The outer axes, data and context, split rows and tokens by one pass over the graph; the tensor axis
+is as the plan says. Where two axes split one dim, the order of their cuts is: rows, tokens of the
+context axis, then what the tensor axis splits; heads that both split, by the tensor axis first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding import DataLayout, FactorTable, Placement, R
+from meshwright.costmodel.sharding import (
+    ContextLayout,
+    DataLayout,
+    FactorTable,
+    Placement,
+    R,
+    token_dim,
+)
 from meshwright.executor.backward import WeightGradientQueue
-from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.resharding import Axis
 
-State = tuple[Placement, Placement]  # (on the data axis, on the tensor axis)
+# by axis: (data, tensor), or (data, context, tensor) where the sequence is split
+State = tuple[Placement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +36,8 @@ class Context:
     `microbatches` is m, for losses that are means, `sums` are the keys of operators that add rows
     up and count m times, `totals` values that are handed in for the whole batch. `weight_gradients`
     takes the weight gradients of `deferrable` parameters where the schedule splits the backward.
-    `exchange` are the ranks that share the experts out.
+    `exchange` are the ranks that share the experts out. `context` and its axis are None where the
+    sequence is whole.
     """
 
     graph: Graph
@@ -36,18 +52,32 @@ class Context:
     exchange: Axis | None = None
     weight_gradients: WeightGradientQueue | None = None
     deferrable: frozenset[str] = frozenset()
+    context: ContextLayout | None = None
+    context_axis: Axis | None = None
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
+    def axes(self) -> tuple[Axis, ...]:
         """The mesh axes in the order of a `State`."""
-        return self.data_axis, self.tensor_axis
+        context = () if self.context_axis is None else (self.context_axis,)
+        return self.data_axis, *context, self.tensor_axis
+
+    @property
+    def outer(self) -> tuple[DataLayout, ...]:
+        """The layouts of all axes but the tensor axis."""
+        return (self.data,) if self.context is None else (self.data, self.context)
+
+    def lies_in_zigzag(self, value: str, k: int, placement: Placement) -> bool:
+        """Whether the k-th axis splits a value into tokens that lie in zigzag."""
+        if self.context is None or k != 1 or not self.context.zigzag:
+            return False
+        return token_dim(self.table, value, placement)
 
     def boundary(self, value: str, tensor: Placement = R) -> State:
         """State in which a value crosses a block's boundary; the loss and totals leave as they
         are."""
         if value == self.graph.loss or value in self.totals:
-            return self.data.states[value], tensor
-        return boundary_placement(self.graph, self.data, value), tensor
+            return *(layout.states[value] for layout in self.outer), tensor
+        return *(boundary_placement(self.graph, layout, value) for layout in self.outer), tensor
 
     def local_shape(self, value: str, state: State) -> list[int]:
         """A value's shape on this rank."""
@@ -59,8 +89,9 @@ class Context:
 
 
 def boundary_placement(graph: Graph, data: DataLayout, value: str) -> Placement:
-    """State on the data axis in which a value goes from block to block, or from stage to stage: its
-    rows split or whole, never partial; whole if it replaces a buffer, which every rank holds."""
+    """State on an outer axis in which a value goes from block to block, or from stage to stage: its
+    rows or tokens split or whole, never partial; whole if it replaces a buffer, which every rank
+    holds."""
     state = data.states[value]
     rows = state.sharded and state.split == 1
     return state if rows and value not in graph.updates.values() else R
@@ -76,4 +107,12 @@ def local_view(placement: Placement, other: Placement, other_size: int) -> Place
         and other.split < placement.split
     ):
         return Placement("S", placement.dim, placement.split // other_size)
+    return placement
+
+
+def seen_locally(k: int, placement: Placement, state: State, axes: Sequence[Axis]) -> Placement:
+    """A placement on the k-th axis as seen on a tensor that the others split as in `state`."""
+    for j, (other, axis) in enumerate(zip(state, axes, strict=True)):
+        if j != k:
+            placement = local_view(placement, other, axis.size)
     return placement

@@ -5,6 +5,8 @@ number), so that every plan, and one device, draws the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,26 +14,40 @@ from torch import nn
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
 from meshwright.costmodel.rules import Draw, traits_of
 from meshwright.costmodel.sharding import Placement
-from meshwright.executor.lowering.reshard import local_part
+from meshwright.executor.resharding import Axis, into_zigzag, local_part
 from meshwright.planner.plan import PlanError
 
 _LOW = 0xFFFFFFFF
 _SECOND = 0x5851F42D  # tells the second stream of a pair from the first
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An axis that splits a tensor, which the axes before it have split."""
+
+    placement: Placement
+    axis: Axis
+    zigzag: bool = False
+
+    def part(self, index: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a vector along the dim that is split."""
+        along = Placement("S", 0, self.placement.split)
+        if self.zigzag:
+            index = into_zigzag(index, along, self.axis.size)
+        return local_part(index, along, self.axis.size, self.axis.rank)
+
+
 class IndexGrid(nn.Module):
     """Global element numbers of a local tensor: every plan sees the same number for the same
     element.
 
-    `shape` is the global shape of one micro-batch; `cuts` the placements that made it local, in
-    order, with the size and rank of their axes; `per_row` the elements of one batch row, by which
-    the micro-batch's first row shifts the numbers. With the batch outermost, as in batch-first
-    tensors, the numbers do not depend on how the batch is cut into micro-batches either.
+    `shape` is the global shape of one micro-batch; `cuts` what made it local, in order; `per_row`
+    the elements of one batch row, by which the micro-batch's first row shifts the numbers. With the
+    batch outermost, as in batch-first tensors, the numbers do not depend on how the batch is cut
+    into micro-batches either.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], cuts: list[tuple[Placement, int, int]], per_row: int
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], cuts: Sequence[Cut], per_row: int) -> None:
         super().__init__()
         self.shape, self.cuts, self.per_row = shape, cuts, per_row
 
@@ -40,13 +56,18 @@ class IndexGrid(nn.Module):
         total = first_row * self.per_row
         stride = math.prod(self.shape[dims:]) if dims is not None else 1
         for d in reversed(range(len(self.shape[:dims]))):
-            index = torch.arange(self.shape[d], dtype=torch.int64, device=first_row.device)
-            for placement, n, rank in self.cuts:
-                if placement.sharded and placement.dim == d:
-                    index = local_part(index, Placement("S", 0, placement.split), n, rank)
+            index = self.along(d, first_row.device)
             total = total + (index * stride).view([-1] + [1] * (len(self.shape) - 1 - d))
             stride *= self.shape[d]
         return total
+
+    def along(self, d: int, device: torch.device) -> torch.Tensor:
+        """The global numbers of this rank's elements along a dim."""
+        index = torch.arange(self.shape[d], dtype=torch.int64, device=device)
+        for cut in self.cuts:
+            if cut.placement.sharded and cut.placement.dim == d:
+                index = cut.part(index)
+        return index
 
 
 def random_bits(index: torch.Tensor, seed: torch.Tensor, salt: int) -> torch.Tensor:
@@ -206,7 +227,8 @@ class DropoutAttention(nn.Module):
             v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
         scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         if causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            rows = self.grid.along(len(self.grid.shape) - 2, q.device)
+            future = rows.unsqueeze(-1) < torch.arange(scores.shape[-1], device=q.device)
             scores = scores.masked_fill(future, float("-inf"))
         if mask is not None:
             scores = (

@@ -1,8 +1,10 @@
 """Code generation: the steps of one block (`costmodel.sharding.moves`) as a local fx graph, with
 operators at local shapes and re-shards where states change.
 
-The steps are those of the tensor axis. On the data axis a value is in the state in which it was
-made, and is moved from there, last, for each other state that a reader needs.
+The steps are those of the tensor axis. On the outer axes (data, context) a value is in the states
+in which it was made, and is moved from there, last, for each other state that a reader needs. Only
+tokens that the tensor axis splits, too, are put together on it before the context axis moves them:
+of one dim the context axis has the outer parts.
 """
 
 from __future__ import annotations
@@ -17,8 +19,18 @@ from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument, map_refs
 from meshwright.costmodel.rules import divided, draws, runs_as_reshape, traits_of
-from meshwright.costmodel.sharding import COPY_DIMS, Enter, Leave, Move, Placement, Run, Step
-from meshwright.executor.lowering.context import Context, State, local_view
+from meshwright.costmodel.sharding import (
+    COPY_DIMS,
+    Enter,
+    Leave,
+    Move,
+    Placement,
+    R,
+    Run,
+    Step,
+    token_dim,
+)
+from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.experts import (
     FindRoute,
     GroupedProduct,
@@ -30,7 +42,7 @@ from meshwright.executor.lowering.experts import (
 from meshwright.executor.lowering.implementations import Scaled
 from meshwright.executor.lowering.losses import is_counted
 from meshwright.executor.lowering.replacements import Call, callable_of, replacement
-from meshwright.executor.lowering.reshard import Reshard
+from meshwright.executor.resharding import Reshard
 from meshwright.planner.plan import PlanError
 
 
@@ -38,32 +50,38 @@ from meshwright.planner.plan import PlanError
 class Written:
     """A local graph. After its values it takes the global counts of `losses` (positions of
     operators), then the random state if `random`. `made` are its nodes by operator, without
-    the re-shards between them; `exchanges` says whether it sends tokens to other ranks' experts."""
+    the re-shards between them, of which `gathers` make values whole on the tensor axis; `exchanges`
+    says whether it sends tokens to other ranks' experts."""
 
     module: fx.GraphModule
     losses: tuple[int, ...]
     random: bool
     made: Mapping[str, Sequence[fx.Node]]
+    gathers: Sequence[fx.Node]
     exchanges: bool
 
 
 class Emitter:
-    """Writes one local fx graph. `on_data` are the states on the data axis of what enters."""
+    """Writes one local fx graph. `outside` are the states on the outer axes of what enters."""
 
     def __init__(
-        self, context: Context, steps: Sequence[Step], on_data: Mapping[str, Placement]
+        self, context: Context, steps: Sequence[Step], outside: Mapping[str, State]
     ) -> None:
         self.context, self.steps = context, steps
         self.graph, self.table = context.graph, context.table
         self.out = fx.Graph()
         self.root = nn.Module()
-        self.on_data = dict(on_data)
+        self.outside = dict(outside)
         self.nodes: dict[tuple[str, State], fx.Node] = {}
         self.made: dict[str, list[fx.Node]] = {}
+        self.gathers: list[fx.Node] = []
         self.ops = [step.op for step in steps if isinstance(step, Run)]
         self.positions = {op.name: k for k, op in enumerate(self.ops)}
         self.strategies = {
-            step.op.name: (context.data.strategies[step.op.name], step.strategy)
+            step.op.name: (
+                *(layout.strategies[step.op.name] for layout in context.outer),
+                step.strategy,
+            )
             for step in steps
             if isinstance(step, Run)
         }
@@ -80,7 +98,7 @@ class Emitter:
         """The graph that takes what enters, in order, and gives `outputs`."""
         entering = {step.value: step.state for step in self.steps if isinstance(step, Enter)}
         for i, (name, state) in enumerate(entering.items()):
-            self.nodes[name, (self.on_data[name], state)] = self.out.placeholder(f"a{i}")
+            self.nodes[name, (*self.outside[name], state)] = self.out.placeholder(f"a{i}")
         losses = [op for op in self.ops if self._counted(op) and op.operands[1] in entering]
         self.counts = {op.name: self.out.placeholder(f"n{i}") for i, op in enumerate(losses)}
         if any(draws(op) for op in self.ops):
@@ -94,8 +112,8 @@ class Emitter:
                     written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
                     self.made[step.op.name] = [*written]
                 case Move(value, source, target) if not step.known:
-                    data = self.on_data[value]
-                    self._move(value, (data, source), (data, target))
+                    outer = self.outside[value]
+                    self._move(value, (*outer, source), (*outer, target))
                 case Leave(value, state):
                     leaving[value] = self.value(value, self.context.boundary(value, state))
         self.out.output(tuple(leaving[name] for name in outputs))
@@ -105,6 +123,7 @@ class Emitter:
             losses=tuple(self.positions[op.name] for op in losses),
             random=self.rng is not None,
             made=self.made,
+            gathers=self.gathers,
             exchanges=bool(self.legs),
         )
 
@@ -114,24 +133,52 @@ class Emitter:
     # --- values ---
 
     def value(self, name: str, wanted: State) -> fx.Node:
-        """The node of a value that is in a state on the tensor axis, in that state on both."""
-        return self._move(name, (self.on_data[name], wanted[1]), wanted)
+        """The node of a value that is in a state on the tensor axis, in that state on all."""
+        at: State = (*self.outside[name], wanted[-1])
+        for k in range(len(wanted) - 1):
+            target = (*at[:k], wanted[k], *at[k + 1 :])
+            if at[k] != wanted[k] and self._nested(name, k, at, target):
+                joined = (*at[:-1], R)
+                self._move(name, at, joined)
+                self._move(name, joined, (*target[:-1], R))
+                at = (*target[:-1], R)
+                target = (*at[:-1], wanted[-1])
+            self._move(name, at, target)
+            at = target
+        return self.nodes[name, wanted]
+
+    def _nested(self, name: str, k: int, source: State, target: State) -> bool:
+        """Whether an outer axis moves tokens whose parts the tensor axis splits further."""
+        tensor = source[-1]
+        moved = (p for p in (source[k], target[k]) if p.sharded)
+        return tensor.sharded and any(
+            (p.dim, p.split) == (tensor.dim, tensor.split) and token_dim(self.table, name, p)
+            for p in moved
+        )
 
     def _move(self, name: str, source: State, target: State) -> fx.Node:
         """The node of a value moved on one axis, once."""
         if (name, target) not in self.nodes:
-            node = self.nodes[name, source]
-            k = 0 if source[0] != target[0] else 1
-            self._check_at_home(name, source[k], target[k])
-            axis, other = self.context.axes[k], self.context.axes[1 - k]
-            differentiable = self.graph.values[name].requires_grad
-            if axis.size > 1 and (differentiable or target[k].kind != "Rp"):
-                start, end = (local_view(p[k], p[1 - k], other.size) for p in (source, target))
-                size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
-                uneven = size if size % axis.size else None
-                node = self._call(Reshard(start, end, axis, uneven), (node,))
-            self.nodes[name, target] = node
+            self.nodes[name, target] = self._moved(name, source, target)
         return self.nodes[name, target]
+
+    def _moved(self, name: str, source: State, target: State) -> fx.Node:
+        node, context = self.nodes[name, source], self.context
+        (k,) = (j for j, (a, b) in enumerate(zip(source, target, strict=True)) if a != b)
+        self._check_at_home(name, source[k], target[k])
+        axis = context.axes[k]
+        differentiable = self.graph.values[name].requires_grad
+        if axis.size == 1 or not (differentiable or target[k].kind != "Rp"):
+            return node
+        start, end = (seen_locally(k, state[k], state, context.axes) for state in (source, target))
+        size = self.graph.values[name].shape[source[k].dim] if source[k].sharded else 0
+        uneven = size if size % axis.size else None
+        before, after = (context.lies_in_zigzag(name, k, state[k]) for state in (source, target))
+        reshard = Reshard(start, end, axis, uneven, (before, after))
+        moved = self._call(reshard, (node,))
+        if axis is context.tensor_axis and reshard.gathers:
+            self.gathers.append(moved)
+        return moved
 
     def _check_at_home(self, name: str, source: Placement, target: Placement) -> None:
         if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in (source, target)):
@@ -161,32 +208,32 @@ class Emitter:
             self.away.update(op.results)
         several = len(op.results) > 1 or op.results != (op.name,)
         for k, (value, state) in enumerate(zip(op.results, call.results, strict=True)):
-            self.on_data[value] = state[0]
+            self.outside[value] = state[:-1]
             self.nodes[value, state] = (
                 self.out.call_function(_getitem, (node, k)) if several else node
             )
 
     def _called(self, op: Op) -> Call:
         """The call with local operands, sizes and device."""
-        data, tensor = self.strategies[op.name]
-        states = zip(data.operands, tensor.operands, strict=True)
+        chosen = self.strategies[op.name]
+        states = zip(*(strategy.operands for strategy in chosen), strict=True)
         operands = iter(
             [self._operand(op, *each) for each in zip(op.operands, states, strict=True)]
         )
         args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(operands))
-        results = list(zip(data.results, tensor.results, strict=True))
+        results = list(zip(*(strategy.results for strategy in chosen), strict=True))
         args = self._localized(op, [self._here(a) for a in args], results)
         kwargs = {name: self._here(a) for name, a in kwargs.items()}
         made = self.table.ops[op.name]
         sizes = dict(made.sizes)
-        for strategy, axis in zip((data, tensor), self.context.axes, strict=True):
+        for strategy, axis in zip(chosen, self.context.axes, strict=True):
             if strategy.split_factor in sizes:
                 sizes[strategy.split_factor] = axis.part(sizes[strategy.split_factor])[1]
         args, kwargs = divided(op, made, args, kwargs, sizes)
         return Call(
             op=op,
             position=self.positions[op.name],
-            strategies=(data, tensor),
+            strategies=chosen,
             args=args,
             kwargs=kwargs,
             results=results,
@@ -273,7 +320,8 @@ class Emitter:
             return None
         assert self.context.exchange is not None
         if part == "dispatch":
-            if self.context.data_axis.size > 1 and not call.results[0][0].sharded:
+            outer = zip(call.results[0][:-1], self.context.axes, strict=False)
+            if any(axis.size > 1 and not placement.sharded for placement, axis in outer):
                 raise refused(op, "the data ranks have no tokens of their own")
             find = FindRoute(self.context.exchange, leg.experts)
             self.routes[op.name] = self._call(find, (args[1],))

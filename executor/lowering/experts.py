@@ -28,7 +28,7 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import is_pointwise, traits_of
 from meshwright.costmodel.sharding import FactorTable
 from meshwright.executor.host_values import read
-from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.resharding import Axis
 from meshwright.planner.operators import expert_order, grouped_rows, grouped_weights, inverse_of
 from meshwright.planner.plan import PlanError
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.costmodel.sharding import RP, P
-from meshwright.executor.lowering.reshard import Axis, Reshard, all_reduce
+from meshwright.executor.resharding import Axis, Reshard, all_reduce
 
 
 class ParallelEmbedding(nn.Module):

@@ -23,7 +23,7 @@ from meshwright.costmodel.rules import Leaf, draws, leaf_of
 from meshwright.costmodel.sharding import Strategy
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
-from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.resharding import Axis
 from meshwright.planner.operators import Program, UnseenWrite
 
 MIXER = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads neighbouring numbers

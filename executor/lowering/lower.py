@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from meshwright.costmodel.blocks import repeated_ops
+from meshwright.costmodel.blocks import parts_of, repeated_ops
 from meshwright.costmodel.graph import Block, Op, class_hash
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -29,6 +29,7 @@ from meshwright.costmodel.sharding import (
     replicated_steps,
 )
 from meshwright.executor.backward import repeated
+from meshwright.executor.context import ContextAttention
 from meshwright.executor.devices import kind_of
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State
@@ -77,10 +78,11 @@ class Lowering:
         states = {name: boundary(name, inputs.get(name, R)) for name in block.inputs}
         states |= {name: boundary(name) for name in block.derived}
         states |= {name: parameters[name] for name in block.parameters}
-        states |= {name: (R, buffers[name]) for name in block.buffers}
+        whole = (R,) * len(self.context.outer)
+        states |= {name: (*whole, buffers[name]) for name in block.buffers}
         key = self._key(block, assignment, states)
         if key not in self.classes:
-            steps = moves(layouts, assignment, {name: s for name, (_, s) in states.items()})
+            steps = moves(layouts, assignment, {name: s[-1] for name, s in states.items()})
             written = self._written(steps, states, block.outputs)
             self.classes[key] = self._module(block, written), written
         module, written = self.classes[key]
@@ -96,22 +98,27 @@ class Lowering:
     def _written(
         self, steps: Sequence[Step], states: Mapping[str, State], outputs: Sequence[str]
     ) -> Written:
-        on_data = {name: data for name, (data, _) in states.items()}
-        return Emitter(self.context, steps, on_data).write(outputs)
+        outside = {name: state[:-1] for name, state in states.items()}
+        return Emitter(self.context, steps, outside).write(outputs)
 
     def _module(self, block: Block, written: Written) -> nn.Module:
         """The written graph with its recompute, compiled if it can be."""
-        module = repeated(written.module, self._again(block, written))
         opaque = written.exchanges or any(traits_of(op).leaf for op in block.ops)
-        if self.backend is None or opaque:  # what a compiler can't look into
+        opaque |= any(isinstance(m, ContextAttention) for m in written.module.children())
+        compiled = self.backend is not None and not opaque  # which a compiler can look into
+        module = repeated(written.module, self._again(block, written, compiled=compiled))
+        if not compiled:
             return module
+        assert self.backend is not None
         return CompiledBlock(module, name=block.name, backend=self.backend)
 
-    def _again(self, block: Block, written: Written) -> list[fx.Node]:
-        """The nodes that the block's policy repeats: operators, or under `full` all there are."""
-        policy = self.recompute.get(block.name, "none")
+    def _again(self, block: Block, written: Written, *, compiled: bool) -> list[fx.Node]:
+        """The nodes that the block's policy repeats: operators, and gathers where it says so and no
+        compiler keeps what they make; or under `full` all there are."""
+        policy, regathers = parts_of(self.recompute.get(block.name, "none"))
+        gathers = [*written.gathers] if regathers and not compiled else []
         if policy == "none":
-            return []
+            return gathers
         if policy == "full":
             ends = ("placeholder", "output")
             return [node for node in written.module.graph.nodes if node.op not in ends]
@@ -119,7 +126,8 @@ class Lowering:
         positions = repeated_ops(block, context.graph, context.table, kind_of(context.device))[
             policy
         ]
-        return [node for k in sorted(positions) for node in written.made[block.ops[k].name]]
+        operators = [node for k in sorted(positions) for node in written.made[block.ops[k].name]]
+        return operators + gathers
 
     def prologue(self, ops: Sequence[Op], wanted: Sequence[str]) -> Lowered:
         """Lower operators on raw inputs (masks, positions): replicated on the tensor axis, no
@@ -128,7 +136,8 @@ class Lowering:
         read = dict.fromkeys(n for op in ops for n in op.operands if n not in made)
         arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in made)]))
         known = self.context.totals.union(self.context.graph.inputs)
-        entering = {n: self.context.boundary(n) if n in known else (R, R) for n in arguments}
+        whole = (R,) * len(self.context.axes)
+        entering = {n: self.context.boundary(n) if n in known else whole for n in arguments}
         steps = replicated_steps(ops, arguments, wanted)
         return Lowered(
             module=self._written(steps, entering, wanted).module,
@@ -140,12 +149,15 @@ class Lowering:
         )
 
     def _key(self, block: Block, assignment: Assignment, states: Mapping[str, State]) -> Any:
-        data = self.context.data
+        outer = self.context.outer
         choices = tuple(
-            (assignment.strategies[op.name], data.strategies[op.name]) for op in block.ops
+            (assignment.strategies[op.name], *(layout.strategies[op.name] for layout in outer))
+            for op in block.ops
         )
         results = tuple(
-            (assignment.states[r], data.states[r]) for op in block.ops for r in op.results
+            (assignment.states[r], *(layout.states[r] for layout in outer))
+            for op in block.ops
+            for r in op.results
         )
         own = (
             self.recompute.get(block.name, "none"),

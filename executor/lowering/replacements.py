@@ -13,10 +13,18 @@ from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import draws, runs_as_reshape, traits_of, updates_statistics
-from meshwright.costmodel.sharding import Strategy
+from meshwright.costmodel.sharding import (
+    BY_BLOCKS,
+    BY_HALO,
+    Strategy,
+    is_causal,
+    shift_of,
+    token_dim,
+)
 from meshwright.executor.backward import DeferredProduct
-from meshwright.executor.lowering.context import Context, State, local_view
-from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn, single_rows
+from meshwright.executor.context import ContextAttention, Halo
+from meshwright.executor.lowering.context import Context, State, seen_locally
+from meshwright.executor.lowering.draws import Cut, DropoutAttention, IndexGrid, drawn, single_rows
 from meshwright.executor.lowering.experts import refused
 from meshwright.executor.lowering.implementations import MODULES, RunningNorm
 from meshwright.executor.lowering.leaves import LeafCall, part_number
@@ -37,7 +45,7 @@ class Call:
 
     op: Op
     position: int
-    strategies: tuple[Strategy, Strategy]
+    strategies: tuple[Strategy, ...]
     args: list[Any]
     kwargs: dict[str, Any]
     results: list[State]
@@ -60,6 +68,10 @@ def replacement(call: Call, context: Context) -> Replacement | None:
         return leaf, (*args[1], *([call.rng] if draws(op) else ()))
     if draws(op):
         return _drawn(call, context)
+    if any(s.implementation == BY_HALO for s in call.strategies):
+        return _halo(call, context)
+    if any(strategy.implementation == BY_BLOCKS for strategy in call.strategies):
+        return _by_blocks(call, context)
     if is_global(op, context, call.strategies):
         ignore = argument(op, 4, "ignore_index", -100)
         smoothing = argument(op, 5, "label_smoothing", 0.0)
@@ -126,19 +138,46 @@ def _drawn(call: Call, context: Context) -> Replacement | None:
     )
 
 
+def _given(call: Call) -> dict[str, Any]:
+    """The arguments of a call of attention, by name."""
+    names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
+    missing = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    return missing | dict(zip(names, call.args, strict=False)) | call.kwargs
+
+
+def _by_blocks(call: Call, context: Context) -> Replacement:
+    """Attention over tokens that other ranks of the context axis have."""
+    assert context.context is not None and context.context_axis is not None
+    module = ContextAttention(
+        context.context_axis,
+        context.context.kind,
+        causal=is_causal(call.op),
+        zigzag=context.context.zigzag,
+    )
+    given = _given(call)
+    return module, [given[name] for name in ("q", "k", "v", "attn_mask", "scale")]
+
+
+def _halo(call: Call, context: Context) -> Replacement:
+    """A shift by one token, of which some are other ranks'."""
+    assert context.context is not None and context.context_axis is not None
+    shift = shift_of(context.graph, call.op)
+    assert shift is not None
+    return Halo(shift, context.context_axis, zigzag=context.context.zigzag), call.args[:1]
+
+
 def _attention(call: Call, context: Context) -> Replacement:
-    op = call.op
-    given = dict(zip(("q", "k", "v", "mask", "p", "causal"), call.args, strict=False)) | call.kwargs
+    op, given = call.op, _given(call)
     q, k = (context.graph.values[name].shape for name in op.operands[:2])
     grid = _grid(context, op.results[0], call.results[0], (*q[:-1], k[-2]))
     args = (
         given["q"],
         given["k"],
         given["v"],
-        given.get("mask", given.get("attn_mask")),
-        given.get("p", given.get("dropout_p", 0.0)),
-        given.get("causal", given.get("is_causal", False)),
-        given.get("scale"),
+        given["attn_mask"],
+        given["dropout_p"],
+        given["is_causal"],
+        given["scale"],
         call.rng,
     )
     return DropoutAttention(grid, call.position), args
@@ -148,11 +187,13 @@ def _grid(
     context: Context, value: str, state: State, shape: Sequence[int] | None = None
 ) -> IndexGrid:
     """Where this rank's elements of a result, or of a tensor of `shape` split as it, lie."""
-    (data, tensor), (outer, inner) = state, context.axes
     cuts = [
-        (data, outer.size, outer.rank),
-        (local_view(tensor, data, outer.size), inner.size, inner.rank),
+        Cut(seen_locally(k, placement, state, context.axes), axis, zigzag)
+        for k, (placement, axis) in enumerate(zip(state, context.axes, strict=True))
+        for zigzag in [context.lies_in_zigzag(value, k, placement)]
     ]
+    if context.context is not None and not token_dim(context.table, value, state[1]):
+        cuts[1:] = cuts[:0:-1]  # heads are split by the tensor axis first
     shape = tuple(shape or context.graph.values[value].shape)
     batched = context.table.has_batch(value) or value in single_rows(context.graph)
     numel = math.prod(shape)

@@ -23,13 +23,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
-from meshwright.executor.lowering import local_part
 from meshwright.executor.parameters.partial_dtensors import (
     StageGradient,
     read_strided_parts,
     read_whole_items,
 )
 from meshwright.executor.ranks import Holders, Place
+from meshwright.executor.resharding import local_part
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, SCATTERED_AT_ONCE
-from meshwright.executor.lowering import Axis, reduce_scatter_flat, split_parts
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import Axis, reduce_scatter_flat, split_parts
 
 Collectives = tuple[tuple[str, Axis], ...]  # ("all_reduce" or "reduce_scatter", axis), in order
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.sharding import Placement
-from meshwright.executor.lowering import all_gather, local_part
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import all_gather, local_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

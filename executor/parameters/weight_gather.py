@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
-from meshwright.executor.lowering import Axis, Waiting, all_gather_flat
 from meshwright.executor.parameters.host_memory import Aside, fill, on_device
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import Axis, Waiting, all_gather_flat
 
 IN_FLIGHT = 2  # buckets being gathered, and more where the next block needs them
 

@@ -5,6 +5,11 @@ It shards the plain local tensors of a stage over the shard axis. The API's DTen
 shards, so names, placements and checkpoints are those of every other plan. Gradients are summed,
 not averaged, as the losses of all ranks add up. Under expert parallelism, experts are sharded over
 the ranks that hold the same ones, and gathered beside the rest of their block.
+
+With secondary shards (ZeRO++'s hpZ) the forward's all-gather over all n ranks leaves 1/k of the
+whole weights on each of k neighbours, in the precision that is computed in, and the backward
+gathers from these. torch cuts a weight along its dim 0 for that, which suits no weight that ZeRO
+shards along another dim: here it is cut as flat memory, which is whole again when gathered.
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import Shard
 
 from meshwright.executor.devices import has_streams
 from meshwright.executor.host_values import has_values
 from meshwright.executor.parameters.parameters import StageParameter, local_of
+from meshwright.executor.parameters.quantized import quantize
 from meshwright.executor.ranks import Holders, Place, StageMesh, device_mesh
 from meshwright.planner.plan import Plan, PlanError
 
@@ -85,10 +92,58 @@ def shard_stage(
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        _keep_secondary(sharded, place)
+        quantize(sharded, place)
         for name, p in gathered:
             p.leaf = p.sharded = getattr(module, name)  # frees the whole one
             p.stored = local_of(p.sharded.detach())
             p.offload = offload
+
+
+class _SecondaryParam(FSDPParam):
+    """torch's sharded parameter, whose shard between forward and backward is a part of its flat
+    memory, on the ranks of `post_forward_mesh_info`."""
+
+    @property
+    def fsdp_placement(self) -> Shard:
+        """The dim that a gather's parts are laid side by side on: the first of flat parts."""
+        flat = self.sharded_state == ShardedState.SHARDED_POST_FORWARD
+        return Shard(0) if flat else self.__dict__["_own_placement"]
+
+    @fsdp_placement.setter
+    def fsdp_placement(self, placement: Shard) -> None:
+        self.__dict__["_own_placement"] = placement
+
+    def to_sharded_post_forward(self) -> None:
+        """Keep this rank's part of the whole weight, and free the rest."""
+        mesh: Any = self.post_forward_mesh_info
+        whole = self.all_gather_outputs[0]
+        part = whole.numel() // mesh.shard_mesh_size
+        own = whole.narrow(0, part * mesh.shard_mesh_rank, part)
+        self._sharded_post_forward_param_data = own.clone()
+        self._setattr_on_modules(self.sharded_param)
+        self.free_unsharded_param()
+        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
+
+
+def _keep_secondary(module: FSDPModule, place: Place) -> None:
+    """Let a module's weights stay on the secondary axis from its forward to its backward."""
+    axis = place.secondary
+    if axis is None or place.here.secondary == 1:
+        return
+    ranks = dist.get_process_group_ranks(axis.group)
+    mesh = device_mesh((axis.group,), place.device.type, ranks, (axis.size,), ("secondary",))
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one in older versions of torch
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is None or group.post_forward_mesh_info is None:
+            continue  # kept whole for a backward that follows at once
+        group.post_forward_mesh_info = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        for own in group.fsdp_params:
+            placement = own.__dict__.pop("fsdp_placement")
+            own.__class__ = _SecondaryParam
+            own.fsdp_placement = placement
+            own.post_forward_mesh_info = group.post_forward_mesh_info
 
 
 def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:

@@ -27,7 +27,8 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.executor.devices import has_streams
 from meshwright.executor.host_values import with_values
-from meshwright.executor.lowering import Axis, legs
+from meshwright.executor.lowering import legs
+from meshwright.executor.resharding import Axis
 from meshwright.planner.plan import Plan, check_experts_run, folds
 
 Edge = tuple[int, int]  # (source stage, target stage) of an activation
@@ -36,15 +37,30 @@ FORWARD, BACKWARD = "forward", "backward"  # directions along an edge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMesh:
-    """The ranks of one stage as a (dp, tp) grid, tp innermost. ZeRO shards over `shards`
-    neighbours; `experts` is the expert-parallel degree, `folded` over the tensor axis or not."""
+    """The ranks of one stage as a (dp, tp) grid, tp innermost: `dp` counts the ranks that hold the
+    same parameters, `cp` neighbours of which share out the tokens of the same rows. ZeRO shards
+    over `shards` neighbours, of which `secondary` keep ZeRO-3's weights for the backward (1: none
+    do), and sends `quantized` what is; `experts` is the expert-parallel degree, `folded` over the
+    tensor axis or not."""
 
     ranks: tuple[int, ...]
     dp: int
     tp: int
     shards: int
+    secondary: int = 1
+    quantized: str = "none"
     experts: int = 1
     folded: bool = False
+    cp: int = 1
+
+    @property
+    def outer(self) -> tuple[int, ...]:
+        """The sizes of the axes of rows and, where there is one, of context."""
+        return (self.dp,) if self.cp == 1 else (self.dp // self.cp, self.cp)
+
+    def outer_coordinate(self, d: int) -> tuple[int, ...]:
+        """The coordinates of a data rank on those axes."""
+        return (d,) if self.cp == 1 else divmod(d, self.cp)
 
     def rank(self, d: int, t: int) -> int:
         """The rank at a (data, tensor) coordinate."""
@@ -120,11 +136,14 @@ def stage_meshes(
         meshes.append(
             StageMesh(
                 ranks=stage.ranks,
-                dp=stage.dp,
+                dp=stage.holders,
                 tp=stage.tp,
                 shards=stage.shards,
+                secondary=stage.hpz or 1,
+                quantized=stage.quantized,
                 experts=stage.ep,
                 folded=folded,
+                cp=stage.cp,
             )
         )
     return meshes
@@ -149,11 +168,15 @@ class Holders:
 class Place:
     """This rank's stages, mesh axes, process groups and device.
 
+    `data` are all ranks that hold the same parameters; of those, `rows` have other rows of the same
+    tokens, and `context`, if the sequence is split, other tokens of the same rows.
+
     Under expert parallelism, `experts` are the holders of its experts, and `exchange` is the axis
     of the token all-to-all. `mesh` is the DeviceMesh of the API's tensors, None where no process
     group exists (one device). `edge_groups` gives the process group of the sends along an edge of
     the stage graph in a direction, `tied_groups` that of all ranks of the stages that hold a tied
-    parameter.
+    parameter. `secondary` is the axis of ZeRO-3's secondary shards, and `far` that of the ranks
+    with the same part of them; None where no stage of the plan has them.
     """
 
     stages: tuple[int, ...]
@@ -167,8 +190,17 @@ class Place:
     tied_groups: Mapping[tuple[int, ...], Any]
     device: torch.device
     rank: int
+    rows: Axis
+    context: Axis | None = None
     exchange: Axis | None = None
     experts: Holders | None = None
+    secondary: Axis | None = None
+    far: Axis | None = None
+
+    @property
+    def outer(self) -> tuple[Axis, ...]:
+        """The axes of rows and, where there is one, of context."""
+        return (self.rows,) if self.context is None else (self.rows, self.context)
 
     def holders(self, *, experts: bool) -> Holders:
         """The holders of a weight of `experts`, or of any other parameter."""
@@ -197,6 +229,7 @@ def single_process(device: torch.device, meshes: Sequence[StageMesh]) -> Place:
         tied_groups={},
         device=device,
         rank=0,
+        rows=axes["data"],
     )
 
 
@@ -242,6 +275,13 @@ def _axes(
         "replicate": _axis("replicate", here.line(rank, here.shards, here.dp)),
         "tensor": _axis("tensor", (here.row(d), t)),
     }
+    if any(mesh.secondary > 1 for mesh in meshes):
+        axes["secondary"] = _axis("secondary", here.line(rank, 1, here.secondary))
+        axes["far"] = _axis("far", here.line(rank, here.secondary, here.shards))
+    axes["rows"] = axes["data"]
+    if any(mesh.cp > 1 for mesh in meshes):
+        axes["rows"] = _axis("rows", here.line(rank, here.cp, here.dp))
+        axes["context"] = _axis("context", here.line(rank, 1, here.cp))
     if any(mesh.experts > 1 for mesh in meshes):
         expert_axes = _expert_axes(here, rank)  # always made, for the other stages' sake
         axes |= expert_axes if here.experts > 1 else {}

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.host_values import has_values, read, share_memory
-from meshwright.executor.lowering import Axis, all_gather_flat
 from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.object_collectives import (
     all_gather_object,
     broadcast_object,
     gloo_group,
 )
+from meshwright.executor.resharding import Axis, all_gather_flat
 
 SHOWN = 3  # names in a message
 FIRST, EVERY = 3, 100  # batches compared: the first ones, and every one of so many

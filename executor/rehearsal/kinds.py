@@ -1,11 +1,10 @@
 """Which ranks of a plan do the same: one of each is rehearsed.
 
 Ranks of a device group run the same program. What differs is the length of their parts of dims that
-an axis doesn't divide; and the first rank of an axis is the one that others get a tensor from, that
-holds the whole of a sum, and that writes what all hold. So ranks are alike that are both, or
-neither, the first of every axis on which they have a part (data, tensor, ZeRO's shards, experts),
-and whose parts of every dim that is split are as long. Where meshes of stages differ, who sends to
-whom differs within an axis, too, and every rank is a kind of its own.
+an axis doesn't divide, how many keys attention reads where the sequence is split, and what the
+first rank of an axis does for the others. So ranks are alike that have the same tokens, that are
+both, or neither, the first of every axis on which they have a part (data, tensor, ZeRO's shards,
+experts), with parts as long of every dim that is split. Where meshes differ, no two ranks are.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from functools import cache
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.sharding import Assignment, Placement, Strategy, data_layout
-from meshwright.executor.lowering import part_of
 from meshwright.executor.ranks import StageMesh
+from meshwright.executor.resharding import part_of
 from meshwright.executor.stages import CheckedPlan
 
 # lengths of the dims that are split on the data axis, and on the tensor axis
@@ -27,7 +26,7 @@ NONE: Splits = (frozenset(), frozenset())
 def splits_of(checked: CheckedPlan, meshes: Sequence[StageMesh]) -> Splits:
     """The lengths of the dims that a plan splits on each axis."""
     graph, on_data, on_tensor = checked.graph, set[int](), set[int]()
-    for dp in {mesh.dp for mesh in meshes}:
+    for dp in {mesh.outer[0] for mesh in meshes}:
         layout = data_layout(graph, checked.factors, dp)
         for op in graph.ops:
             on_data |= _split(graph, _states(op, layout.strategies[op.name]))
@@ -61,7 +60,7 @@ def kinds_of_ranks(
     meshes: Sequence[StageMesh], splits: Splits = NONE, *, every: bool = False
 ) -> Mapping[int, int]:
     """Rank -> the lowest rank that does the same; each rank itself with `every`."""
-    equal = len({(m.dp, m.tp, m.shards, m.experts, m.folded) for m in meshes}) == 1
+    equal = len({(m.dp, m.cp, m.tp, m.shards, m.experts, m.folded) for m in meshes}) == 1
     if every or not equal:
         return {rank: rank for mesh in meshes for rank in mesh.ranks}
 
@@ -76,6 +75,7 @@ def kinds_of_ranks(
         for place, rank in enumerate(mesh.ranks):
             d, t = divmod(place, mesh.tp)
             firsts = tuple(d % n == 0 for n in (mesh.dp, mesh.shards, mesh.expert_parts))
-            kind = (firsts, t == 0, parts(0, mesh.dp, d), parts(1, mesh.tp, t))
+            row, *tokens = mesh.outer_coordinate(d)
+            kind = (firsts, *tokens, t == 0, parts(0, mesh.outer[0], row), parts(1, mesh.tp, t))
             found[rank] = first.setdefault(kind, rank)
     return found

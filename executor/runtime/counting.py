@@ -97,9 +97,9 @@ class Counted:
         elif self.step.plan.num_microbatches > 1:  # a total of the batch already
             count = count / self.step.plan.num_microbatches
         count = count.detach().double().reshape(())
-        axis, state = self.step.place.data, handed[main][0]
-        if axis.size > 1 and (state.sharded or state.kind == "P"):
-            dist.all_reduce(count, group=axis.group)
+        for axis, state in zip(self.step.place.outer, handed[main][:-1], strict=True):
+            if axis.size > 1 and (state.sharded or state.kind == "P"):
+                dist.all_reduce(count, group=axis.group)
         self.total = self.total + count.cpu()
 
     def whole(self) -> float:

@@ -7,17 +7,18 @@ axis; its own rows, or with `gather` those of all data ranks, on every rank of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.sharding import Placement, R
+from meshwright.costmodel.sharding import ContextLayout, Placement, R, token_dim
 from meshwright.executor.errors import StateError
-from meshwright.executor.lowering import Axis, Reshard, State, all_gather, local_view
+from meshwright.executor.lowering import State, local_view
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import Axis, Reshard, all_gather
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import Keep
@@ -75,7 +76,7 @@ class _Kept:
     def __call__(self, stage: int, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
         """Take what a stage made of a micro-batch. Collective over the stage's ranks."""
         for value, state in self.step.stages[stage].handed.items():
-            part = self._part(value, state, microbatch, made[value])
+            part = self._part(stage, value, state, microbatch, made[value])
             self.parts.setdefault(value, []).append(part)
 
     def whole(self, value: str) -> torch.Tensor | None:
@@ -120,17 +121,36 @@ class _Kept:
             shape[dim] = shape[dim] // self.step.plan.microbatch_rows * self.rows
         return shape if self.at is None else [shape[0], *shape[2:]]
 
-    def _part(self, value: str, state: State, microbatch: int, x: torch.Tensor) -> torch.Tensor:
-        data, tensor = state
-        axis, each = self.place.data, self.step.plan.microbatch_rows
+    def _all_tokens(
+        self, x: torch.Tensor, value: str, stage: int, outer: Sequence[Placement]
+    ) -> torch.Tensor:
+        """A value whole on the context axis."""
+        (data, tokens), axis = outer, self.place.context
+        layout = self.step.stages[stage].outer[1]
+        if axis is None or tokens.kind not in ("S", "P"):
+            return x
+        assert isinstance(layout, ContextLayout)
+        zigzag = layout.zigzag and token_dim(self.step.checked.factors, value, tokens)
+        local = local_view(tokens, data, self.place.rows.size)
+        whole: torch.Tensor = Reshard(local, R, axis, zigzag=(zigzag, False))(x)
+        return whole
+
+    def _part(
+        self, stage: int, value: str, state: State, microbatch: int, x: torch.Tensor
+    ) -> torch.Tensor:
+        *outer, tensor = state
+        data, axis, each = outer[0], self.place.rows, self.step.plan.microbatch_rows
         dim = self.row_dim(value)
         first = microbatch * each
         if data.sharded:
             each //= axis.size
             first += axis.rank * each
         sizes = self.step.graph.values[value].shape
+        if len(outer) > 1:  # tokens first: the tensor axis may split theirs further
+            x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
+            x, tensor = self._all_tokens(x, value, stage, outer), R
         if self.at is not None:
-            x, tensor, sizes = self._at(x, state, first, each, sizes)
+            x, tensor, sizes = self._at(x, (data, tensor), first, each, sizes)
         x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
         if data.kind == "P" and axis.size > 1:
             x = Reshard(data, R, axis)(x)
@@ -150,7 +170,7 @@ class _Kept:
         assert self.at is not None
         data, tensor = state
         if tensor.sharded and tensor.dim < 2:
-            x = _whole_on(self.place.tensor, x, tensor, data, self.place.data.size, sizes)
+            x = _whole_on(self.place.tensor, x, tensor, data, self.place.rows.size, sizes)
             tensor = R
         own = self.at[first : first + each].to(x.device)
         own = torch.nn.functional.pad(own, (0, each - len(own)))

@@ -232,7 +232,7 @@ class Runtime(RankState):
     def _prepared(self, batch: Any, local: bool) -> tuple[Step, Given]:
         """The step for a batch, which the programs run from now on, and its inputs: the same on all
         ranks, or those of this rank's share. Raises ValueError on all alike."""
-        batches, data = self.planned.batches, self.place.data
+        batches, data = self.planned.batches, self.place.rows
         check = partial(
             self.batch_check.check,
             list(self.graph.inputs.values()),
@@ -342,7 +342,7 @@ class Runtime(RankState):
 
     def _run_stage(self, step: Step, k: int, inputs: Given) -> RunStage:
         lowered, program = step.stages[k], self.stages[k].program
-        rows = step.batches.rows(inputs, lowered.data, step.reads[k])
+        rows = step.batches.rows(inputs, lowered.outer[0], step.reads[k])
         add_totals(lowered.totals, program.tensors, rows)
         return RunStage(
             program=program,

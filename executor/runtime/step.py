@@ -73,8 +73,9 @@ class Step:
                     found = row_weight(targets[target], ignored, targets.get(weight or ""))
                     totals[name] = totals[name] + found
         for name, (target, *_) in stage.losses.items():
-            if place.data.size > 1 and stage.data.states[target].sharded:
-                dist.all_reduce(totals[name], group=place.data.group)
+            for axis, layout in zip(place.outer, stage.outer, strict=True):
+                if axis.size > 1 and layout.states[target].sharded:
+                    dist.all_reduce(totals[name], group=axis.group)
         return {name: total / self.plan.num_microbatches for name, total in totals.items()}
 
     def mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
@@ -87,8 +88,9 @@ class Step:
                 torch.stack([x.float().reshape(()) for x in losses]).sum()
                 / self.plan.num_microbatches
             )
-            if place.data.size > 1 and loss_is_summed(self.stages[last].data, self.graph):
-                dist.all_reduce(total, group=place.data.group)
+            for axis, layout in zip(place.outer, self.stages[last].outer, strict=True):
+                if axis.size > 1 and loss_is_summed(layout, self.graph):
+                    dist.all_reduce(total, group=axis.group)
         if place.mesh is not None and last > 0:
             dist.broadcast(total, src=place.meshes[last].ranks[0])
         return total

@@ -97,7 +97,7 @@ class Batches:
 
     def share_of(self, total: int) -> Sequence[int]:
         """`share` of a global batch of `total` rows, of which there may be fewer than planned."""
-        parts, axis = self.plan.microbatches_of(total), self.place.data
+        parts, axis = self.plan.microbatches_of(total), self.place.rows
         rows = total // parts
         own = torch.arange(rows).tensor_split(axis.size)[axis.rank].tolist()
         return [k * rows + n for k in range(parts) for n in own]
@@ -116,7 +116,7 @@ class Batches:
                 raise self.unlike(given, "pad or drop rows, or plan for this batch")
         planned = len(self.share) if given.local else self.planned.rows
         found = min(rows, default=planned)
-        rows_in_all = found * (self.place.data.size if given.local else 1)
+        rows_in_all = found * (self.place.rows.size if given.local else 1)
         shape = BatchShape.of(self.graph, rows_in_all, tensors)
         apart = shape.sizes != self.planned.sizes and not rows_in_all % self.data_ranks
         if found == planned or (self.filling and found < planned and not apart):
@@ -210,7 +210,7 @@ class Batches:
     def rows(self, given: Given, layout: DataLayout, read: Collection[str]) -> Rows:
         """This rank's rows of the inputs that a stage reads. Raises ValueError for a local batch
         where it must read rows of other shares."""
-        axis, batched = self.place.data, self.graph.batched
+        axis, batched = self.place.rows, self.graph.batched
         parts: Rows = [{} for _ in range(self.plan.num_microbatches)]
         for name, tensor in (given.tensors or {}).items():
             if name not in read:

@@ -12,8 +12,9 @@ from meshwright.costmodel.rules import traits_of, updates_statistics
 from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, buffer_state
 from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import share_memory
-from meshwright.executor.lowering import Lowered, all_gather, local_part
+from meshwright.executor.lowering import Lowered
 from meshwright.executor.ranks import Place
+from meshwright.executor.resharding import all_gather, local_part
 from meshwright.executor.stages.user_model import UserModel
 
 

@@ -19,10 +19,11 @@ def stage_channels(
     edges: Mapping[Edge, Sequence[str]],
     graph: Graph,
     place: Place,
-    data_of: Callable[[int], DataLayout],
+    outer_of: Callable[[int], Sequence[DataLayout]],
 ) -> Channels:
     """The channels of stage k to stages of other ranks; `edges` gives the values that travel,
-    `data_of` the layout of a data-parallel degree. Every value of every edge has its own tag."""
+    `outer_of` the layouts of a stage on its outer axes. Every value of every edge has its own
+    tag."""
     found: dict[tuple[Action, int], dict[str, Channel]] = {}
     crossings = [(edge, name) for edge, names in edges.items() for name in names]
     for tag, (edge, name) in enumerate(crossings, start=1):
@@ -31,10 +32,11 @@ def stage_channels(
             continue
         meta = graph.values[name]
         ends = [
-            (mesh, boundary_placement(graph, data_of(mesh.dp), name)) for mesh in (source, target)
+            (mesh, tuple(boundary_placement(graph, layout, name) for layout in outer_of(j)))
+            for j, mesh in zip(edge, (source, target), strict=True)
         ]
-        mesh, placement = ends[edge.index(k)]
-        mine = held(meta.shape, placement, mesh.dp, mesh.coordinate(place.rank)[0])
+        mesh, placements = ends[edge.index(k)]
+        mine = held(meta.shape, placements, mesh, mesh.coordinate(place.rank)[0])
         sends = k == edge[0]
         peer = edge[1] if sends else edge[0]
         forward = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION

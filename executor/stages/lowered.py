@@ -10,11 +10,13 @@ from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.sharding import (
     BlockLayouts,
+    ContextLayout,
     DataLayout,
     Placement,
     R,
     RowUse,
     TotalKind,
+    context_layout,
     data_layout,
 )
 from meshwright.executor.backward import WeightGradientQueue
@@ -26,7 +28,7 @@ from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
-from meshwright.planner.plan import crossings, stage_of, updates_of
+from meshwright.planner.plan import crossings, segments_of, stage_of, updates_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +38,9 @@ class LoweredStage:
     `beside` are the sends that stages of this rank read, by stage, and `channels` carry the others.
     `totals` are taken over the batch before the step, in this order; `counts` finds the targets of
     one micro-batch, `losses` says which loss has which, with its ignored index and class weights.
-    `stored` gives the (data, tensor) state of each parameter, `buffers` the FQN and the placement
-    of each buffer, by value name; `handed` is the (data, tensor) state of each value that is kept
-    for the caller of an evaluation.
+    `outer` are its layouts on the axes of rows and, where there is one, of context. `stored` gives
+    the state of each parameter, `buffers` the FQN and the placement of each buffer, by value name;
+    `handed` is the state of each value that is kept for the caller of an evaluation.
     """
 
     graphs: StageGraphs
@@ -47,7 +49,7 @@ class LoweredStage:
     totals: tuple[Total, ...]
     counts: Lowered | None
     losses: Mapping[str, tuple[str, int, str | None]]
-    data: DataLayout
+    outer: Sequence[DataLayout]
     stored: Mapping[str, State]
     buffers: Mapping[str, tuple[str, Placement]]
     handed: Mapping[str, State]
@@ -85,7 +87,7 @@ class StageLowering:
         self.keep = keep
         self.owner = stage_of(plan)
         self.edges = crossings(plan, graph)
-        self._layouts: dict[int, DataLayout] = {}
+        self._layouts: dict[tuple[int, int, str], tuple[DataLayout, ...]] = {}
         self._classes: dict[Any, Any] = {}  # of blocks, lowered once for all stages
 
     def blocks(self, k: int) -> list[Block]:
@@ -97,9 +99,9 @@ class StageLowering:
         graph, place, chosen = self.graph, self.place, self.assignments[k]
         blocks, mesh = self.blocks(k), place.meshes[k]
         layouts = {b.name: BlockLayouts(graph, self.table, b, mesh.tp) for b in blocks}
-        data = self._data(mesh.dp)
-        stored = parameter_states(graph, blocks, chosen, data)
-        lowering = self._lowering(k, blocks, data)
+        outer = self._outer(k)
+        stored = parameter_states(graph, blocks, chosen, outer, mesh.outer)
+        lowering = self._lowering(k, blocks, outer)
         updates = updates_of(graph, blocks)
         prologue = _prologue(lowering, graph, blocks, updates)
         buffers = buffer_placements(graph, blocks, layouts, chosen, prologue, updates)
@@ -125,6 +127,7 @@ class StageLowering:
             updates=updates,
             differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
             outputs=tuple(handed),
+            segments=tuple(segments_of(blocks, self.plan.stages[k].segments, graph.loss)),
         )
         return LoweredStage(
             graphs=graphs,
@@ -133,11 +136,11 @@ class StageLowering:
                 for (i, j), names in self.edges.items()
                 if i == k and place.meshes[j].ranks == mesh.ranks
             },
-            channels=stage_channels(k, self.edges, graph, place, self._data),
+            channels=stage_channels(k, self.edges, graph, place, self._outer),
             totals=self._totals(lowering, (*prologue.outputs, *targets)),
             counts=counts,
             losses=losses,
-            data=data,
+            outer=outer,
             stored=stored,
             buffers=buffers,
             handed=handed,
@@ -151,19 +154,28 @@ class StageLowering:
         found = {n: states.get(n, R) for n in (*states, *read) if n in self.keep}
         return {name: context.boundary(name, state) for name, state in found.items()}
 
-    def _data(self, dp: int) -> DataLayout:
-        if dp not in self._layouts:
-            self._layouts[dp] = data_layout(self.graph, self.table, dp)
-        return self._layouts[dp]
+    def _outer(self, k: int) -> tuple[DataLayout, ...]:
+        """The layouts of stage k on the axes of rows and, where there is one, of context."""
+        stage = self.plan.stages[k]
+        key = stage.dp, stage.cp, stage.cp_kind
+        if key not in self._layouts:
+            rows = data_layout(self.graph, self.table, stage.dp)
+            self._layouts[key] = (rows,)
+            if stage.cp > 1:
+                tokens = context_layout(self.graph, self.table, stage.cp, stage.cp_kind)
+                self._layouts[key] = rows, tokens
+        return self._layouts[key]
 
-    def _lowering(self, k: int, blocks: Sequence[Block], data: DataLayout) -> Lowering:
+    def _lowering(self, k: int, blocks: Sequence[Block], outer: Sequence[DataLayout]) -> Lowering:
         place, stage = self.place, self.plan.stages[k]
         policies = dict(zip(stage.blocks, stage.policies, strict=True))
         context = Context(
             graph=self.graph,
             table=self.table,
-            data=data,
-            data_axis=place.data,
+            data=outer[0],
+            data_axis=place.rows,
+            context=next((x for x in outer if isinstance(x, ContextLayout)), None),
+            context_axis=place.context,
             tensor_axis=place.tensor,
             exchange=place.exchange,
             device=place.device,

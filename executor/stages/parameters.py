@@ -91,14 +91,14 @@ class RankParameters:
             fqn = self.graph.parameters[value]
             raise PlanError(
                 f"stages {here} lie on one device group and share {fqn!r}, sharded "
-                f"{self._states[value][1]} and {state[1]}",
+                f"{self._states[value][-1]} and {state[-1]}",
                 place="plan",
                 way_out="shard it alike in both",
             )
 
     def _make(self, k: int, value: str, state: State, *, gatherable: bool) -> StageParameter:
         fqn, owners = self.graph.parameters[value], self.owners[value]
-        on_data, on_tensor = state
+        *outer, on_tensor = state
         experts = value in self.experts and self.place.exchange is not None
         if experts and len(owners) > 1:
             raise PlanError(
@@ -114,7 +114,7 @@ class RankParameters:
             value=value,
             fqn=fqn,
             placement=on_tensor if on_tensor.sharded else R,
-            sum_data=on_data == RP,
+            sum_data=RP in outer,
             sum_tensor=on_tensor == RP,
             zero=self.plan.stages[k].zero,
             dtype=dtype,
@@ -138,11 +138,16 @@ def replicated(plan: Plan) -> bool:
 
 
 def parameter_states(
-    graph: Graph, blocks: Sequence[Block], chosen: Mapping[str, Assignment], data: DataLayout
+    graph: Graph,
+    blocks: Sequence[Block],
+    chosen: Mapping[str, Assignment],
+    outer: Sequence[DataLayout],
+    sizes: Sequence[int],
 ) -> dict[str, State]:
-    """(data, tensor) state of each parameter of a stage: partial where every reader leaves it so,
-    to be summed once per step; a parameter read in two ways is summed inside the graph."""
-    on_data: dict[str, set[Placement]] = {}
+    """State of each parameter of a stage: partial where every reader leaves it so, to be summed
+    once per step; a parameter read in two ways is summed inside the graph. `outer` are the layouts
+    on the other axes, of these `sizes`."""
+    on_outer: list[dict[str, set[Placement]]] = [{} for _ in outer]
     on_tensor: dict[str, set[Placement]] = {}
     stored: dict[str, Placement] = {}
     for block in blocks:
@@ -150,7 +155,8 @@ def parameter_states(
         for op in block.ops:
             for i, value in enumerate(op.operands):
                 if value in graph.parameters:
-                    on_data.setdefault(value, set()).add(data.strategies[op.name].operands[i])
+                    for found, layout in zip(on_outer, outer, strict=True):
+                        found.setdefault(value, set()).add(layout.strategies[op.name].operands[i])
                     on_tensor.setdefault(value, set()).add(
                         assignment.strategies[op.name].operands[i]
                     )
@@ -158,11 +164,21 @@ def parameter_states(
             stored.setdefault(value, assignment.states[value])
     return {
         value: (
-            RP if on_data[value] == {RP} else R,
+            *_summed([found[value] for found in on_outer], sizes),
             RP if state == R and on_tensor[value] == {RP} else state,
         )
         for value, state in stored.items()
     }
+
+
+def _summed(read: Sequence[set[Placement]], sizes: Sequence[int]) -> tuple[Placement, ...]:
+    """The state of a parameter on the outer axes, by the states in which it is `read` on each: one
+    sum is over all of them, so that it is partial on all or on none. A gradient that an axis has
+    whole is then its first rank's, and one of a part of the parameter that part's."""
+    rows, *tokens = read
+    used = [states for states, size in zip(tokens, sizes[1:], strict=True) if size > 1]
+    partial = rows == {RP} or (sizes[0] == 1 and any(states != {R} for states in used))
+    return (RP if partial else R,) * len(read)
 
 
 def _reached(graph: Graph) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.executor.devices import to_device
 from meshwright.executor.lowering import Lowered, block_salt
+from meshwright.executor.stages.segments import run_segment
+
+_Values: TypeAlias = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +64,7 @@ class StageGraphs:
     `prologue` makes what the `blocks` read of raw inputs; `constants` are by value name. `sends`
     are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the values
     that replace them after each micro-batch; `differentiable` have a gradient. `outputs` are kept
-    for the caller of an evaluation.
+    for the caller of an evaluation. `segments` are positions of blocks that run again together.
     """
 
     prologue: Lowered
@@ -72,12 +75,20 @@ class StageGraphs:
     updates: Mapping[str, str]
     differentiable: frozenset[str]
     outputs: tuple[str, ...] = ()
+    segments: tuple[range, ...] = ()
 
     @property
     def kept(self) -> tuple[str, ...]:
         """What a forward hands on."""
         loss = () if self.loss is None else (self.loss,)
         return tuple(dict.fromkeys([*self.sends, *loss, *self.outputs]))
+
+    @property
+    def spans(self) -> list[range]:
+        """The segments, and between them each block by itself."""
+        inside = {k for segment in self.segments for k in segment}
+        alone = [range(k, k + 1) for k in range(len(self.blocks)) if k not in inside]
+        return sorted([*self.segments, *alone], key=lambda span: span.start)
 
 
 class StageProgram(nn.Module):
@@ -148,14 +159,13 @@ class StageProgram(nn.Module):
             made = prologue.module(*[values[n] for n in prologue.arguments])
         values |= dict(zip(prologue.outputs, made, strict=True))
         random = self._random_states(rng)
-        for block in self.blocks:
-            lowered = block.lowered
-            args = [values[n] for n in block.given] + [counts[n] for n in lowered.losses]
-            if lowered.random:
-                args.append(random[lowered.name])
-            if self.ready is not None:
-                self.ready(lowered.name)
-            values |= dict(zip(lowered.outputs, block(*args), strict=True))
+        for span in self.graphs.spans:
+            if len(span) > 1 and torch.is_grad_enabled():
+                values |= self._segment(span, values, counts, random)
+                continue
+            for block in self.blocks[span.start : span.stop]:
+                self._announce(block)
+                values |= _run(block, values, counts, random)
         if self.training:
             with torch.no_grad():
                 for (
@@ -166,6 +176,41 @@ class StageProgram(nn.Module):
                     assert values[update].shape == new.shape, f"a part of the update of {buffer}"
                     self.tensors[buffer] = new.copy_(values[update])
         return {n: values[n] for n in self.graphs.kept}
+
+    def _announce(self, block: BlockModule) -> None:
+        if self.ready is not None:
+            self.ready(block.lowered.name)
+
+    def _segment(
+        self, span: range, values: _Values, counts: _Values, random: _Values
+    ) -> dict[str, torch.Tensor]:
+        """What later blocks read of a segment, and the stage hands on; in its backward it runs
+        again."""
+        blocks, later = self.blocks[span.start : span.stop], self.blocks[span.stop :]
+        made = dict.fromkeys(n for block in blocks for n in block.lowered.outputs)
+        read = dict.fromkeys(n for block in blocks for n in block.given if n not in made)
+        wanted = {*self.graphs.kept, *self.graphs.updates.values()}
+        wanted.update(n for block in later for n in block.given)
+        leaving = [n for n in made if n in wanted]
+        differentiable = self.graphs.differentiable
+        # parameters that other blocks read too are among them: their gradients are summed outside
+        names = [n for n in read if n in differentiable]
+        rest = {n: values[n] for n in read if n not in names}
+
+        def run(given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            own = rest | dict(zip(names, given, strict=True))
+            again = torch.is_grad_enabled()
+            for block in blocks:
+                if not again:
+                    self._announce(block)
+                own |= _run(block, own, counts, random)
+                if again and block is not blocks[-1] and isinstance(block, FSDPModule):
+                    block.reshard()  # which it leaves to the backward, if it runs in one
+            return tuple(own[n] for n in leaving)
+
+        flags = [n in differentiable for n in leaving]
+        found = run_segment(run, flags, [values[n] for n in names])
+        return dict(zip(leaving, found, strict=True))
 
     def train(self, mode: bool = True) -> StageProgram:
         """As for any module; the graphs, which blocks share, are no submodules."""
@@ -210,6 +255,17 @@ class StageProgram(nn.Module):
     def differentiable(self, done: Pass) -> dict[str, torch.Tensor]:
         """What was received and gets a gradient."""
         return {n: x for n, x in done.received.items() if n in self.graphs.differentiable}
+
+
+def _run(
+    block: BlockModule, values: _Values, counts: _Values, random: _Values
+) -> dict[str, torch.Tensor]:
+    """One block's outputs."""
+    lowered = block.lowered
+    args = [values[n] for n in block.given] + [counts[n] for n in lowered.losses]
+    if lowered.random:
+        args.append(random[lowered.name])
+    return dict(zip(lowered.outputs, block(*args), strict=True))
 
 
 def _attribute(value: str) -> str:

@@ -1,8 +1,9 @@
 """Point-to-point transfers between stages: each rank sends exactly the slices the other needs.
 
-A tensor lies on a stage's mesh replicated, or split along one dim of the data axis. The slices are
-the intersections of the boxes that source and destination ranks hold; where several source ranks
-hold the same box, the destinations take them in turn (between equal meshes: each its counterpart).
+A tensor lies on a stage's mesh replicated, or split by rows and by tokens (of which all stages have
+as many parts, in the same order: it does not matter in which). The slices are the intersections of
+the boxes that source and destination ranks hold; where several source ranks hold the same box, the
+destinations take them in turn (between equal meshes: each its counterpart).
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class Slice:
     box: Box
 
 
-def held(shape: Sequence[int], placement: Placement, n: int, k: int) -> Box:
-    """The box of the k-th of n ranks on the data axis."""
+def held(shape: Sequence[int], placements: Sequence[Placement], mesh: StageMesh, d: int) -> Box:
+    """The box of a mesh's data rank d; `placements` are by its outer axes."""
     box = [(0, size) for size in shape]
-    if placement.sharded:
-        size = shape[placement.dim] // n
-        box[placement.dim] = (k * size, (k + 1) * size)
+    for placement, n, k in zip(placements, mesh.outer, mesh.outer_coordinate(d), strict=True):
+        if placement.sharded:
+            first, end = box[placement.dim]
+            size = (end - first) // n
+            box[placement.dim] = (first + k * size, first + (k + 1) * size)
     return tuple(box)
 
 
@@ -49,16 +52,16 @@ def intersect(a: Box, b: Box) -> Box | None:
 def slices(
     shape: tuple[int, ...],
     source: StageMesh,
-    source_placement: Placement,
+    source_placements: tuple[Placement, ...],
     target: StageMesh,
-    target_placement: Placement,
+    target_placements: tuple[Placement, ...],
 ) -> tuple[Slice, ...]:
     """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
     moved: list[Slice] = []
     taken: Counter[Box] = Counter()
-    holders = _holders(shape, source, source_placement)
+    holders = _holders(shape, source, source_placements)
     for d in range(target.dp):
-        wanted = held(shape, target_placement, target.dp, d)
+        wanted = held(shape, target_placements, target, d)
         for t in range(target.tp):
             for box, replicas in holders.items():
                 common = intersect(box, wanted)
@@ -69,12 +72,14 @@ def slices(
     return tuple(moved)
 
 
-def _holders(shape: Sequence[int], mesh: StageMesh, placement: Placement) -> dict[Box, list[int]]:
+def _holders(
+    shape: Sequence[int], mesh: StageMesh, placements: Sequence[Placement]
+) -> dict[Box, list[int]]:
     """The distinct boxes of a tensor on a mesh, and the ranks that hold each."""
     found: dict[Box, list[int]] = {}
     for d in range(mesh.dp):
         ranks = [mesh.rank(d, t) for t in range(mesh.tp)]
-        found.setdefault(held(shape, placement, mesh.dp, d), []).extend(ranks)
+        found.setdefault(held(shape, placements, mesh, d), []).extend(ranks)
     return found
 
 

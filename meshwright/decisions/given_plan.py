@@ -64,6 +64,14 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=f"{name}={theirs!r}",
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
+    for k, stage in enumerate(plan.stages):
+        if stage.quantized != "none" and "quantized" not in problem.allow:
+            raise PlanError(
+                f"={stage.quantized!r}: numbers change with it, and it is not allowed",
+                place=f"plan: stage {k}: quantized",
+                legal="none",
+                way_out='give allow=["quantized"] (--allow quantized), or another plan',
+            )
     if plan.num_microbatches > 1 and problem.meetings:
         raise PlanError(
             f"={plan.num_microbatches}: {kept_together(problem.meetings)}",

@@ -36,7 +36,7 @@ class DataParallel:
     @staticmethod
     def of(runtime: Runtime) -> DataParallel:
         """Of the rank that a runtime is of."""
-        step, data = runtime.planned, runtime.place.data
+        step, data = runtime.planned, runtime.place.rows
         return DataParallel(
             rank=data.rank,
             size=data.size,

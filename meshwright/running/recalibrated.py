@@ -91,7 +91,7 @@ def _folded(
 ) -> Recalibration:
     """On rank 0: the rows of this plan, stored, and the corrections by all that are known."""
     profile = _profile(problem)
-    run = RunKind(precision=problem.precision, target=problem.target.name)
+    run = RunKind(precision=problem.products, target=problem.target.name)
     steps = step_timings(plan, problem, profile, medians, samples)
     here = DeviceId.here(device.type, cores_busy(problem.cluster))
     store, cache = Store(), None

@@ -193,8 +193,11 @@ def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
         name: {
             "ranks": compress_ranks(stage.ranks),
             "mesh": mesh_words(stage),
-            "ZeRO": f"{stage.zero}" + (f" within {stage.dp_shard}" if stage.dp_shard else ""),
-            "recompute": policy,
+            "ZeRO": f"{stage.zero}"
+            + (f" within {stage.dp_shard}" if stage.dp_shard else "")
+            + (f", hpZ {stage.hpz}" if stage.hpz else "")
+            + (f", quantised {stage.quantized}" if stage.quantized != "none" else ""),
+            "recompute": policy + (f", in {stage.segments}s" if stage.segments > 1 else ""),
         }
         for stage in plan.stages
         for name, policy in zip(stage.blocks, stage.policies, strict=True)

@@ -21,9 +21,13 @@ _WHAT = {
     "num_microbatches": "micro-batches per step",
     "zero": "ZeRO stage",
     "dp_shard": "ranks among which ZeRO divides",
+    "hpz": "ranks that keep a secondary shard of ZeRO-3's weights for the backward",
+    "quantized": "what ZeRO-3 sends in blocks of few bits; needs --allow quantized",
     "recompute": "what the backward computes again",
+    "segments": "blocks of which the first one's input alone is kept",
     "schedule": "pipeline schedule",
     "placement": "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
+    "cp_kind": "how attention runs where cp splits its tokens",
 }
 
 
@@ -77,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def overrides_of(args: argparse.Namespace) -> Overrides:
     """The overrides that the flags give. Raises ValueError."""
     by_block = {name: _merged(name, getattr(args, name)) for name in BY_BLOCK}
-    whole = {name: getattr(args, name) for name in (*COUNTS, "schedule", "placement")}
+    whole = {name: getattr(args, name) for name in (*COUNTS, "schedule", "placement", "cp_kind")}
     return Overrides(
         **by_block,
         **whole,

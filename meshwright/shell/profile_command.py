@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators import op_flops
-from meshwright.costmodel.sharding import FactorTable, Strategy, analyse, signature, strategies
+from meshwright.costmodel.operators import op_flops, signature
+from meshwright.costmodel.sharding import FactorTable, Strategy, analyse, strategies
 from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import divisors
 from meshwright.planner.tracing import trace

@@ -163,9 +163,8 @@ def _runs_here(policies: Sequence[str]) -> Family:
     return Family(
         name=RUNS_HERE,
         has=runs_here,
-        choice=lambda choice: (
-            choice.mesh.cp in RUNS["cp"]
-            and runs_experts(dp=choice.mesh.dp, tp=choice.mesh.tp, ep=choice.mesh.ep)
+        choice=lambda choice: runs_experts(
+            dp=choice.mesh.dp * choice.mesh.cp, tp=choice.mesh.tp, ep=choice.mesh.ep
         ),
         policies=tuple(p for p in policies if p in RUNS["recompute"]),
     )

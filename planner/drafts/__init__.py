@@ -2,12 +2,12 @@
 
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft, priced_fits
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
-from meshwright.planner.drafts.drafter import Drafter
+from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 
 __all__ = [
-    "Candidate", "Combination", "Drafter", "EqualStages", "Mesh", "MeshChoice", "PlanDraft",
-    "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of", "priced_fits",
+    "Candidate", "Combination", "Drafter", "EqualStages", "Given", "Mesh", "MeshChoice",
+    "PlanDraft", "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of", "priced_fits",
 ]  # fmt: skip

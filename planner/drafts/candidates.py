@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from meshwright.costmodel.blocks import fits, stage_costs
+from meshwright.costmodel.blocks import fits, segment_policy, stage_costs
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.planner.drafts.combinations import StageDraft
@@ -89,10 +89,10 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
     plan = _with_shardings(coster, draft, assignments)
     rooms = [memory_bytes - coster.cluster.device.reserved_bytes] * len(draft.plan.devices)
     for tried in range(MOST_TRIES):
-        policies = _policies(coster, draft, rooms, again=tried > 0)
+        policies = _policies(coster, draft, rooms, tried)
         stages = [
-            dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own))
-            for stage, own in zip(plan.stages, policies, strict=True)
+            dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own), segments=size)
+            for stage, (own, size) in zip(plan.stages, policies, strict=True)
         ]
         written = dataclasses.replace(plan, stages=tuple(stages))
         priced = evaluate(written, coster.problem, assignments, coster)
@@ -149,11 +149,15 @@ def _stage_plan(
         dp=mesh.dp,
         tp=mesh.tp,
         cp=mesh.cp,
+        cp_kind=draft.setup.setting.cp_kind,
         ep=mesh.ep,
         zero=draft.setup.zero,
         dp_shard=draft.setup.dp_shard or None,
+        hpz=draft.setup.hpz or None,
+        quantized=draft.setup.quantized,
         recompute=recompute_of(names, policies),
         offload={"optimizer": draft.setup.host_states} if draft.setup.host_states else {},
+        segments=draft.segments,
     )
 
 
@@ -161,15 +165,20 @@ def _stage_plan(
 
 
 def _policies(
-    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float], *, again: bool
-) -> list[tuple[str, ...]]:
-    """The policy of each block of each stage: the least recompute with which the stages of a device
-    group fit its room together; a draft without any keeps to that unless it is tried `again`."""
-    found = [d.policies for d in draft.stages]
+    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float], tried: int
+) -> list[tuple[tuple[str, ...], int]]:
+    """The policy of each block of each stage, and the blocks in its segments: the least recompute
+    with which the stages of a device group fit its room together; a draft without any keeps to that
+    unless it was `tried`, one in segments goes on to its next ones then."""
+    found = [(d.policies, d.segments) for d in draft.stages]
     for ranks, room in zip(draft.plan.devices, rooms, strict=True):
         here = [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
         stages = [draft.stages[k] for k in here]
-        if not again and all(set(d.policies) == {"none"} for d in stages):
+        if any(d.segments > 1 for d in stages):
+            for k, d in zip(here, stages, strict=True):
+                found[k] = d.harder(tried)
+            continue
+        if not tried and all(set(d.policies) == {"none"} for d in stages):
             continue
         costs = [
             stage_costs(d.setup.chain.runs.sums[d.run], d.setup.setting, "none") for d in stages
@@ -178,7 +187,7 @@ def _policies(
         blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
         chosen = choose_policies(
             [own for of_stage in blocks for own in of_stage],
-            stages[0].levels.policies,
+            [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1],
             in_flight=sum(d.in_flight for d in stages) / len(stages),
             room_bytes=room - kept - max(float(own.passing_bytes) for own in costs),
             device=coster.cluster.device.kind,
@@ -186,7 +195,7 @@ def _policies(
         if chosen:
             names = iter(chosen)
             for k, d in zip(here, stages, strict=True):
-                found[k] = d.overridden([next(names) for _ in range(d.stop - d.start)])
+                found[k] = d.overridden([next(names) for _ in range(d.stop - d.start)]), d.segments
     return found
 
 

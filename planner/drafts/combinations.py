@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.blocks import StageCosts, combined, stage_costs
+from meshwright.costmodel.blocks import StageCosts, combined, segment_policy, stage_costs
 from meshwright.costmodel.operators import Setting
 from meshwright.planner.drafts.space import Mesh
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
@@ -14,17 +14,21 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
-    and the chain that gives its costs; `host_states` as in `Setting`."""
+    and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
+    gives its costs; `host_states` as in `Setting`."""
 
     mesh: Mesh
     zero: int
     dp_shard: int
     chain: Chain
+    hpz: int = 0
+    quantized: str = "none"
     host_states: float = 0.0
 
     @property
     def setting(self) -> Setting:
-        return replace(self.chain.setting, zero=self.zero, host_states=self.host_states)
+        own = {"zero": self.zero, "hpz": self.hpz, "host_states": self.host_states}
+        return replace(self.chain.setting, **own)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class Combination:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
     """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one, with which
-    `in_flight` micro-batches fit on its devices."""
+    `in_flight` micro-batches fit on its devices; `given` blocks in a segment, by the user."""
 
     start: int
     stop: int
@@ -69,6 +73,7 @@ class StageDraft:
     levels: RecomputeLevels
     chosen: ChosenLevel
     in_flight: float
+    given: int | None = None
 
     @property
     def run(self) -> int:
@@ -79,14 +84,34 @@ class StageDraft:
     @property
     def policies(self) -> tuple[str, ...]:
         """The recompute policy of each block, the first ones recomputing most."""
+        return self.overridden([segment_policy(name)[0] for name in self._names()])
+
+    @property
+    def segments(self) -> int:
+        """Blocks in a segment; all of a stage are on the level of one, or none."""
+        return self.given or segment_policy(self._names()[0])[1]
+
+    def harder(self, steps: int) -> tuple[tuple[str, ...], int]:
+        """Policies and blocks in a segment, so many levels of segments beyond its own."""
+        last = len(self.levels.policies) - 1
+        names = [self.levels.policies[min(self._level() + steps, last)]] * (self.stop - self.start)
+        policy, size = segment_policy(names[0])
+        return self.overridden([policy] * len(names)), self.given or size
+
+    def _level(self) -> int:
+        """The level of the first block."""
+        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
+        more = round(part * (self.stop - self.start)) > 0
+        return min(level + more, len(self.levels.policies) - 1)
+
+    def _names(self) -> list[str]:
         where, count = self.run, self.stop - self.start
         level, more = (
             int(self.chosen.level[where]),
             round(float(self.chosen.fraction[where]) * count),
         )
         names = self.levels.policies
-        free = [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
-        return self.overridden(free)
+        return [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
 
     def repriced(
         self, *, compute: float, communication: float, data_axis: float

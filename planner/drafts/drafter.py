@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.drafts.candidates import (
@@ -27,13 +27,23 @@ from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages import BlockPrograms
 
 
+class Given(TypedDict, total=False):
+    """What a drafter may be given beside the problem, as `Drafter` has it."""
+
+    executable: bool
+    memory_margin: float
+    segmented: bool
+    programs: BlockPrograms | None
+
+
 class Drafter:
     """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
     and `unequal` meshes.
 
     `executable` leaves only what the executor runs; `memory_margin` is the part of a device's
-    memory that stays free. `programs` are another drafter's of the same problem, to reuse what it
-    priced. Raises `OverrideError` for overrides that contradict the model or each other.
+    memory that stays free; `segmented` allows segments. `programs` are another drafter's of the
+    same problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the
+    model or each other.
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class Drafter:
         *,
         executable: bool = False,
         memory_margin: float = 0.0,
+        segmented: bool = False,
         programs: BlockPrograms | None = None,
     ) -> None:
         graph = problem.graph
@@ -53,7 +64,15 @@ class Drafter:
         self.executable = executable
         self.memory_margin = memory_margin
         self.host_said = ""  # why host memory doesn't help, where that was tried
-        self.restrictions = restrict(overrides, graph, executable=executable, target=problem.target)
+        self.segmented = segmented
+        self.restrictions = restrict(
+            overrides,
+            graph,
+            executable=executable,
+            target=problem.target,
+            allow=problem.allow,
+            precision=problem.precision,
+        )
         given = self.restrictions.host_states
         if given and problem.cluster.host is None:
             raise OverrideError(
@@ -71,6 +90,7 @@ class Drafter:
             restrictions=self.restrictions,
             memory_margin=memory_margin,
             host_states=given or 0.0,
+            segmented=segmented,
         )
         at = self.space.cut_at
         if programs is None:
@@ -111,6 +131,7 @@ class Drafter:
             "overrides": self.overrides,
             "executable": self.executable,
             "memory_margin": self.memory_margin,
+            "segmented": self.segmented,
         }
 
     def on_nodes(self, num_nodes: int) -> Self:

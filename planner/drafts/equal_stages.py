@@ -17,12 +17,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import Floats, StageCosts, Sums, of_one, stage_bytes, stage_costs
+from meshwright.costmodel.blocks import (
+    Floats,
+    StageCosts,
+    Sums,
+    of_one,
+    segment_policy,
+    stage_bytes,
+    stage_costs,
+)
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, Schedule, peak_activation
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
+from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Mesh, Space, groups_of
+from meshwright.planner.drafts.transports import Transport, transports
 from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
 
@@ -44,7 +54,9 @@ class EqualStages:
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, int, tuple[str, ...]], RecomputeLevels] = field(default_factory=dict)
+    _levels: dict[tuple[Chain, int, int, tuple[str, ...]], RecomputeLevels] = field(
+        default_factory=dict
+    )
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
 
     def __post_init__(self) -> None:
@@ -63,27 +75,29 @@ class EqualStages:
 
     def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
         """A mesh in every mode that may pay, with every ZeRO stage it may have."""
-        by_shard: dict[int, list[int]] = {}
-        for zero, shard in self.space.zeros(mesh):
-            by_shard.setdefault(shard, []).append(zero)
-        for shard, zeros in by_shard.items():
+        for transport, zeros in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
-                chain = self.chain(mesh, m, shard, mode)
+                chain = self.chain(mesh, m, transport, mode)
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
-                own = self.space.host_states
-                yield from (
-                    StageSetup(mesh=mesh, zero=z, dp_shard=shard, chain=chain, host_states=own)
-                    for z in zeros
-                )
+                shard, _, quantized = transport
+                given: dict[str, Any] = {"dp_shard": shard, "quantized": quantized, "chain": chain}
+                given["host_states"] = self.space.host_states
+                if given["host_states"] and quantized != "none":
+                    continue  # what comes from the host is not sent in blocks
+                zeros = [(z, hpz) for z, hpz in zeros if not (hpz and given["host_states"])]
+                yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 
-    def _setting(self, mesh: Mesh, m: int, shard: int = 0) -> Setting:
+    def _setting(self, mesh: Mesh, m: int, transport: Transport = (0, 0, "none")) -> Setting:
+        shard, hpz, quantized = transport
         return self.programs.coster.setting(
             mesh,
             microbatches=m,
             dp_shard=shard,
+            hpz=hpz,
+            quantized=quantized,
             rows=self.space.global_batch_size / m / mesh.dp,
             spread=mesh.spread,
         )
@@ -92,9 +106,9 @@ class EqualStages:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
         return self.programs.least_of_blocks(self._setting(mesh, m))
 
-    def chain(self, mesh: Mesh, m: int, shard: int, mode: str) -> Chain:
+    def chain(self, mesh: Mesh, m: int, transport: Transport, mode: str) -> Chain:
         """All stages on a mesh."""
-        setting = self._setting(mesh, m, shard)
+        setting = self._setting(mesh, m, transport)
         return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
@@ -168,9 +182,11 @@ class EqualStages:
             sure = SPLIT_MORE
         load = groups * each * stage_bytes(states, least.activation_bytes, in_flight)
         kinds = stage_costs(self._kinds(setup, groups), setup.setting, levels.policies[-1])
+        single = segment_policy(levels.policies[-1])[1] == 1  # else passing is the most, not least
+        passing = kinds.passing_bytes
         for k in range(len(offered)):
             loads = stage_bytes(kinds.kept_bytes, kinds.activation_bytes, float(in_flight[k]))
-            if overfull(float(load[k]), loads, kinds.passing_bytes, self.room / sure, groups):
+            if single and overfull(float(load[k]), loads, passing, self.room / sure, groups):
                 continue
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
@@ -235,7 +251,7 @@ class EqualStages:
     def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
-        key = setup.chain, setup.zero, policies
+        key = setup.chain, setup.zero, setup.hpz, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -299,10 +315,15 @@ class EqualStages:
                 setup=setup,
                 levels=levels,
                 chosen=chosen_levels[level[k]],
+                given=self.given(int(self.cuts[cuts[k]]), int(self.cuts[cuts[k + 1]])),
                 in_flight=held[k],
             )
             for k in range(stages)
         ]
+
+    def given(self, start: int, stop: int) -> int | None:
+        """Blocks in a segment of a stage, where the user decided it."""
+        return given_segments(self.space.restrictions, start, stop)
 
     def sends_s(self, combination: Combination) -> float:
         """Seconds of sends that the objective of a cut counts at most."""
@@ -331,10 +352,13 @@ class EqualStages:
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
         ranks = mesh.dp * mesh.cp
         chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
-        chosen |= {"zero": setup.zero, "dp_shard": setup.dp_shard or ranks}
+        shards = setup.dp_shard or ranks
+        secondary = (setup.hpz or shards) if setup.zero == 3 else None
+        chosen |= {"zero": setup.zero, "dp_shard": shards, "hpz": secondary}
+        chosen |= {"quantized": setup.quantized}
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
-                if name in ("zero", "dp_shard") and ranks == 1:
+                if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
                     continue
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)

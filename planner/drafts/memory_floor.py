@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.costmodel.blocks import Floats, Sums, fits, stage_bytes, stage_costs
 from meshwright.costmodel.memory import model_state_bytes
+from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Mesh, Space
 from meshwright.planner.stages import BlockPrograms
 
@@ -44,7 +45,7 @@ class MemoryFloor:
         rows = self.space.global_batch_size / m / mesh.dp
         if not self._states_fit(mesh, groups):
             return False
-        if rows <= SMALL_ROWS[-1]:
+        if rows <= SMALL_ROWS[-1] or self._segments:
             return True
         counts, kinds = self._extrapolated(mesh, rows)
         if not len(counts):
@@ -57,7 +58,7 @@ class MemoryFloor:
     def allows_some(self, mesh: Mesh, m: int) -> bool:
         """Whether m micro-batches of some block may fit on a mesh."""
         rows = self.space.global_batch_size / m / mesh.dp
-        if rows <= SMALL_ROWS[-1]:
+        if rows <= SMALL_ROWS[-1] or self._segments:
             return True
         counts, kinds = self._extrapolated(mesh, rows)
         return not len(counts) or any(
@@ -65,6 +66,10 @@ class MemoryFloor:
             for policy in self.space.restrictions.policies
             for held, passing in self._needs(mesh, m, kinds, policy)
         )
+
+    @property
+    def _segments(self) -> bool:
+        return may_segment(self.space.restrictions, free=self.space.segmented)
 
     @property
     def _room(self) -> float:

@@ -28,9 +28,16 @@ from meshwright.costmodel.blocks import room_bytes
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
-from meshwright.costmodel.sharding import FactorTable
+from meshwright.costmodel.sharding import ULYSSES, ContextKind, FactorTable
+from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
-from meshwright.planner.plan import divisors, fewest_experts, inseparable, kept_together
+from meshwright.planner.plan import (
+    divisors,
+    fewest_experts,
+    inseparable,
+    kept_together,
+    ulysses_degrees,
+)
 from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
@@ -42,13 +49,15 @@ PIPELINE_INSIDE = "tp,pp,dp"
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Mesh:
     """Devices of one stage: (dp, cp, tp) with tp innermost, `ep` neighbours sharing the experts;
-    `spread` > 1 where so many stages lie between neighbours on the data axis."""
+    `cp_kind` is that of attention over tokens, None for the cheapest; `spread` > 1 where so many
+    stages lie between neighbours on the data axis."""
 
     dp: int
     tp: int
     cp: int = 1
     ep: int = 1
     spread: int = 1
+    cp_kind: ContextKind | None = None
 
     @property
     def devices(self) -> int:
@@ -66,6 +75,8 @@ class Space:
     """Part of a device's memory that plans leave free."""
     host_states: float = 0.0
     """Part of each stage's optimizer states that lies in host memory."""
+    segmented: bool = False
+    """Whether stages may run again in segments, where single blocks don't free enough."""
 
     @property
     def memory_bytes(self) -> float:
@@ -102,8 +113,13 @@ class Space:
         return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
 
     def policies(self, schedule: str) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows."""
-        return self.restrictions.policies if SCHEDULES[schedule].recomputes else ("none",)
+        """Recompute policies that a schedule allows; "none" always. Last come those in segments,
+        from the fastest on."""
+        allowed = SCHEDULES[schedule].recomputed
+        if allowed is None:
+            return with_segments(self.restrictions, free=self.segmented)
+        left = tuple(policy for policy in self.restrictions.policies if policy in allowed)
+        return left or allowed[:1]
 
     # --- micro-batches ---
 
@@ -213,7 +229,10 @@ class Space:
                 if over.microbatch_size not in (None, rows // dp):
                     continue
                 shared = divisors(math.gcd(self.experts, dp * cp))
-                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep) for ep in shared]
+                kind = over.cp_kind if cp > 1 else None
+                if kind == ULYSSES and cp not in ulysses_degrees(self.graph, tp):
+                    continue
+                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
         return [mesh for mesh in found if self.allowed(mesh)]
 
     def _context(self, ranks: int, rows: int) -> list[int]:
@@ -348,6 +367,9 @@ class Space:
         legal = np.triu(before[None, :] > before[:, None], 1)
         for first, last in inseparable(self.graph):
             legal[first + 1 : last + 1] = legal[:, first + 1 : last + 1] = False
+        given = {own for own in self.restrictions.segments if own is not None}
+        if given:
+            legal &= np.any([self.restrictions.stage_mask("segments", n) for n in given], axis=0)
         cuts = self.restrictions.cuts
         if cuts is not None:
             only = np.zeros_like(legal)

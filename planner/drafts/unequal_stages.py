@@ -18,12 +18,13 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import SCHEDULES, in_flight
+from meshwright.costmodel.sharding import ALL_GATHER
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Mesh, Space
@@ -62,7 +63,14 @@ class UnequalStages:
     _coarse: dict[Chain, Runs] = field(default_factory=dict)
 
     def meshes(self, m: int) -> list[Mesh]:
-        return [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
+        """All meshes; tokens lie on all stages in one order, on as many ranks."""
+        cp = self.space.restrictions.uniform("cp") or 1
+        found = [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
+        return [
+            mesh if cp == 1 else replace(mesh, cp_kind=mesh.cp_kind or ALL_GATHER)
+            for mesh in found
+            if mesh.cp == cp
+        ]
 
     def fitting(self, m: int) -> list[Mesh]:
         """Meshes on which m micro-batches of some block may fit."""
@@ -179,12 +187,14 @@ class UnequalStages:
             setup = options[choice.variant].setup
             held = in_flight(schedule, stage=k, num_stages=count, num_microbatches=m)
             steps = self.equal.levels(setup, schedule)
+            start, stop = (int(self.equal.cuts[at]) for at in (choice.start, choice.stop))
             draft = StageDraft(
-                start=int(self.equal.cuts[choice.start]),
-                stop=int(self.equal.cuts[choice.stop]),
+                start=start,
+                stop=stop,
                 setup=setup,
                 levels=steps,
                 chosen=steps.choose(held, self.equal.room),
+                given=self.equal.given(start, stop),
                 in_flight=held,
             )
             if not draft.chosen.fits[draft.run] or not SCHEDULES[schedule].divides(setup.zero):

@@ -7,15 +7,17 @@ from meshwright.planner.overrides.overrides import Overrides, check_overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
 from meshwright.planner.overrides.values import (
+    ALLOWABLE,
     BY_BLOCK,
     CHOICES,
     COUNTS,
     FORBIDDABLE,
     OverrideError,
+    check_allow,
 )
 
 __all__ = [
-    "BY_BLOCK", "CHOICES", "COUNTS", "FORBIDDABLE", "OverrideError", "Overrides",
-    "Restrictions", "check_overrides", "check_plan_for", "each_dropped", "plan_overrides",
-    "restrict", "without", "without_effect",
+    "ALLOWABLE", "BY_BLOCK", "CHOICES", "COUNTS", "FORBIDDABLE", "OverrideError", "Overrides",
+    "Restrictions", "check_allow", "check_overrides", "check_plan_for", "each_dropped",
+    "plan_overrides", "restrict", "without", "without_effect",
 ]  # fmt: skip

@@ -21,6 +21,10 @@ def without_effect(
         for name in BY_BLOCK
         for asked, why, blocks in _unheeded(name, given, plan)
     ]
+    if given.cp_kind and all(stage.cp == 1 for stage in plan.stages):
+        found.append(
+            f"override cp_kind={given.cp_kind!r} has no effect: no stage splits the sequence (cp=1)"
+        )
     position = {block: b for b, block in enumerate(given.blocks)}
     for k, stage in enumerate(plan.stages):
         asked = {given.tp[position[name]] for name in stage.blocks} - {None}
@@ -53,15 +57,19 @@ def _value(name: str, stage: StagePlan, policy: str) -> Any:
         return policy
     if name == "dp_shard":
         return stage.shards if stage.zero else None
+    if name == "hpz":
+        return stage.secondary
     return getattr(stage, name)
 
 
 def _why(name: str, stage: StagePlan, has: Any) -> str:
     ranks = stage.dp * stage.cp
-    if name in ("zero", "dp_shard") and ranks == 1:
+    if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
         return "there is one data-parallel rank, so that nothing can be divided"
     if name == "dp_shard" and not stage.zero:
         return "the plan uses no ZeRO"
+    if name == "hpz" and stage.zero != 3:
+        return "the plan uses no ZeRO-3"
     return f"the plan has {has!r}"
 
 

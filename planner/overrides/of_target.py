@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.costmodel.blocks import REGATHERING
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS
@@ -15,7 +16,7 @@ from meshwright.planner.plan import Plan, PlanError
 def for_target(overrides: Overrides, target: Target) -> Overrides:
     """The overrides with everything forbidden that the target can't run. Raises `OverrideError` for
     one that asks for it."""
-    for name in CHOICES.keys() | {FORBIDS[f][0] for f in target.excludes if f in FORBIDS}:
+    for name in CHOICES.keys() | {FORBIDS[f][0] for f in excluded_by(target) if f in FORBIDS}:
         for pattern, value in overrides.items(name):
             if _excluded(target, name, value):
                 raise OverrideError(
@@ -35,7 +36,7 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
             legal="target=None, what train_step runs",
             way_out="drop the override, or take that target",
         )
-    more = [name for name in target.excludes if name not in overrides.forbid]
+    more = [name for name in excluded_by(target) if name not in overrides.forbid]
     try:
         left = replace(overrides, forbid=(*overrides.forbid, *more))
         left_schedules(left, tuple(SCHEDULES))
@@ -56,11 +57,15 @@ def check_plan_for(plan: Plan, target: Target) -> None:
     for k, stage in enumerate(plan.stages):
         place = f"plan: stage {k}"
         given += [(place, axis, getattr(stage, axis)) for axis in ("dp", "tp", "cp", "ep")]
+        given += [(place, "recompute", policy) for policy in dict.fromkeys(stage.policies)]
         if stage.dp * stage.cp == 1:
             continue
         given.append((place, "zero", stage.zero))
         if stage.dp_shard:
             given.append((place, "dp_shard", stage.dp_shard))
+        if stage.hpz:
+            given.append((place, "hpz", stage.hpz))
+        given.append((place, "quantized", stage.quantized))
         if not target.combines(stage.zero, tp=stage.tp, pp=pp):
             legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
             raise PlanError(
@@ -91,11 +96,16 @@ def check_plan_for(plan: Plan, target: Target) -> None:
             )
 
 
+def excluded_by(target: Target) -> tuple[str, ...]:
+    """What an override may forbid, and the target can't run."""
+    return (*target.excludes, *(() if target.regathers else REGATHERING))
+
+
 def _excluded(target: Target, name: str, value: object) -> bool:
     """Whether a target excludes a value of a choice, or `name` whatever its value."""
-    if name not in {FORBIDS.get(f, (f, ()))[0] for f in target.excludes}:
+    if name not in {FORBIDS.get(f, (f, ()))[0] for f in excluded_by(target)}:
         return False
-    left = [FORBIDS[f][1] for f in target.excludes if f in FORBIDS and FORBIDS[f][0] == name]
+    left = [FORBIDS[f][1] for f in excluded_by(target) if f in FORBIDS and FORBIDS[f][0] == name]
     return not left or any(value not in values for values in left)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ContextKind
+from meshwright.planner.overrides.products import WAY_OUT, check_product, spelled_all
 from meshwright.planner.overrides.values import (
     BY_BLOCK,
     CHOICES,
@@ -26,11 +28,10 @@ from meshwright.planner.overrides.values import (
     check_stages,
     check_value,
 )
-from meshwright.planner.plan import RUNS, divisors
+from meshwright.planner.plan import RUNS
 from meshwright.profiles.inputs import shown
 
 _DROP = "drop one of the two"
-_WAY_OUT = "change or drop one of them, or what they must fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +41,22 @@ class Overrides:
     By block, as one value for all or a mapping from block names (`"layers.0-11"` is a range, `*`
     stays within one component, `**` crosses dots) to values, blocks without a match being free:
     `tp`, `dp`, `cp`, `ep` the degrees of the block's stage, `zero` 0 to 3, `dp_shard` the ranks
-    among which ZeRO divides, `recompute` what a block's backward runs again: "none", "selective",
-    "pointwise", "widening", "products", "full" (each keeps less), or "alternate".
+    among which ZeRO divides, `hpz` those that keep a secondary shard of its weights for the
+    backward (as many as it divides among: none), `quantized` what it sends in blocks of few bits,
+    where that is allowed ("none", "weights", "gradients", "both"), `recompute` what a block's
+    backward runs again: "none", "selective", "pointwise", "widening", "products", "full" (each
+    keeps less), or "alternate"; "regather", or "+regather" behind a partial one, gathers again what
+    tensor-parallel ranks gathered; `segments` how many neighbours run again together, of which the
+    first one's input alone is kept (1: none).
 
     Of the whole: `pp` the device groups of the pipeline, `virtual_stages` the stages on each,
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
-    `schedule`, and `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
-    node). `stages` lists the blocks of each stage. `shardings` maps globs over modules, operators
-    or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`). `offload` is
-    the part of each stage's optimizer states, with their step, in host memory: {"optimizer": 0.5};
-    free, there is none unless nothing fits without, or it is faster. `forbid`
+    `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
+    node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
+    "ulysses". `stages` lists the blocks of each stage. `shardings` maps globs over modules,
+    operators or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
+    `offload` is the part of each stage's optimizer states, with their step, in host memory:
+    {"optimizer": 0.5}; free, there is none unless nothing fits without, or it is faster. `forbid`
     lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
@@ -63,16 +70,20 @@ class Overrides:
     num_microbatches: int | None = None
     schedule: str | None = None
     placement: str | None = None
+    cp_kind: ContextKind | None = None
     zero: int | Mapping[str, int] | None = None
     dp_shard: int | Mapping[str, int] | None = None
+    hpz: int | Mapping[str, int] | None = None
+    quantized: str | Mapping[str, str] | None = None
     recompute: str | Mapping[str, str] | None = None
+    segments: int | Mapping[str, int] | None = None
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: Mapping[str, float] | None = None
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name in (*BY_BLOCK, *COUNTS, "schedule", "placement"):
+        for name in (*BY_BLOCK, *COUNTS, "schedule", "placement", "cp_kind"):
             check_value(name, getattr(self, name))
         check_forbid(self.forbid)
         check_stages(self.stages)
@@ -176,6 +187,15 @@ class Overrides:
 
     def _check_shards(self) -> None:
         for at, stage in self.items("zero"):
+            for among, ranks in self.items("hpz"):
+                if stage != 3 and None in (at, among):
+                    raise OverrideError(
+                        f" contradicts {spelled('hpz', among, ranks)}: secondary shards are of "
+                        "ZeRO-3's weights",
+                        place=f"override {spelled('zero', at, stage)}",
+                        legal="zero=3, or no hpz",
+                        way_out=_DROP,
+                    )
             for among, ranks in self.items("dp_shard"):
                 if stage == 0 and None in (at, among):
                     raise OverrideError(
@@ -259,6 +279,27 @@ def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
     return left
 
 
+def left_quantized(overrides: Overrides, allow: Collection[str], precision: str) -> tuple[str, ...]:
+    """What ZeRO-3 may send in quantised blocks, where nobody says. Raises `OverrideError` for an
+    override that asks for what is not allowed, or what fp16 can't have."""
+    reasons = {
+        "numbers change with it, and it is not allowed": "quantized" not in allow,
+        "fp16's scaled loss would lose what rounding hides": precision == "fp16",
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    for pattern, value in overrides.items("quantized") if why else ():
+        if value != "none":
+            raise OverrideError(
+                f": {why[0]}",
+                place=f"override {spelled('quantized', pattern, value)}",
+                legal="none",
+                way_out='give allow=["quantized"] (--allow quantized), or drop the override'
+                if "quantized" not in allow
+                else "train in bf16, or drop the override",
+            )
+    return ("none",) if why else tuple(overrides.left("quantized"))
+
+
 def runnable(overrides: Overrides) -> Overrides:
     """The overrides with everything forbidden that can be planned, but not run yet. Raises
     `OverrideError` for an override that asks for it."""
@@ -289,14 +330,15 @@ def check_overrides(
     global_batch_size: int,
     num_blocks: int,
     executable: bool = False,
+    sequences: bool = True,
 ) -> None:
     """Check the degrees against cluster, batch and blocks, before anything is searched; raises
     `OverrideError`.
 
     Where `tp`, `cp` and `dp` are one value for all blocks all stages are alike: `tp · cp · dp`
-    divides the devices, `tp · cp · dp · pp` is their number. Stages of other meshes need `pp` times
-    what is given at most. `dp · microbatch_size · num_microbatches` divides the batch, and is the
-    batch where all three are given.
+    divides the devices, `tp · cp · dp · pp` is their number; a free `cp` is 1 without `sequences`
+    to split. Stages of other meshes need `pp` times what is given at most. `dp · microbatch_size ·
+    num_microbatches` divides the batch, and is the batch where all three are given.
     """
     wanted = runnable(overrides) if executable else overrides
     pp, (each, _) = wanted.everywhere("pp"), wanted.virtual()
@@ -309,67 +351,35 @@ def check_overrides(
             asked["virtual_stages"] = each
         raise OverrideError(
             f"the model has {num_blocks} blocks",
-            place=f"override {_shown(asked, ())}",
+            place=f"override {spelled_all(asked, ())}",
             legal=f"1 to {num_blocks} stages",
         )
-    mesh = {name: wanted.everywhere(name) for name in ("tp", "cp", "dp")}
-    if mesh["cp"] == 1:
-        del mesh["cp"]
+    whole = wanted.everywhere("cp") in ((1,) if sequences else (1, None))
+    mesh = {name: wanted.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name in (*mesh, "dp_shard"):
+    for name in (*mesh, "dp_shard", "hpz"):
         for pattern, value in wanted.items(name):
-            if (pattern is not None or name == "dp_shard") and value > num_devices:
+            if (pattern is not None or name in ("dp_shard", "hpz")) and value > num_devices:
                 raise OverrideError(
                     f"more than {devices}",
                     place=f"override {spelled(name, pattern, value)}",
                     legal=f"up to {num_devices}",
-                    way_out=_WAY_OUT,
+                    way_out=WAY_OUT,
                 )
     if pp is None or None in mesh.values():
-        _check_product(mesh, num_devices, devices, forbidden, free=True)
+        check_product(mesh, num_devices, devices, forbidden, free=True)
         least = {name: n for name, n in {**mesh, "pp": pp}.items() if n is not None}
         needed = math.prod(least.values())
         if needed > num_devices:
             raise OverrideError(
                 f"needs at least {needed} devices, more than {devices}",
-                place=f"override {_shown(least, forbidden)}",
+                place=f"override {spelled_all(least, forbidden)}",
                 legal=f"up to {num_devices} together",
-                way_out=_WAY_OUT,
+                way_out=WAY_OUT,
             )
     else:
-        _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
+        check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
     rows = {name: wanted.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")}
     batch, free = f"global_batch_size={global_batch_size}", None in rows.values()
-    _check_product(rows, global_batch_size, batch, forbidden, free=free)
-
-
-def _check_product(
-    factors: Mapping[str, int | None],
-    total: int,
-    what: str,
-    forbidden: Collection[str],
-    *,
-    free: bool,
-) -> None:
-    """Raise unless the product of the given factors divides `total`, or where no factor is left
-    `free`, equals it."""
-    given = {name: value for name, value in factors.items() if value is not None}
-    product = math.prod(given.values())
-    if product == total or (free and total % product == 0):
-        return
-    legal = ", ".join(map(str, divisors(total))) if free else total
-    raise OverrideError(
-        f"{('the product ' if len(given) > 1 else '')}{product} "
-        f"{('does not divide' if free else 'is not')} {what}",
-        place=f"override {_shown(given, forbidden)}",
-        legal=legal,
-        way_out=_WAY_OUT,
-    )
-
-
-def _shown(given: Mapping[str, int], forbidden: Collection[str]) -> str:
-    return ", ".join(
-        f"{name}={value}" + (f" (forbid={name!r})" if name in forbidden else "")
-        for name, value in given.items()
-    )
+    check_product(rows, global_batch_size, batch, forbidden, free=free)

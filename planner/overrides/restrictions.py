@@ -1,7 +1,7 @@
 """Restrictions: the overrides resolved to the model's blocks, in the graph's order.
 
-A stage of blocks i..j-1 has one tp, dp, cp, ep, ZeRO and dp_shard, so it can take a value only if
-none of its blocks is restricted to another. With `other_b` = 1 where block b does not take the
+A stage of blocks i..j-1 has one tp, dp, cp, ep, ZeRO, dp_shard and hpz, so it can take a value only
+if none of its blocks is restricted to another. With `other_b` = 1 where block b does not take the
 value and the prefix counts C_j = Σ_{b<j} other_b, these are the stages with i < j and C_j = C_i.
 """
 
@@ -17,11 +17,13 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
     Overrides,
+    left_quantized,
     left_schedules,
     runnable,
     schedules_with,
@@ -36,12 +38,14 @@ OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restrictions:
     """The choices that the overrides leave to a search. One entry per block, None where it is free,
-    of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides) and `recompute`.
+    of `tp`, `dp`, `cp`, `ep`, `zero`, `dp_shard` (ranks among which ZeRO divides), `hpz` (those
+    that keep a secondary shard), `quantized`, `segments` and `recompute`.
 
-    Free blocks take one of `zeros` and `policies`, and divide ZeRO among a part of the data axis
-    only with `partial_shards`. `pp` counts device groups, `virtual_stages` the stages on each.
-    Without `unequal_meshes` all stages have one mesh. `host_states` is the part of the optimizer
-    states in host memory, None where it is free. `cuts` are the block positions at which
+    Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
+    the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
+    `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
+    free. Without `unequal_meshes` all stages have one mesh. `host_states` is the part of the
+    optimizer states in host memory, None where it is free. `cuts` are the block positions at which
     stages end, where the user gave them.
     """
 
@@ -52,12 +56,18 @@ class Restrictions:
     ep: tuple[int | None, ...]
     zero: tuple[int | None, ...]
     dp_shard: tuple[int | None, ...]
+    hpz: tuple[int | None, ...]
+    quantized: tuple[str | None, ...]
+    segments: tuple[int | None, ...]
     recompute: tuple[str | None, ...]
     zeros: frozenset[int]
     policies: tuple[str, ...]
     partial_shards: bool
+    secondary_shards: bool
+    quantizations: tuple[str, ...]
     schedules: tuple[str, ...]
     placements: tuple[str, ...]
+    cp_kind: ContextKind | None
     pp: int | None
     virtual_stages: int | None
     microbatch_size: int | None
@@ -70,7 +80,11 @@ class Restrictions:
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
         where i >= j."""
-        free = {"zero": self.zeros, "recompute": self.policies}.get(name, (value,))
+        free = {
+            "zero": self.zeros,
+            "recompute": self.policies,
+            "quantized": self.quantizations,
+        }.get(name, (value,))
         other = [v != value if v is not None else value not in free for v in getattr(self, name)]
         before = np.concatenate([[0], np.cumsum(other, dtype=np.int64)])
         return np.triu(before[:, None] == before[None, :], 1)
@@ -93,7 +107,13 @@ _Choices = dict[str, list[_Choice | None]]
 
 
 def restrict(
-    overrides: Overrides, graph: Graph, *, executable: bool = False, target: Target = EAGER
+    overrides: Overrides,
+    graph: Graph,
+    *,
+    executable: bool = False,
+    target: Target = EAGER,
+    allow: Collection[str] = (),
+    precision: str = "bf16",
 ) -> Restrictions:
     """The overrides by block of `graph`; what the `target` can't run is left out, and with
     `executable`, what the executor doesn't.
@@ -102,6 +122,7 @@ def restrict(
     contradict each other, and for what is left out.
     """
     wanted = for_target(runnable(overrides) if executable else overrides, target)
+    quantizations = left_quantized(wanted, allow, precision)
     schedules = left_schedules(wanted, tuple(SCHEDULES))
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
@@ -124,8 +145,11 @@ def restrict(
         zeros=frozenset(wanted.left("zero")),
         policies=wanted.left("recompute"),
         partial_shards=partial,
+        secondary_shards="hpz" not in wanted.forbid,
+        quantizations=quantizations,
         schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
+        cp_kind=wanted.cp_kind,
         pp=pp,
         virtual_stages=each,
         microbatch_size=wanted.microbatch_size,
@@ -231,11 +255,26 @@ def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
 
 
 def _check_shards(choices: _Choices, names: Sequence[str], *, partial: bool) -> None:
-    """dp_shard against the ZeRO and the data axis of its block."""
+    """dp_shard and hpz against the ZeRO and the data axis of their block."""
     for block, *found in zip(
-        names, *(choices[name] for name in ("dp_shard", "zero", "dp", "cp")), strict=True
+        names, *(choices[name] for name in ("dp_shard", "hpz", "zero", "dp", "cp")), strict=True
     ):
-        shard, zero, dp, cp = found
+        shard, hpz, zero, dp, cp = found
+        if hpz and zero and zero.value != 3:
+            raise OverrideError(
+                f" contradicts {hpz.said}: both are about block {block!r}, and secondary shards "
+                "are of ZeRO-3's weights",
+                place=f"override {zero.said}",
+                legal="zero=3, or no hpz",
+                way_out="drop one of the two",
+            )
+        if hpz and shard and shard.value % hpz.value:
+            raise OverrideError(
+                f" contradicts {shard.said}: {hpz.value} does not divide the ranks that ZeRO "
+                f"divides block {block!r} among",
+                place=f"override {hpz.said}",
+                legal="a divisor of it",
+            )
         if shard is None:
             continue
         if zero and zero.value == 0:

@@ -8,17 +8,22 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import CONTEXT_KINDS
 from meshwright.planner.plan import PLACEMENTS, ZERO, check_offload
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 MESH = ("tp", "dp", "cp", "ep")
-BY_BLOCK = (*MESH, "zero", "dp_shard", "recompute")  # a value, or glob over block names -> value
+# a value, or glob over block names -> value
+BY_BLOCK = (*MESH, "zero", "dp_shard", "hpz", "quantized", "segments", "recompute")
 COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
 
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {"zero": ZERO, "recompute": RECOMPUTE, "schedule": SCHEDULES.keys(), "placement": PLACEMENTS}
+    | {"quantized": QUANTIZED}
+    | {"cp_kind": CONTEXT_KINDS}
 )
 
 
@@ -26,17 +31,20 @@ def _without(name: str, value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, tuple(v for v in CHOICES[name] if v != value)
 
 
-# A name that may be forbidden -> the override it is of, and the values that are left. A part
-# of the data axis (dp_shard) has no value that does without; `unequal_meshes` is about all stages.
+# A name that may be forbidden -> the override it is of, and the values that are left. A part of the
+# data axis (dp_shard, hpz) has no value that does without; `unequal_meshes` is about all stages.
 FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
-    {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages")}
+    {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages", "segments")}
     | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
     | {"placement": ("placement", PLACEMENTS[:1]), "dp_shard": ("dp_shard", ())}
+    | {"hpz": ("hpz", ()), "quantized": ("quantized", ("none",))}
     | {f"zero-{stage}": _without("zero", stage) for stage in ZERO if stage}
     | {policy: _without("recompute", policy) for policy in RECOMPUTE if policy != "none"}
     | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}
 )
 FORBIDDABLE = (*FORBIDS, "unequal_meshes", "offload")
+# what changes a training's numbers, and is left out unless the user allows it by this name
+ALLOWABLE = ("quantized",)
 
 
 class OverrideError(MeshwrightError):
@@ -128,3 +136,12 @@ def check_shardings(shardings: Any) -> None:
             legal='a dict of glob: decision, e.g. {"layers.*.mlp.up_proj": "colwise"}, each of up '
             f"to {MAX_TEXT} characters",
         )
+
+
+def check_allow(allow: Any) -> tuple[str, ...]:
+    """The names of what may change numbers. Raises `OverrideError` for another."""
+    named = _is_list(allow) or isinstance(allow, set | frozenset)
+    if not named or not all(isinstance(name, str) and name in ALLOWABLE for name in allow):
+        legal = f"a list of {', '.join(ALLOWABLE)}, e.g. allow=[{ALLOWABLE[0]!r}]"
+        raise OverrideError(f"={shown(allow)}", place="allow", legal=legal)
+    return tuple(dict.fromkeys(allow))

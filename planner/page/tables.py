@@ -109,6 +109,14 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     return found
 
 
+def _zero(row: Row) -> str:
+    """ZeRO's stage, the ranks that it divides among, and those with a secondary shard."""
+    within = f" in {row['dp_shard']}" if row["dp_shard"] else ""
+    sent = row.get("quantized", "none")
+    quantized = f", {sent} quantised" if sent != "none" else ""
+    return f"{row['zero']}{within}" + (f", hpZ {row['hpz']}" if row.get("hpz") else "") + quantized
+
+
 def stages(data: Row) -> Table:
     heads = (
         "stage", "blocks", "ranks", "mesh", "ZeRO", "recompute", "forward", "backward",
@@ -120,7 +128,7 @@ def stages(data: Row) -> Table:
             words(", ".join(row["blocks"])),
             words(row["ranks"]),
             words(row["mesh"]),
-            words(f"{row['zero']}" + (f" in {row['dp_shard']}" if row["dp_shard"] else "")),
+            words(_zero(row)),
             words(row["recompute"]),
             *(time(row[key]) for key in ("forward_s", "backward_s", "communication_s")),
             gib(row["memory_bytes"]),

@@ -31,7 +31,8 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "recompute": (
         "what a backward makes again rather than keeps, of how many blocks: none; selective "
         "(attention that is written out); pointwise (norms, activations, casts); widening "
-        "(products larger than what goes in); products; full; alternate (every other block in full)"
+        "(products larger than what goes in); products; full; alternate (every other block in "
+        "full); regather: also what was gathered from tensor-parallel ranks is gathered again"
     ),
     "MFU": "the model's FLOPs a second over what the device can do at most",
     "HFU": "the same with the FLOPs of recompute",

@@ -2,6 +2,7 @@
 
 from meshwright.planner.plan.assignments import Known
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.context_parallel import ulysses_degrees
 from meshwright.planner.plan.expert_parallel import (
     check_experts_run,
     expert_weights,
@@ -31,6 +32,7 @@ from meshwright.planner.plan.ranges import (
     expand_ranks,
 )
 from meshwright.planner.plan.ranks import divisors, placement_of
+from meshwright.planner.plan.segments import segments_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
 from meshwright.planner.plan.words import (
     GIB,
@@ -41,6 +43,7 @@ from meshwright.planner.plan.words import (
     meeting_words,
     mesh_words,
     policy_counts,
+    recompute_words,
     seconds,
     sized,
     slower,
@@ -48,12 +51,56 @@ from meshwright.planner.plan.words import (
 from meshwright.planner.plan.written_buffers import inseparable, updates_of
 
 __all__ = [
-    "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known",
-    "Plan", "PlanError", "Relaxation", "StagePlan", "check_experts_run", "check_offload",
-    "check_plan", "check_runs", "compress_names", "compress_ranks", "counted", "crossings",
-    "describe", "divisors", "expand_names", "expand_ranks", "expert_weights", "express_shardings",
-    "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together",
-    "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "placement_of",
-    "policy_counts", "recompute_of", "resolve_shardings", "runs_experts", "seconds", "sized",
-    "slower", "spread_of", "stage_of", "stages_of_parameters", "updates_of",
+    "GIB",
+    "OFFLOADS",
+    "PLACEMENTS",
+    "PRECISIONS",
+    "RUNS",
+    "ZERO",
+    "InfeasibleError",
+    "Known",
+    "Plan",
+    "PlanError",
+    "Relaxation",
+    "StagePlan",
+    "check_experts_run",
+    "check_offload",
+    "check_plan",
+    "check_runs",
+    "compress_names",
+    "compress_ranks",
+    "counted",
+    "crossings",
+    "describe",
+    "divisors",
+    "expand_names",
+    "expand_ranks",
+    "expert_weights",
+    "express_shardings",
+    "fewest_experts",
+    "fingerprint",
+    "folds",
+    "glob",
+    "has_experts",
+    "inseparable",
+    "kept_together",
+    "margin_beside",
+    "meeting_words",
+    "mesh_words",
+    "offloaded_parameters",
+    "placement_of",
+    "policy_counts",
+    "recompute_of",
+    "recompute_words",
+    "resolve_shardings",
+    "runs_experts",
+    "seconds",
+    "segments_of",
+    "sized",
+    "slower",
+    "spread_of",
+    "stage_of",
+    "stages_of_parameters",
+    "ulysses_degrees",
+    "updates_of",
 ]  # fmt: skip

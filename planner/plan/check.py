@@ -10,11 +10,13 @@ from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.planner.plan.assignments import Known as Known
 from meshwright.planner.plan.assignments import stage_assignments
+from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.offload import check_offload
 from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
@@ -48,7 +50,7 @@ def check_plan(
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_blocks(plan, graph)
     check_ranks(plan)
-    _check_context(plan, factors)
+    check_context(plan, graph, factors)
     _check_parameters(plan, graph)
     _check_buffers(plan, graph)
     assignments = [
@@ -65,15 +67,16 @@ def check_runs(plan: Plan) -> None:
     values: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
         values += [
-            (f"plan: stage {k}", "cp", stage.cp, RUNS["cp"]),
             *(
                 (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
                 for policy in dict.fromkeys(stage.policies)
-            ),
+            )
         ]
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
+            ("hpz", stage.hpz, first.hpz),
+            ("quantized", stage.quantized, first.quantized),
             ("ep", stage.ep, first.ep),
         ):
             if value != other:
@@ -84,11 +87,11 @@ def check_runs(plan: Plan) -> None:
                     legal=other,
                     way_out="give them one",
                 )
-        if not runs_experts(dp=stage.dp, tp=stage.tp, ep=stage.ep):
+        if not runs_experts(dp=stage.holders, tp=stage.tp, ep=stage.ep):
             raise PlanError(
                 f"={stage.ep} can be priced, but not run yet",
                 place=f"plan: stage {k}: ep",
-                legal=f"a divisor of dp={stage.dp}, or a multiple of tp={stage.tp}",
+                legal=f"a divisor of dp·cp={stage.holders}, or a multiple of tp={stage.tp}",
             )
     for place, name, value, legal in values:
         if value not in legal:
@@ -189,9 +192,28 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             raise PlanError(f"={value!r}", place=f"{place}: {name}", legal=legal)
     _check_recompute(stage, place)
     check_offload(stage.offload, f"{place}: offload")
+    if any(stage.offload.values()) and (stage.hpz or stage.quantized != "none"):
+        raise PlanError(
+            f"={dict(stage.offload)!r} with hpz={stage.hpz}, quantized={stage.quantized!r}: what "
+            "comes from the host is neither kept twice nor sent in blocks",
+            place=f"{place}: offload",
+            legal="without these two",
+            way_out="drop one of them",
+        )
+    _check_whole(stage.segments, f"{place}: segments")
+    if stage.segments > 1 and SCHEDULES[plan.schedule].splits_backward:
+        raise PlanError(
+            f"={stage.segments} with schedule={plan.schedule!r}: what the first part of a backward "
+            "makes again, the second would have to keep",
+            place=f"{place}: segments",
+            legal=1,
+            way_out="give segments=1, or a schedule that doesn't split the backward",
+        )
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
+    _check_secondary(stage, place)
+    _check_quantized(plan, stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
             f"={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
@@ -237,24 +259,53 @@ def _check_shards(stage: StagePlan, place: str) -> None:
         )
 
 
-def _check_context(plan: Plan, factors: FactorTable) -> None:
-    """Raise `PlanError` unless cp divides the model's one sequence dim."""
-    for k, stage in enumerate(plan.stages):
-        if stage.cp == 1:
-            continue
-        if factors.sequence is None:
-            raise PlanError(
-                f"={stage.cp} can't split the model's sequences: {factors.tokens.why}",
-                place=f"plan: stage {k}: cp",
-                legal="1",
-            )
-        length = factors.sizes[factors.sequence]
-        if length % stage.cp:
-            raise PlanError(
-                f"={stage.cp} does not divide sequences of {length}",
-                place=f"plan: stage {k}: cp",
-                legal=_divisors(length),
-            )
+def _check_secondary(stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for a secondary shard that is no part of what ZeRO-3 divides."""
+    if stage.hpz is None:
+        return
+    _check_whole(stage.hpz, f"{place}: hpz")
+    if stage.zero != 3 or stage.ep > 1:
+        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
+        raise PlanError(
+            f"={stage.hpz} with {asked}: it is what a backward gathers again under ZeRO-3",
+            place=f"{place}: hpz",
+            legal="an hpz with zero=3 and ep=1",
+            way_out="choose zero 3, or drop hpz",
+        )
+    if not 1 < stage.hpz < stage.shards or stage.shards % stage.hpz:
+        parts = [n for n in divisors(stage.shards) if 1 < n < stage.shards]
+        raise PlanError(
+            f"={stage.hpz} is no part of the {stage.shards} ranks that ZeRO divides among",
+            place=f"{place}: hpz",
+            legal=", ".join(map(str, parts)) or "none",
+            way_out="take one of these, or drop hpz",
+        )
+
+
+def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for quantised collectives that are none, or have nothing to send."""
+    if stage.quantized not in QUANTIZED:
+        raise PlanError(
+            f"={stage.quantized!r}", place=f"{place}: quantized", legal=", ".join(QUANTIZED)
+        )
+    if stage.quantized == "none":
+        return
+    if plan.precision == "fp16":
+        raise PlanError(
+            f"={stage.quantized!r} with precision='fp16': its scaled loss looks for the largest "
+            "gradients that are finite, which the blocks' scales would hide and rounding lose",
+            place=f"{place}: quantized",
+            legal="none, or precision bf16 or fp32",
+            way_out="train in bf16, or drop quantized",
+        )
+    if stage.zero != 3 or stage.ep > 1:
+        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
+        raise PlanError(
+            f"={stage.quantized!r} with {asked}: they are the collectives of ZeRO-3",
+            place=f"{place}: quantized",
+            legal="none, or zero=3 and ep=1",
+            way_out="choose zero 3, or drop quantized",
+        )
 
 
 def _check_whole(value: Any, place: str) -> None:

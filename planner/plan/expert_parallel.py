@@ -79,9 +79,9 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
     if stage.ep == 1:
         return
     neighbours = stage.ep // stage.tp if folded else stage.ep
-    if stage.dp % neighbours:
+    if stage.holders % neighbours:
         raise PlanError(
-            f"={stage.ep} can be priced, but not run: it does not divide dp={stage.dp}",
+            f"={stage.ep} can be priced, but not run: it does not divide dp·cp={stage.holders}",
             place=f"{place}: ep",
             legal=(
                 f"a divisor of it, or, where the tp={stage.tp} ranks have tokens of their own "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
+from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -33,19 +34,25 @@ ZERO = (0, 1, 2, 3)
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
 OFFLOADS = ("optimizer",)  # what may lie in host memory
-RUNS = {"recompute": RECOMPUTE, "cp": (1,)}
+RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16")
+_PARTS = ("dp_shard", "hpz")  # of the data axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage. `ranks` are global, laid out (dp, cp, tp) with tp innermost; cp splits
-    the sequence of every activation, and `ep` neighbours share the experts out. Schedules with
-    several stages per device list the device's ranks in each of them.
+    the sequence of every activation, with attention of a kind (`CONTEXT_KINDS`), and `ep`
+    neighbours share the experts out. Schedules with several stages per device list the device's
+    ranks in each of them.
 
     ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
-    for all of them. `recompute` is one policy for all blocks, or policy -> blocks (the others keep
-    everything).
+    for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
+    neighbours kept of the forward's (ZeRO++); None for none; `quantized` weights, gradients or both
+    travel in blocks of 8 and 4 bits. `recompute` is one policy for all blocks, or policy -> blocks
+    (the others keep everything). Of as many neighbours as `segments` says only what enters is kept,
+    and they run again together, the policies being for the time after that (`segments.py`); 1 is
+    none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -60,17 +67,31 @@ class StagePlan:
     dp: int
     tp: int
     cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     ep: int = 1
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
+    quantized: str = "none"
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: Mapping[str, float] = field(default_factory=dict)
+    segments: int = 1
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the same parameters: of other rows, or of other tokens."""
+        return self.dp * self.cp
 
     @property
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
-        return self.dp_shard or self.dp * self.cp
+        return self.dp_shard or self.holders
+
+    @property
+    def secondary(self) -> int | None:
+        """Ranks from which ZeRO-3's backward gathers weights; None under another ZeRO."""
+        return (self.hpz or self.shards) if self.zero == 3 else None
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -154,16 +175,19 @@ class Plan:
                 "blocks": compress_names(stage.blocks),
                 "ranks": compress_ranks(stage.ranks),
                 "mesh": {"dp": stage.dp, "tp": stage.tp}
-                | ({"cp": stage.cp} if stage.cp > 1 else {})
+                | ({"cp": stage.cp, "cp_kind": stage.cp_kind} if stage.cp > 1 else {})
                 | ({"ep": stage.ep} if stage.ep > 1 else {})
-                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {}),
+                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {})
+                | ({"hpz": stage.hpz} if stage.hpz else {}),
                 "zero": stage.zero,
+                **({"quantized": stage.quantized} if stage.quantized != "none" else {}),
                 "recompute": stage.recompute
                 if isinstance(stage.recompute, str)
                 else {policy: compress_names(names) for policy, names in stage.recompute.items()},
                 "shardings": dict(sorted(stage.shardings.items())),
             }
             | ({"offload": dict(sorted(stage.offload.items()))} if stage.offload else {})
+            | ({"segments": stage.segments} if stage.segments > 1 else {})
             for stage in self.stages
         ]
         top = {
@@ -229,8 +253,11 @@ def _plan(data: Any, name: str) -> Plan:
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
-    keys = {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}
-    _same_keys(data, keys | ({"offload"} & set(data)), place)
+    # what is left out where it has its default
+    written = {"quantized": "none", "segments": 1, "offload": {}} | data
+    keys = {"blocks", "ranks", "mesh", "zero", "quantized", "recompute", "shardings", "segments"}
+    keys |= {"offload"}
+    _same_keys(written, keys, place)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
@@ -238,12 +265,14 @@ def _stage(data: Any, place: str) -> StagePlan:
             place=f"{place}: blocks",
             legal='a list of names, e.g. ["embed", "h.0-11"]',
         )
-    if not isinstance(mesh, dict) or set(mesh) - {"cp", "ep", "dp_shard"} != {"dp", "tp"}:
+    optional = {"cp", "cp_kind", "ep", *_PARTS}
+    if not isinstance(mesh, dict) or set(mesh) - optional != {"dp", "tp"}:
         raise PlanError(
             f"={shown(mesh)}",
             place=f"{place}: mesh",
-            legal='{"dp": n, "tp": n}, and "cp": n where the sequence is split, "ep": n where '
-            'experts are, "dp_shard": n where ZeRO divides among a part of the data axis',
+            legal='{"dp": n, "tp": n}, and "cp": n and "cp_kind" where the sequence is split, '
+            '"ep": n where experts are, "dp_shard": n where ZeRO divides among a part of the data '
+            'axis, "hpz": n where ZeRO-3 keeps a secondary shard among n ranks',
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
@@ -257,12 +286,15 @@ def _stage(data: Any, place: str) -> StagePlan:
         dp=_whole(mesh["dp"], f"{place}: dp"),
         tp=_whole(mesh["tp"], f"{place}: tp"),
         cp=_whole(mesh.get("cp", 1), f"{place}: cp"),
+        cp_kind=_kind(mesh.get("cp_kind", ALL_GATHER), f"{place}: cp_kind"),
         ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
         zero=_whole(data["zero"], f"{place}: zero", least=0),
-        dp_shard=_whole(mesh["dp_shard"], f"{place}: dp_shard") if "dp_shard" in mesh else None,
+        **{name: _whole(mesh[name], f"{place}: {name}") for name in _PARTS if name in mesh},
+        quantized=_text(written["quantized"], f"{place}: quantized"),
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
-        offload=_offload(data.get("offload", {}), f"{place}: offload"),
+        offload=_offload(written["offload"], f"{place}: offload"),
+        segments=_whole(written["segments"], f"{place}: segments"),
     )
 
 
@@ -297,6 +329,13 @@ def _whole(value: Any, place: str, least: int = 1) -> int:
         legal = f"an integer from {least} to {MAX_ROWS}"
         raise PlanError(f"={shown(value)}", place=place, legal=legal)
     return value
+
+
+def _kind(value: Any, place: str) -> ContextKind:
+    for kind in CONTEXT_KINDS:
+        if kind == value:
+            return kind
+    raise PlanError(f"={shown(value)}", place=place, legal=CONTEXT_KINDS)
 
 
 def _text(value: Any, place: str) -> str:

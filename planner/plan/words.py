@@ -80,18 +80,26 @@ def describe(plan: Plan) -> str:
 
 
 def mesh_words(stage: StagePlan) -> str:
-    """dp4×tp2; cp and ep where they are used."""
-    degrees = [("dp", stage.dp), ("cp", stage.cp), ("ep", stage.ep), ("tp", stage.tp)]
-    return "×".join(f"{name}{n}" for name, n in degrees if n > 1 or name in ("dp", "tp"))
+    """dp4×tp2; dp2×cp4(ring)×tp2, and ep where it is used."""
+    words = [f"dp{stage.dp}", f"ep{stage.ep}" if stage.ep > 1 else "", f"tp{stage.tp}"]
+    if stage.cp > 1:
+        words.insert(1, f"cp{stage.cp}({stage.cp_kind})")
+    return "×".join(filter(None, words))
 
 
 def _zero_words(plan: Plan) -> str:
-    """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-1 on some stages; nothing where there is none."""
-    choices = dict.fromkeys((s.zero, s.dp_shard) for s in plan.stages)
-    stages = [(z, shard) for z, shard in choices if z]
-    within = {shard for _, shard in stages if shard}
-    text = "/".join(f"{z}" for z in sorted({z for z, _ in stages}))
+    """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
+    nothing where there is none."""
+    choices = dict.fromkeys((s.zero, s.dp_shard, s.hpz, s.quantized) for s in plan.stages)
+    stages = [choice for choice in choices if choice[0]]
+    within = {shard for _, shard, _, _ in stages if shard}
+    secondary = {hpz for _, _, hpz, _ in stages if hpz}
+    sent = {quantized for *_, quantized in stages} - {"none"}
+    text = "/".join(f"{z}" for z in sorted({z for z, *_ in stages}))
     text = f"ZeRO-{text}" + (f" within {max(within)} ranks" if within else "")
+    text += f" (secondary shards among {max(secondary)})" if secondary else ""
+    both = "weights and gradients" if "both" in sent or len(sent) > 1 else "".join(sent)
+    text += f" with quantised {both}" if sent else ""
     return (text + (" on some stages" if len(choices) > len(stages) else "")) if stages else ""
 
 
@@ -99,9 +107,10 @@ def _recompute_words(plan: Plan) -> str:
     """full recompute, selective/full recompute of some blocks; nothing where there is none."""
     policies = {policy for stage in plan.stages for policy in stage.policies}
     used = [policy for policy in RECOMPUTE if policy in policies - {"none"}]
-    if not used:
-        return ""
-    return "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
+    sizes = sorted({stage.segments for stage in plan.stages if stage.segments > 1})
+    words = "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
+    found = [words] * bool(used) + [f"segments of {'/'.join(map(str, sizes))} blocks"] * bool(sizes)
+    return ", ".join(found)
 
 
 def _offload_words(plan: Plan) -> str:
@@ -124,6 +133,12 @@ def policy_counts(policies: Sequence[str]) -> str:
     """The policies of blocks: full, or 6 full 2 none."""
     counts = Counter(policies)
     return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
+
+
+def recompute_words(stage: StagePlan) -> str:
+    """What a stage's backward runs again: 6 full 2 none, in 4s."""
+    counts = policy_counts(stage.policies)
+    return counts if stage.segments == 1 else f"{counts}, in {stage.segments}s"
 
 
 def meeting_words(meetings: Sequence[Meeting]) -> str:

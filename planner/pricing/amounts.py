@@ -9,26 +9,45 @@ what the data axis' collectives leave is known for all of them together, and eac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
-from meshwright.costmodel.blocks import Recompute, StageCosts, Sums
+from meshwright.costmodel.blocks import NO_RECOMPUTE, Recompute, StageCosts, Sums, parts_of
 from meshwright.costmodel.operators import (
     DTYPE_BYTES,
     NOTHING,
     Cost,
     Pricer,
     Setting,
+    attention_kind,
     context_exchange,
 )
+from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.rules import takes_batch_statistics
-from meshwright.costmodel.sharding import Assignment, Move, Run, Step, transition
-from meshwright.planner.plan import Plan
+from meshwright.costmodel.sharding import (
+    ALL_GATHER,
+    RING,
+    ULYSSES,
+    Assignment,
+    ContextKind,
+    Move,
+    Run,
+    Step,
+    transition,
+)
+from meshwright.planner.plan import Plan, segments_of
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
 AxisAndKind = tuple[Axis, str]  # axis and collective
+# of attention over the context axis, forward and backward
+_OF_CONTEXT: Mapping[ContextKind, tuple[AxisAndKind, AxisAndKind]] = MappingProxyType({
+    ALL_GATHER: (("context", "all_gather"), ("context", "reduce_scatter")),
+    RING: (("context", "send"),) * 2,
+    ULYSSES: (("context", "all_to_all"),) * 2,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +88,25 @@ def passes_amounts(
     run again of it."""
     stage, found = plan.stages[k], dict[AxisAndKind, Amount]()
     pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+    own = [coster.blocks[name] for name in stage.blocks]
+    spans = segments_of(own, stage.segments, coster.graph.loss)
+    twice = {own[k].name for span in spans for k in span}
     entered = coster.entered(stage, assignments)
     for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
         steps = coster.steps(block, assignment, inputs, stage.tp)
         again = coster.block_sums(pricer, block, assignment, inputs).recompute(policy)
         forward, backward = _of_steps(pricer, steps)
+        if parts_of(policy)[1]:
+            repeats = coster.passes(pricer, block, assignment, inputs).repeats.get(policy)
+            gathers, _ = _of_steps(pricer, repeats.moves if repeats else ())
+            whole = sum(amount.seconds for amount in gathers.values())
+            part = min(1.0, float(again.comm_s) / whole) if whole else 0.0
+            for key, amount in gathers.items():
+                exposed_s = part * amount.seconds
+                add(backward, key, replace(amount, exposed_s=exposed_s))
+            again = NO_RECOMPUTE
         exposed = sum(amount.exposed_s for amount in forward.values())
-        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0)
+        more = 1 + (float(again.comm_s) / exposed if exposed else 0.0) + (block.name in twice)
         for key, amount in forward.items():
             add(found, key, amount.times(plan.num_microbatches * more))
         for key, amount in backward.items():
@@ -83,7 +114,7 @@ def passes_amounts(
     return found
 
 
-def _of_steps(pricer: Pricer, steps: tuple[Step, ...]) -> tuple[Amounts, Amounts]:
+def _of_steps(pricer: Pricer, steps: Sequence[Step]) -> tuple[Amounts, Amounts]:
     """Of a block: its forward's and its backward's, of one micro-batch."""
     both: tuple[Amounts, Amounts] = ({}, {})
     for step in steps:
@@ -124,13 +155,12 @@ def _inside(pricer: Pricer, step: Run) -> list[list[tuple[AxisAndKind, Amount]]]
     op, strategy = step.op, step.strategy
     cost = pricer.op_cost(op, strategy)
     exchanges = cost.forward_exchange_s, cost.backward_exchange_s
-    whole = context_exchange(pricer, op, strategy, 0.0)
+    whole = context_exchange(pricer, op, strategy, 0.0, 0.0)
     kinds: tuple[AxisAndKind, AxisAndKind] = (("tensor", "all_reduce"),) * 2
     if any(whole):
-        halo = op.name in pricer.table.tokens.halos
-        kinds = ("context", "send" if halo else "all_gather"), (
-            "context", "send" if halo else "reduce_scatter",
-        )  # fmt: skip
+        kinds = _OF_CONTEXT[attention_kind(pricer, op) or ALL_GATHER]  # or a shift by a token
+    elif pricer.context is not None and op.key in pricer.context.gathered:
+        kinds = (("context", "all_gather"),) * 2
     elif takes_batch_statistics(op):
         kinds = (("data", "all_reduce"),) * 2
     elif pricer.setting.dp > 1 and pricer.gathers_batch(op):
@@ -156,7 +186,7 @@ def data_amounts(
     """Collectives of gradients and weights of a stage in a step; `costs` say what is exposed, all
     of it where they are not given. Copies into buckets are in the seconds."""
     m, found = setting.num_microbatches, dict[AxisAndKind, Amount]()
-    for kind, times, seconds, alone in _collectives(setting, sums):
+    for kind, times, seconds, alone in _collectives(setting, sums, float(repeated.gather_s)):
         if seconds:
             calls = times * alone
             amount = Amount(calls=calls, seconds=times * seconds, exposed_s=times * seconds)
@@ -173,8 +203,11 @@ def data_amounts(
     }
 
 
-def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float, float]]:
-    """Kind, times a step, seconds of one time, units that it moves then one after the other."""
+def _collectives(
+    setting: Setting, sums: Sums, again_s: float
+) -> Iterator[tuple[str, int, float, float]]:
+    """Kind, times a step, seconds of one time, units that it moves then one after the other;
+    `again_s` of what ZeRO-3 gathers for a forward more."""
     m, several = setting.num_microbatches, setting.dp * setting.cp > 1
     numel, target = float(sums.parameters), setting.target
     gradients, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
@@ -192,8 +225,14 @@ def _collectives(setting: Setting, sums: Sums) -> Iterator[tuple[str, int, float
     if setting.zero == 0:
         yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
     elif setting.zero == 3:
-        yield "all_gather", 2 * m, float(sums.zero3_gather_s), gathered
-        yield "reduce_scatter", m, float(sums.zero3_scatter_s), reduced
+        second = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
+        yield "all_gather", m, float(sums.zero3_gather_s), gathered
+        yield "all_gather", m, float(second), gathered
+        if again_s:
+            yield "all_gather", m, again_s, gathered * again_s / float(sums.zero3_gather_s)
+        exchanged = quantizes_gradients(setting.quantized)
+        kind = "all_to_all" if exchanged else "reduce_scatter"
+        yield kind, m, float(sums.zero3_scatter_s), reduced
         yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
     else:
         yield "reduce_scatter", m if setting.zero == 2 else 1, float(sums.scatter_s), reduced

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.costmodel.blocks import (
+    REGATHER,
     BlockBytes,
     Moment,
     PassPrice,
@@ -16,11 +17,16 @@ from meshwright.costmodel.blocks import (
     Sums,
     communicator_bytes,
     course_peaks,
+    parts_of,
+    secondary_bytes,
 )
 from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.quantized import buffer_bytes
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, Placement
-from meshwright.planner.plan import Plan, crossings, offloaded_parameters
+from meshwright.planner.plan import Plan, StagePlan, crossings, offloaded_parameters
+from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 
@@ -73,14 +79,14 @@ def _stage(
     stage, problem = plan.stages[k], coster.problem
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))
-    sums, passes, states = [], list[PassPrice](), dict[str, Placement]()
+    entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
     entering: list[float] = []  # bytes of what each block is the first to read
     read: set[tuple[str, Placement]] = set()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
     readers: dict[tuple[str, Placement], tuple[int, int]] = {}
     for at, (block, assignment, inputs) in enumerate(coster.entered(stage, assignments)):
-        sums.append(coster.block_sums(pricer, block, assignment, inputs))
+        entered.append(Entered.of(coster, pricer, block, assignment, inputs))
         passes.append(coster.passes(pricer, block, assignment, inputs))
         entering.append(sum(pricer.nbytes(*each) for each in inputs.items() - read))
         read |= inputs.items()
@@ -92,31 +98,49 @@ def _stage(
         states |= {value: assignment.states[value] for value in block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
     sent = {value for values in targets.values() for value in values}
-    there = offloaded_parameters(stage, coster.graph)
-    trained, numbers, frozen = _parameters(readers, pricer, there)
+    trained, numbers, frozen = _parameters(readers, pricer, stage)
     held |= {(stage.ranks, value) for value, _ in readers}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
-    gathered = _gathered(trained, among, len(sums), setting)
-    blocks = []
-    for at, (own, made, policy) in enumerate(zip(sums, passes, stage.policies, strict=True)):
+    gathered = _gathered(trained, among, len(entered), setting)
+    blocks, split = [], SCHEDULES[plan.schedule].splits_backward
+    for at, (each, made, policy) in enumerate(zip(entered, passes, stage.policies, strict=True)):
         course = [
             (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
             for moment in made.course
         ]
-        blocks.append(_block(own.recompute(policy), own, entering[at], gathered[at], course))
+        again, late = each.sums.recompute(policy), split and _reads_late(made)
+        found = _block(again, each.sums, entering[at], gathered[at], course)
+        if parts_of(policy)[1]:
+            found = _gathering(found, again, alone=policy == REGATHER, late=late)
+        blocks.append(found)
     return StageBytes(
         fixed=frozen + _fixed_bytes(trained, setting),
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=problem.optimizer, device=coster.cluster.device.kind
         ),
-        blocks=blocks,
+        blocks=in_segments(blocks, entering, stage, entered, pricer),
         leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
         sent={j: sum(pricer.nbytes(v, states[v]) for v in to) for j, to in targets.items()},
         received={j: sum(map(pricer.nbytes, values)) for (j, i), values in edges.items() if i == k},
         trained=trained,
         reduction=_reduction(setting),
     )
+
+
+def _reads_late(of: PassPrice) -> bool:
+    """Whether weights' gradients that are put off read what is gathered again."""
+    return any(moment.regathered for moment in of.course)
+
+
+def _gathering(block: BlockBytes, again: Recompute, *, alone: bool, late: bool) -> BlockBytes:
+    """A block that gathers again. Where that is `alone` what it makes `again`, it lets go of the
+    rest on the way, and makes it in the second half of its backward if it is read `late`."""
+    block = replace(block, course=[(moment.with_parts(), own) for moment, own in block.course])
+    if alone and late:
+        whole = float(again.largest_bytes)
+        return replace(block, passing=block.passing - whole, late=whole, releases=True)
+    return replace(block, releases=block.releases or alone)
 
 
 def _block(
@@ -137,8 +161,10 @@ def _block(
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
-    """Bytes of weights and optimizer states."""
-    return sum(
+    """Bytes of weights, optimizer states, and of the secondary shards that a backward begins
+    with."""
+    secondary = secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
+    return secondary + sum(
         fixed_bytes(
             p.numel,
             p.shards,
@@ -152,10 +178,11 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
 
 
 def _parameters(
-    readers: Mapping[tuple[str, Placement], tuple[int, int]], pricer: Pricer, there: Collection[str]
+    readers: Mapping[tuple[str, Placement], tuple[int, int]], pricer: Pricer, stage: StagePlan
 ) -> tuple[list[Trained], dict[tuple[int, int], int], float]:
-    """The trained parameters in the order of the forward, those of host memory being `there`, the
-    number of each by block and number there, and bytes of the others."""
+    """The trained parameters in the order of the forward, the number of each by block and
+    number there, and bytes of the others."""
+    there = offloaded_parameters(stage, pricer.graph)
     trained: list[Trained] = []
     numbers: dict[tuple[int, int], int] = {}
     frozen = 0.0
@@ -185,7 +212,10 @@ def _gathered(
                 numels[p.block] += p.numel
     before = [0.0, *numels[:-2], numels[-1]] if blocks > 1 else numels
     weight_bytes = DTYPE_BYTES[setting.precision]
-    return [weight_bytes * (always + a + b) for a, b in zip(numels, before, strict=True)]
+    return [
+        weight_bytes * (always + a + b) + buffer_bytes(max(a, b), setting.quantized)
+        for a, b in zip(numels, before, strict=True)
+    ]
 
 
 def _reduction(setting: Setting) -> Reduction:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks import (
-    NO_RECOMPUTE,
     Peak,
     Recompute,
     StageCosts,
@@ -29,6 +28,7 @@ from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, PlanError, StagePlan, check_plan, crossings
 from meshwright.planner.pricing.course import plan_peaks
+from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
@@ -283,17 +283,16 @@ def stage_sums(
     stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
-    sums, repeated = Sums.zeros(), NO_RECOMPUTE
+    sums, blocks = Sums.zeros(), list[Entered]()
     stored: set[tuple[str, Placement]] = set()
-    entered = coster.entered(stage, assignments)
-    for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
-        own = coster.block_sums(pricer, block, assignment, inputs)
-        sums, repeated = sums.then(own), repeated + own.recompute(policy)
+    for block, assignment, inputs in coster.entered(stage, assignments):
+        blocks.append(Entered.of(coster, pricer, block, assignment, inputs))
+        sums = sums.then(blocks[-1].sums)
         parameters = [(value, assignment.states[value]) for value in block.parameters]
         for value, state in stored.intersection(parameters):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(parameters)
-    return setting, sums, repeated
+    return setting, sums, stage_recompute(stage, blocks, pricer)
 
 
 def _simulate(

@@ -7,7 +7,7 @@ programs (`programs.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
@@ -38,17 +38,38 @@ from meshwright.costmodel.operators import (
     fuse,
     model_flops,
 )
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, Step, moves
+from meshwright.costmodel.sharding import (
+    CONTEXT_KINDS,
+    ULYSSES,
+    Assignment,
+    BlockLayouts,
+    ContextKind,
+    ContextLayout,
+    Placement,
+    R,
+    Step,
+    context_layout,
+    moves,
+)
 from meshwright.planner.blocks import activations_at_cuts
-from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint, spread_of
+from meshwright.planner.plan import (
+    Plan,
+    StagePlan,
+    expert_weights,
+    fingerprint,
+    spread_of,
+    ulysses_degrees,
+)
+from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
-MeshKey: TypeAlias = tuple[int, int, int, int, float, int, int]
+MeshKey: TypeAlias = tuple[int, int, int, str, int, float, int, int, str, int, int]
 
 
 class Degrees(Protocol):
-    """The parallel degrees of a mesh, such as `StagePlan` or the search's `Mesh`."""
+    """The parallel degrees of a mesh, such as `StagePlan` or the search's `Mesh`; a `cp_kind` of
+    None is the cheapest one."""
 
     @property
     def dp(self) -> int: ...
@@ -56,6 +77,8 @@ class Degrees(Protocol):
     def tp(self) -> int: ...
     @property
     def cp(self) -> int: ...
+    @property
+    def cp_kind(self) -> ContextKind | None: ...
     @property
     def ep(self) -> int: ...
 
@@ -65,7 +88,9 @@ class _Known:
     """What was priced before, kept as long as the coster."""
 
     # (tp, cp, ep, spread, rows): prices of operators, the same for all data axes
-    pricers: dict[tuple[int, int, int, int, float], Pricer] = field(default_factory=dict)
+    kinds: dict[tuple[int, int, int, float], ContextKind] = field(default_factory=dict)
+    contexts: dict[tuple[int, str], ContextLayout] = field(default_factory=dict)
+    pricers: dict[tuple[int, int, str, int, int, float], Pricer] = field(default_factory=dict)
     parameters: dict[Any, Cost] = field(default_factory=dict)  # of `ParameterPricer`
     # class of a block, mesh, several micro-batches, choices, states of its inputs: its sums
     blocks: dict[tuple[str, MeshKey, bool, str, States], Sums] = field(default_factory=dict)
@@ -136,12 +161,13 @@ class StageCoster:
         microbatches: int,
         zero: int = 0,
         dp_shard: int = 0,
+        hpz: int = 0,
+        quantized: str = "none",
         spread: int = 1,
-        host_states: float = 0.0,
     ) -> Setting:
         """A mesh on this problem's cluster, in its precision; `rows` per device."""
         problem = self.problem
-        return Setting(
+        setting = Setting(
             cluster=problem.cluster,
             dp=mesh.dp,
             tp=mesh.tp,
@@ -153,15 +179,39 @@ class StageCoster:
             cp=mesh.cp,
             ep=mesh.ep,
             dp_shard=dp_shard,
+            hpz=hpz,
+            quantized=quantized,
             spread=spread,
             target=problem.target,
             profile=problem.profile,
-            host_states=host_states,
         )
+        if mesh.cp == 1:
+            return setting
+        return replace(setting, cp_kind=mesh.cp_kind or self._cheapest_kind(setting))
+
+    def _cheapest_kind(self, setting: Setting) -> ContextKind:
+        """The kind of attention over the context axis that takes least."""
+        key = setting.tp, setting.cp, setting.spread, setting.rows
+        if key not in self._known.kinds:
+            by_heads = setting.cp in ulysses_degrees(self.graph, setting.tp)
+            kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
+            found = cheapest_kind(self.graph, self.problem.factors, setting, kinds)
+            self._known.kinds[key] = found
+        return self._known.kinds[key]
+
+    def _context(self, setting: Setting) -> ContextLayout | None:
+        """The layout of the context axis, if there is one."""
+        table, contexts = self.problem.factors, self._known.contexts
+        if setting.cp == 1 or table.sequence is None:
+            return None
+        key = setting.cp, setting.cp_kind
+        if key not in contexts:
+            contexts[key] = context_layout(self.graph, table, setting.cp, setting.cp_kind)
+        return contexts[key]
 
     def pricer(self, setting: Setting) -> Pricer:
         """Prices of operators and re-shards in a setting."""
-        key = (setting.tp, setting.cp, setting.ep, setting.spread, setting.rows)
+        key = (setting.tp, setting.cp, setting.cp_kind, setting.ep, setting.spread, setting.rows)
         pricers = self._known.pricers
         if key not in pricers:
             pricers[key] = Pricer(
@@ -170,6 +220,7 @@ class StageCoster:
                 setting=setting,
                 fusion=self._fusion,
                 known_parameters=self._known.parameters,
+                context=self._context(setting),
             )
         return pricers[key].once(setting)
 
@@ -302,15 +353,17 @@ class StageCoster:
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
     """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
     stage = plan.stages[k]
-    return coster.setting(
+    found = coster.setting(
         stage,
         rows=plan.microbatch_rows / stage.dp,
         microbatches=plan.num_microbatches,
         zero=stage.zero,
         dp_shard=stage.dp_shard or 0,
+        hpz=stage.hpz or 0,
+        quantized=stage.quantized,
         spread=spread_of(stage),
-        host_states=stage.offload.get("optimizer", 0.0),
     )
+    return replace(found, host_states=stage.offload.get("optimizer", 0.0))
 
 
 def mesh_key(setting: Setting) -> MeshKey:
@@ -319,8 +372,12 @@ def mesh_key(setting: Setting) -> MeshKey:
         setting.dp,
         setting.tp,
         setting.cp,
+        setting.cp_kind,
         setting.ep,
         setting.rows,
         setting.dp_shard,
+        setting.secondary,
+        setting.quantized,
+        setting.hops,
         setting.spread,
     )

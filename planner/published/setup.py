@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding import RING
 from meshwright.planner.plan import Plan, StagePlan, fingerprint, recompute_of
 from meshwright.planner.published.frameworks import Framework
 from meshwright.planner.published.models import TransformerDims
@@ -73,6 +74,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
                 ranks=tuple(range(first, first + size)),
                 dp=setup.dp,
                 cp=setup.cp,
+                cp_kind=RING,
                 ep=setup.ep if setup.dims.experts else 1,
                 tp=setup.tp,
                 zero=setup.zero,

@@ -18,7 +18,7 @@ from meshwright.planner.plan import (
     divisors,
     meeting_words,
     mesh_words,
-    policy_counts,
+    recompute_words,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
@@ -151,8 +151,11 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "tp": stage.tp,
             "mesh": mesh_words(stage),
             "dp_shard": stage.dp_shard,
+            "hpz": stage.hpz,
+            "quantized": stage.quantized,
             "zero": stage.zero,
-            "recompute": policy_counts(stage.policies),
+            "recompute": recompute_words(stage),
+            "segments": stage.segments,
             "offload": dict(stage.offload),
             "host_bytes": float(costs.host_bytes),
             "forward_s": float(costs.forward_s),
@@ -178,6 +181,11 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         "catalog's efficiency curves (`meshwright profile` measures)",
         _software(target, hides=problem.cluster.device.kind != "cpu"),
     ]
+    if problem.tf32:
+        lines.append(
+            "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
+            "operators is of fp32, and not used"
+        )
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:

@@ -148,6 +148,8 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
         s = report.stages[k]
         decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
         within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
+        within += f", hpZ {s['hpz']}" if s["hpz"] else ""
+        within += f", quantised {s['quantized']}" if s["quantized"] != "none" else ""
         modes = (f"{s['zero']}{within}", s["recompute"])
         times = (s["forward_s"], s["backward_s"], s["communication_s"])
         there = [sized(s["host_bytes"])] * host

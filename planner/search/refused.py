@@ -24,42 +24,28 @@ TRIES = 8  # searches, each without what the ones before refused
 def kind_of(one: Combination) -> Hashable:
     """What combinations of equal stages are refused by."""
     setup, m = one.setup, one.num_microbatches
-    return setup.mesh, setup.zero, setup.dp_shard, one.groups, one.schedule, m
+    sent = setup.dp_shard, setup.hpz, setup.quantized
+    return setup.mesh, setup.zero, sent, one.groups, one.schedule, m
 
 
 def kind_of_draft(draft: PlanDraft) -> Hashable:
     """The same of a draft, by its first stage."""
     setup, plan = draft.stages[0].setup, draft.plan
     groups, m = len(plan.devices), plan.num_microbatches
-    return setup.mesh, setup.zero, setup.dp_shard, groups, plan.schedule, m
+    sent = setup.dp_shard, setup.hpz, setup.quantized
+    return setup.mesh, setup.zero, sent, groups, plan.schedule, m
 
 
 def without_refused(search: Search) -> SearchResult:
-    """The result of a search that wrote out no plan that fits, of searches without what it refused.
-    Raises as `Search.run` does."""
-    if not search.refused:
-        raise failure(search, search.drafts)
-    spent, excess = Counter(search.phases_s), search.excess_bytes
-    last = search
-    time = search.programs.time
-    for _ in range(TRIES):
-        if time.over():
-            break
-        known = last.refused
-        last = search.like()
-        last.refused = known
-        found = last.attempt()
-        spent.update(last.phases_s)
-        excess = min(excess, last.excess_bytes)
-        if found is not None:
-            return replace(found, phases_s=dict(spent))
-        if last.refused == known:
-            break
-    if time.over():
+    """The result of a search that wrote out no plan that fits, of searches without what it refused,
+    then of one that runs segments again, then with host memory. Raises as `Search.run` does."""
+    found, excess = _without(search) if search.refused else (None, math.inf)
+    found = found or _segmented(search) or with_host(search, _segmented)
+    if found is not None:
+        return found
+    if not search.refused or search.programs.time.over():
         raise failure(search, search.drafts)
     assert excess < math.inf
-    if (there := with_host(search)) is not None:
-        return there
     # found by the most of each kind too: on more nodes alone there is surely less to hold
     helps = [each for each in relaxations(search) if each.more_nodes]
     raise InfeasibleError(
@@ -69,3 +55,32 @@ def without_refused(search: Search) -> SearchResult:
         (excess,),
         helps,
     )
+
+
+def _segmented(search: Search) -> SearchResult | None:
+    """What fits in segments; None where they, or whether blocks run again, aren't free."""
+    over = search.restrictions
+    free = all(own is None for own in over.segments) and "none" not in over.recompute
+    if search.segmented or not free or search.programs.time.over():
+        return None
+    return search.like(segmented=True).attempt()
+
+
+def _without(search: Search) -> tuple[SearchResult | None, float]:
+    """What fits without what was refused, and the bytes by which the closest does not."""
+    spent, excess = Counter(search.phases_s), search.excess_bytes
+    last = search
+    for _ in range(TRIES):
+        if search.programs.time.over():
+            break
+        known = last.refused
+        last = search.like()
+        last.refused = known
+        found = last.attempt()
+        spent.update(last.phases_s)
+        excess = min(excess, last.excess_bytes)
+        if found is not None:
+            return replace(found, phases_s=dict(spent)), excess
+        if last.refused == known:
+            break
+    return None, excess

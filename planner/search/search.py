@@ -18,21 +18,21 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Drafter, Mesh, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, Drafter, Given, Mesh, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
-from meshwright.planner.search.offload import if_it_pays, with_host
+from meshwright.planner.search.offload import if_it_pays
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
-from meshwright.planner.stages import BlockPrograms, boundary_index
+from meshwright.planner.stages import boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
 BOUNDS_S = 1.0  # seconds that they may take anyway
@@ -92,20 +92,11 @@ class Search(Drafter):
         global_batch_size: int,
         overrides: Overrides,
         *,
-        executable: bool = False,
-        memory_margin: float = 0.0,
         objective: str = "fastest",
         time_limit_s: float | None = None,
-        programs: BlockPrograms | None = None,
+        **given: Unpack[Given],
     ) -> None:
-        super().__init__(
-            problem,
-            global_batch_size,
-            overrides,
-            executable=executable,
-            memory_margin=memory_margin,
-            programs=programs,
-        )
+        super().__init__(problem, global_batch_size, overrides, **given)
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
@@ -143,9 +134,7 @@ class Search(Drafter):
         the time limit a first plan is still looked for where it is likely."""
         with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
             found = self.attempt()
-            if found is None and not self.refused:
-                found = with_host(self)
-            return if_it_pays(self, found) if found else without_refused(self)
+            return without_refused(self) if found is None else if_it_pays(self, found)
 
     def attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""

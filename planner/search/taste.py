@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
@@ -45,12 +46,12 @@ class Judged:
 def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity:
     """Order of simplicity, the simplest least: axes besides the data axis, different meshes, uneven
     cuts (stages that differ by more than a block), schedules beyond 1F1B and interleaving,
-    different recompute policies, ZeRO within parts and strided ranks, tensor-parallel ranks,
-    micro-batches, memory. Tensor parallelism and micro-batches stand where they are because
-    measured sweeps lose least so (docs/measurements.md, "Regret")."""
+    different recompute policies, ZeRO within parts, with secondary shards and strided ranks,
+    tensor-parallel ranks, micro-batches, memory. Tensor parallelism and micro-batches stand where
+    they are because measured sweeps lose least so (docs/measurements.md, "Regret")."""
     stages = plan.stages
     blocks = [len(stage.blocks) for stage in stages]
-    meshes = {(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard) for s in stages}
+    meshes = {mesh_of(stage) for stage in stages}
     return (
         axes_of(stages, len(plan.devices)),
         len(meshes),
@@ -91,21 +92,35 @@ def why_simpler(plan: Plan, other: Plan, peaks: Sequence[float], memory_bytes: f
     return _SAID[at].format(ours[at], theirs[at])
 
 
+def mesh_of(stage: StagePlan) -> tuple[int, ...]:
+    """The degrees of a stage and how ZeRO divides on it."""
+    degrees = stage.dp, stage.cp, stage.tp, stage.ep
+    sent = QUANTIZED.index(stage.quantized)
+    return *degrees, stage.zero, stage.dp_shard or 0, stage.hpz or 0, sent
+
+
 def axes_of(meshes: Sequence[Degrees], groups: int) -> int:
     """Axes in use besides the data axis, on so many device groups."""
     own = (any(getattr(mesh, axis) > 1 for mesh in meshes) for axis in ("tp", "cp", "ep"))
     return (groups > 1) + sum(own)
 
 
-def kind_of_mesh(one: Combination) -> tuple[bool, ...]:
+def kind_of_mesh(one: Combination) -> tuple[int, ...]:
     """What sets combinations apart by simplicity."""
     mesh = one.setup.mesh
     axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    return *axes, SCHEDULES[one.schedule].standard, one.setup.dp_shard > 0, mesh.spread > 1
+    quantized = one.setup.quantized != "none"
+    parted = (one.setup.dp_shard > 0) + (one.setup.hpz > 0) + quantized, mesh.spread > 1
+    return *axes, SCHEDULES[one.schedule].standard, *parted
 
 
 def _parted(stage: StagePlan) -> int:
-    return (stage.dp_shard is not None) + (spread_of(stage) > 1)
+    return (
+        (stage.dp_shard is not None)
+        + (stage.hpz is not None)
+        + (stage.quantized != "none")
+        + (spread_of(stage) > 1)
+    )
 
 
 def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
@@ -157,13 +172,11 @@ def _nodes(stage: StagePlan, cluster: Cluster) -> int:
 def order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
     """Fastest first; of equal ones the same one first in every run."""
     plan = found.evaluation.plan
-    stages = [(s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, len(s.blocks)) for s in plan.stages]
+    stages = [(*mesh_of(stage), len(stage.blocks)) for stage in plan.stages]
     return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
 
 
 def shape(draft: PlanDraft) -> tuple[Any, ...]:
     """What makes a plan another one for a reader: more than micro-batches."""
     plan = draft.evaluation.plan
-    return plan.schedule, *(
-        (s.dp, s.cp, s.tp, s.ep, s.zero, s.dp_shard, s.policies[0]) for s in plan.stages
-    )
+    return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

@@ -28,8 +28,8 @@ MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherev
 
 # class of a block, its shared parameters, entries by position, whether its ends have a choice
 BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
-# tp, cp, ep, rows, dp where statistics of a batch are summed over it
-Where: TypeAlias = tuple[int, int, int, float, int]
+# tp, cp, its kind, ep, rows, dp where statistics of a batch are summed over it
+Where: TypeAlias = tuple[int, int, str, int, float, int]
 # setting but ZeRO, micro-batches, mode, policies that the user decided
 ChainKey: TypeAlias = tuple[MeshKey, int, str, tuple[str | None, ...]]
 Cuts: TypeAlias = Sequence[Sequence[Placement]]
@@ -162,7 +162,7 @@ class BlockPrograms:
 
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
         pricer = self.coster.pricer(setting)
-        alike = replace(setting, dp_shard=0, spread=1)
+        alike = replace(setting, dp_shard=0, hpz=0, quantized="none", spread=1)
         cuts = self._cuts(setting.tp)
         stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided
@@ -261,7 +261,7 @@ class BlockPrograms:
         # statistics of a batch that the data axis splits are summed over it
         summed = setting.dp if _sums_statistics(block) else 1
         ep = min(setting.ep, 2) if self._prices_experts(k, setting.tp) else setting.ep
-        where = (setting.tp, setting.cp, ep, setting.rows, summed)
+        where = (setting.tp, setting.cp, setting.cp_kind, ep, setting.rows, summed)
         key = (self._key(k, setting.tp), where)
         if key not in self._programs:
             layouts = self.coster.layouts(block, setting.tp)
@@ -360,7 +360,7 @@ class BlockPrograms:
         per step. Zeros where no time is left to find out."""
         several = setting.num_microbatches > 1
         summed = setting.dp if self._sums_statistics else 1
-        where = (setting.tp, setting.cp, setting.ep, setting.rows, summed)
+        where = (setting.tp, setting.cp, setting.cp_kind, setting.ep, setting.rows, summed)
         if (where, several) not in self._solved.least:
             pricer, cuts = self.coster.pricer(setting), self._cuts(setting.tp)
             found: dict[BlockKey, float] = {}

@@ -9,7 +9,9 @@ fraction on the next level is a multiple of 1/n:
     λ = ⌈n · (bytes₀ - room) / (bytes₀ - bytes₁)⌉ / n,      time = (1-λ)·time₀ + λ·time₁
 
 where both bytes count what one recomputed block holds during its backward. Which blocks, and
-exactly how many, is decided for the chosen stages by `planner/stages/recompute.py`.
+exactly how many, is decided for the chosen stages by `planner/stages/recompute.py`. Behind the
+levels of single blocks come those of segments, in the order in which they are given, all of a
+stage's blocks on one or none: what they hold while they run again doesn't grow with h.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import (
+    REGATHERING,
     Floats,
     StageCosts,
     Sums,
     combined,
     fits,
     of_policy,
+    segment_policy,
     stage_bytes,
     stage_costs,
 )
@@ -86,6 +90,7 @@ class RecomputeLevels:
             part = (below - room_bytes) / np.maximum(below - above, 1.0)
             blocks = self.blocks * per_device
             part = np.ceil(np.clip(part, 0.0, 1.0) * blocks - 1e-9) / blocks
+            part = part if segment_policy(self.policies[k])[1] == 1 else np.ones_like(part)
             level, fraction = np.where(here, k - 1, level), np.where(here, part, fraction)
             done = done | here
         return ChosenLevel(level=level, fraction=fraction, fits=done)
@@ -120,15 +125,22 @@ def recompute_levels(
     sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
 ) -> RecomputeLevels:
     """Levels of the stages with these sums, from the policies on the convex hull."""
-    costs = stage_costs(sums, setting, sums.recompute_by(policies))
-    own = (len(policies), -1)
-    seconds, saved = (
-        values.reshape(own).sum(axis=1) for values in (costs.backward_s, costs.activation_bytes)
-    )
-    kept = lower_hull(np.column_stack([seconds, -saved]))
+    if setting.tp == 1:  # nothing is gathered
+        policies = [policy for policy in policies if policy not in REGATHERING] or policies
+    each = [policy for policy in policies if segment_policy(policy)[1] == 1]
+    kept, costs = list[str](), list[StageCosts[Floats]]()
+    if each:
+        found = stage_costs(sums, setting, sums.recompute_by(each))
+        seconds, saved = (
+            values.reshape(len(each), -1).sum(axis=1)
+            for values in (found.backward_s, found.activation_bytes)
+        )
+        hull = lower_hull(np.column_stack([seconds, -saved]))
+        kept, costs = [each[k] for k in hull], [of_policy(found, k) for k in hull]
+    segments = [policy for policy in policies if policy not in each]
     return RecomputeLevels(
-        policies=tuple(policies[k] for k in kept),
-        costs=tuple(of_policy(costs, k) for k in kept),
+        policies=(*kept, *segments),
+        costs=(*costs, *(stage_costs(sums, setting, policy) for policy in segments)),
         blocks=np.maximum(blocks, 1),
     )
 

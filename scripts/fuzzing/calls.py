@@ -37,6 +37,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "placement": ("tp,dp,pp", "tp,pp,dp"),
     "zero": (0, 1, 2, 3),
     "dp_shard": (1, 2, 7, 10**18),
+    "hpz": (1, 2, 7, 10**18),
+    "quantized": ("none", "weights", "both", "int8"),
     "recompute": ("none", "full", "selective"),
     "stages": ([["embed", "layers.0-1"], ["layers.2", "head"]], [["embed-head"]]),
     "shardings": ({"layers.*.up": "colwise"}, {"head": "S(0)@tp"}, {"**": "replicate"}),

@@ -51,7 +51,7 @@ def test_eager_is_what_the_executor_does() -> None:
     assert not EAGER.overlap_passes
     assert (EAGER.bucket_bytes, EAGER.alone_bytes) == (BUCKET_BYTES, ALONE_BYTES)
     assert not EAGER.excludes
-    same = {"name", "fusion", "host_scale", "defers_weights"}  # but for these
+    same = {"name", "fusion", "host_scale", "defers_weights", "regathers"}  # but for these
     for field in dataclasses.fields(EAGER):
         if field.name not in same:
             assert getattr(COMPILED, field.name) == getattr(EAGER, field.name)

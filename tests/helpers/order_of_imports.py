@@ -42,6 +42,8 @@ planner.alternatives
 planner.published
 executor
 executor.backward
+executor.resharding
+executor.context
 executor.lowering
 executor.ranks
 executor.parameters

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import resolve_shardings
@@ -28,7 +29,8 @@ MIXED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """One (dp, tp) mesh per device group, each running `virtual` stages, and what they do.
+    """One (dp, tp) mesh per device group, each running `virtual` stages, and what they do. Every
+    data rank of a mesh is `cp` ranks, which share out its tokens.
 
     `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
     dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states.
@@ -41,9 +43,14 @@ class Knobs:
     virtual: int = 1
     placement: str = "tp,dp,pp"
     cut: str | Sequence[int] = "even"
+    cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
+    quantized: str = "none"
     recompute: str = "none"
+    segments: int = 1
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: float = 0.0
@@ -56,7 +63,7 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
     count = len(meshes) * knobs.virtual
     placed = stages_of_devices(knobs.schedule, num_stages=count, num_devices=len(meshes))
     group_of = {stage: group for group, stages in enumerate(placed) for stage in stages}
-    ranks = ranks_of(meshes, knobs.placement)
+    ranks = ranks_of(meshes, knobs.placement, knobs.cp)
     cut = knobs.cut
     starts = cut_points(graph.blocks, count, cut) if isinstance(cut, str) else tuple(cut)
     bounds = (0, *starts, len(graph.blocks))
@@ -75,9 +82,14 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 ranks=ranks[group_of[k]],
                 dp=dp,
                 tp=tp,
-                zero=knobs.zero if dp > 1 else 0,
-                dp_shard=knobs.dp_shard if knobs.zero and dp > 1 else None,
+                hpz=knobs.hpz if knobs.zero == 3 and dp > 1 else None,
+                quantized=knobs.quantized if knobs.zero == 3 and dp > 1 else "none",
+                cp=knobs.cp,
+                cp_kind=knobs.cp_kind,
+                zero=knobs.zero if dp * knobs.cp > 1 else 0,
+                dp_shard=knobs.dp_shard if knobs.zero and dp * knobs.cp > 1 else None,
                 recompute=recompute,
+                segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
                 offload={"optimizer": knobs.offload} if knobs.offload else {},
             )
@@ -92,9 +104,12 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
     )
 
 
-def ranks_of(meshes: Sequence[tuple[int, int]], placement: str) -> list[tuple[int, ...]]:
+def ranks_of(
+    meshes: Sequence[tuple[int, int]], placement: str, cp: int = 1
+) -> list[tuple[int, ...]]:
     """Ranks of each device group, as `planner.plan.ranks` defines the placements; "tp,pp,dp" needs
     equal meshes."""
+    meshes = [(dp, tp * cp) for dp, tp in meshes]
     if placement == "tp,pp,dp":
         (dp, tp), p = meshes[0], len(meshes)
         return [tuple((d * p + g) * tp + t for d in range(dp) for t in range(tp)) for g in range(p)]

@@ -41,7 +41,7 @@ from meshwright.costmodel.user_rules.verify import called
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter
 from meshwright.executor.lowering.implementations import row_weight
-from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.resharding.reshard import Axis
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.shards import close, gradient_state, shards, whole

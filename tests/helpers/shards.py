@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from meshwright.costmodel.sharding.strategies import P, Placement, R
 from meshwright.executor.lowering.context import State, local_view
-from meshwright.executor.lowering.reshard import join_parts, local_part
+from meshwright.executor.resharding.reshard import join_parts, local_part
 from tests.helpers.threaded_ranks import Mesh, Rank
 
 TOLERANCE = 1e-9

@@ -13,7 +13,7 @@ import torch._C._distributed_c10d as dist_c10d
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.resharding.reshard import Axis
 
 Mesh = tuple[int, int]  # (ranks on the data axis, on the tensor axis)
 Rank = tuple[int, int]

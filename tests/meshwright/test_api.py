@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright import (
     Cluster,
@@ -20,6 +21,7 @@ from meshwright import (
     ParallelModel,
     Plan,
     PlanError,
+    auto_parallelize,
 )
 from meshwright.decisions import Decision, check_world
 from meshwright.executor.ranks import launch
@@ -117,6 +119,32 @@ def test_replanning_replaces_the_overrides() -> None:
     assert first.replan().plan == four_ranks().plan
     with pytest.raises(OverrideError, match="tp=3"):
         first.replan(Overrides(tp=3))
+
+
+def test_tf32_is_priced_where_a_device_has_it() -> None:
+    """Products get no faster than the peaks' ratio, and what has no TF32 takes as long."""
+
+    def planned_for(cluster: Cluster, *, tf32: bool) -> ParallelModel:
+        return auto_parallelize(
+            nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(3))).to("meta"),
+            cluster,
+            example_inputs=(torch.empty(8192, 4096, device="meta"),) * 2,
+            loss_fn=nn.functional.mse_loss,
+            global_batch_size=8192,
+            precision="fp32",
+            profile=False,
+            tf32=tf32,
+        )
+
+    one = {"num_nodes": 1, "devices_per_node": 1}
+    a100, v100 = (Cluster.from_catalog(name, **one) for name in ("a100-80gb", "v100-32gb"))
+    slow, fast = (planned_for(a100, tf32=tf32) for tf32 in (False, True))
+    times = slow.prediction.step_time_s / fast.prediction.step_time_s
+    assert 2 < times <= 156 / 19.5
+    assert "TF32's rate" in str(fast.report) and "TF32" not in str(slow.report)
+    assert fast.prediction.mfu < slow.prediction.mfu  # of the rate that is asked for
+    none, asked = (planned_for(v100, tf32=tf32).prediction.step_time_s for tf32 in (False, True))
+    assert none == asked
 
 
 def test_tf32_is_a_flag_of_fp32() -> None:

@@ -73,7 +73,7 @@ def test_what_is_no_number_is_refused_with_the_form(flags: str) -> None:
     ("flags", "says"),
     [
         ("--zero 4", "zero=4; legal: 0, 1, 2, 3"),
-        ("--recompute h=some", "recompute=.*legal: none, selective, pointwise"),
+        ("--recompute h=some", "recompute=.*legal: none, regather, selective"),
         ("--placement pp,dp,tp", "placement='pp,dp,tp'; legal: tp,dp,pp"),
         ("--tp 2 --forbid tp", "tp=2 contradicts forbid='tp'"),
     ],
@@ -88,5 +88,5 @@ def test_the_help_names_what_is_legal() -> None:
     for flag in ("tp", "dp", "cp", "ep", "pp", "zero", "dp-shard", "virtual-stages", "placement"):
         assert f"--{flag} " in text
     assert "ZeRO stage: 0, 1, 2, 3; repeatable with GLOB=VALUE" in text
-    assert "alternate, products, full" in text and "tp,dp,pp or tp,pp,dp" in text
+    assert "products+regather, full" in text and "tp,dp,pp or tp,pp,dp" in text
     assert ", ".join(SCHEDULES) in text and ", ".join(FORBIDDABLE) in text

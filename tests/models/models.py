@@ -36,6 +36,7 @@ from tests.models.architectures import (
     token_loss,
 )
 from tests.models.branching_models import MoE, UNet, moe_loss, t5
+from tests.models.sequence_models import Tokens, mistral
 
 transformers.logging.set_verbosity_error()
 
@@ -79,6 +80,11 @@ def masked_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
 def plain_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
     ids = _ids(rows, step)
     return ids, uneven(ids.roll(-1, 1))
+
+
+def token_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
+    ids = _ids(rows, step)
+    return {"ids": ids, "labels": uneven(ids)}
 
 
 def pair_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
@@ -269,6 +275,13 @@ CASES: Mapping[str, Case] = {
         batch=causal_batch,
         optimizer=sgd,
         shardings=_GPT2_SHARDINGS,
+    ),
+    "mistral": Case(build=mistral, batch=causal_batch, optimizer=sgd, shardings=_LLAMA_SHARDINGS),
+    "tokens": Case(
+        build=Tokens,
+        batch=token_batch,
+        optimizer=sgd,
+        shardings={"layers.*.up": "colwise", "layers.*.q": "colwise", "out": "colwise"},
     ),
 }  # fmt: skip
 

@@ -3,12 +3,15 @@
     gpt2_tied  pp2xdp2  zb_h1 m4 zero1 full bf16 sequence front spread
 
 A line is a case of the zoo, the meshes of the pipeline's device groups (`pp2xdp2xtp2`, or one by
-one: `1|dp3`, `dp2xtp2|tp2`), then words in any order: a schedule; `m4` micro-batches; `v3` stages
-on each device group; `zero1`; `shard2`, the ranks among which ZeRO divides; a recompute policy,
-or `mixed` by block; a precision; shardings ("megatron", the case's own, where nothing is said;
-"bare", none; "sequence", the case's own with the activations between layers split along the
-sequence); where the pipeline is cut; `spread`, the placement that puts a pipeline's neighbours next
-to each other; `rows12`, the global batch; `host50`, percent of the optimizer states in host memory.
+one: `1|dp3`, `dp2xtp2|tp2`; `cp2` is of all groups), then words in any order: a schedule; `m4`
+micro-batches; `v3` stages on each device group; `zero1`; `shard2`, the ranks among which ZeRO
+divides; `hpz2`, those with a secondary shard; `quantized`, both of what it may be; a recompute
+policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kind of context
+parallelism; shardings ("megatron", the
+case's own, where nothing is said; "bare", none; "sequence", the case's own with the activations
+between layers split along the sequence); where the pipeline is cut; `spread`, the placement that
+puts a pipeline's neighbours next to each other; `rows12`, the global batch; `host50`,
+percent of the optimizer states in host memory.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from functools import cache
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.plan import PRECISIONS, Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
@@ -26,13 +30,9 @@ from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 Meshes = tuple[tuple[int, int], ...]
 
 _COUNTS = {
-    "m": "microbatches",
-    "v": "virtual",
-    "zero": "zero",
-    "shard": "dp_shard",
-    "rows": "rows",
-    "host": "host",
-}
+    "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
+    "rows": "rows", "seg": "segments", "host": "host",
+}  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
     "llama": {"model.layers.*:add": "-> S(1)", "model.layers.*:add#1": "-> S(1)"},
@@ -48,9 +48,14 @@ class Cell:
     schedule: str = "1f1b"
     microbatches: int = 4
     virtual: int = 1
+    cp: int = 1
+    cp_kind: ContextKind = ALL_GATHER
     zero: int = 0
     dp_shard: int | None = None
+    hpz: int | None = None
+    quantized: str = "none"
     recompute: str = "none"
+    segments: int = 1
     precision: str = "fp32"
     shardings: str = "megatron"
     cut: str = "even"
@@ -66,12 +71,15 @@ class Cell:
         known = {
             **dict.fromkeys(SCHEDULES, "schedule"), **dict.fromkeys(PRECISIONS, "precision"),
             **dict.fromkeys((*RECOMPUTE, "mixed"), "recompute"), **dict.fromkeys(CUTS, "cut"),
+            **dict.fromkeys(CONTEXT_KINDS, "cp_kind"),
             **dict.fromkeys(("bare", "megatron", "sequence"), "shardings"),
         }  # fmt: skip
         found: dict[str, str | int] = {}
         for word in words:
             count = re.fullmatch(rf"({'|'.join(_COUNTS)})(\d+)", word)
-            if word == "spread":
+            if word == "quantized":
+                found["quantized"] = "both"
+            elif word == "spread":
                 found["placement"] = "tp,pp,dp"
             elif count:
                 found[_COUNTS[count[1]]] = int(count[2])
@@ -82,7 +90,9 @@ class Cell:
                     f"cell {line!r}: {word!r}; legal: {', '.join(known)}, spread, or a number "
                     f"after {', '.join(_COUNTS)}"
                 )
-        cell = Cell(case=case, meshes=_meshes(meshes), name="-".join(line.split()))
+        cp = re.search(r"cp(\d+)", meshes)
+        name = "-".join(line.split())
+        cell = Cell(case=case, meshes=_meshes(meshes), cp=int(cp[1]) if cp else 1, name=name)
         if SCHEDULES[str(found.get("schedule", "1f1b"))].stages_per_device == 2:
             found["virtual"] = 2
         return replace(cell, **found)  # type: ignore[arg-type]
@@ -90,7 +100,7 @@ class Cell:
     @property
     def world(self) -> int:
         """Ranks it runs on."""
-        return sum(dp * tp for dp, tp in self.meshes)
+        return sum(dp * tp for dp, tp in self.meshes) * self.cp
 
     @property
     def alone(self) -> Cell:
@@ -110,7 +120,7 @@ def _meshes(text: str) -> Meshes:
     """`pp2xdp2` -> ((2, 1), (2, 1)); `1|dp3` -> ((1, 1), (3, 1))."""
     found: list[tuple[int, int]] = []
     for group in text.split("|"):
-        axes = {axis: int(n) for axis, n in re.findall(r"(pp|dp|tp)(\d+)", group)}
+        axes = {axis: int(n) for axis, n in re.findall(r"(pp|dp|tp|cp)(\d+)", group)}
         if not axes and group != "1":
             raise ValueError(f"meshes {text!r}: {group!r}; legal: 1, or axes like dp2xtp2")
         found += [(axes.get("dp", 1), axes.get("tp", 1))] * axes.get("pp", 1)
@@ -134,11 +144,16 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             num_microbatches=cell.microbatches,
             schedule=cell.schedule,
             virtual=cell.virtual,
+            cp=cell.cp,
+            cp_kind=cell.cp_kind,
             placement=cell.placement,
             cut=cell.cut,
             zero=cell.zero,
             dp_shard=cell.dp_shard,
+            hpz=cell.hpz,
+            quantized=cell.quantized,
             recompute=cell.recompute,
+            segments=cell.segments,
             precision=cell.precision,
             shardings=cell.patterns,
             offload=cell.host / 100,

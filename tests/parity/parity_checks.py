@@ -72,6 +72,8 @@ DROPOUT = {
     "dp4": Cell.parse("gpt2_dropout dp4 m2"),
     "tp4": Cell.parse("gpt2_dropout tp4 m1"),
     "pp2dp2": Cell.parse("gpt2_dropout pp2xdp2 m4 full front"),
+    "cp4": Cell.parse("gpt2_dropout cp4 ring m2"),
+    "cp2tp2": Cell.parse("gpt2_dropout cp2xtp2 ulysses m1"),
 }
 UNEQUAL = tuple(
     Cell.parse(line)

@@ -51,6 +51,7 @@ gpt2_tied    1|dp3            zb_h2 m2 zero1 back rows12
 gpt2_tied    dp2xtp2          gpipe m4 mixed bf16 sequence
 gpt2_tied    dp2|tp2          dualpipe_v m4 zero2 full fp16 back
 gpt2_tied    dp4              gpipe m4 zero2 shard2 mixed bf16
+gpt2_tied    dp4              1f1b m2 zero3 hpz2 full bf16
 gpt2_tied    pp2xdp2          zb_h1 m4 zero1 pointwise front spread
 gpt2_tied    pp2xtp2          interleaved_1f1b m4 v2 full bare
 gpt2_tied    pp4              eager_1f1b m8 full front
@@ -71,6 +72,7 @@ llama        1|tp2|1          1f1b m4 mixed bare back
 llama        dp2xtp2          1f1b m4 zero1 full fp16
 llama        dp2|tp2          eager_1f1b m4 zero3 pointwise bf16 sequence
 llama        dp4              gpipe m4 zero3 shard2
+llama        dp4              1f1b m2 zero3 hpz2 mixed
 llama        pp2xdp2          zb_v m4 zero1 spread
 llama        pp2xdp2          interleaved_1f1b m4 v2 zero3 pointwise spread
 llama        pp2xtp2          zb_h2 m4 fp16 sequence front
@@ -170,12 +172,14 @@ gpt2_untied  dp2|dp4|dp2      eager_1f1b m2 zero1 pointwise back
 gpt2_untied  pp2xdp2xtp2      zb_h1 m8 pointwise back
 llama        1|dp2|tp4|1      eager_1f1b m8 zero1 mixed
 llama        dp4xtp2          1f1b m4 pointwise bf16 sequence
+llama        dp4xtp2          1f1b m2 zero3 hpz2 sequence
 llama        pp4xtp2          zb_h1 m4 full bf16 sequence back
 bert         pp2xdp4          zb_h2 m4 zero1 shard2 mixed fp16 front
 resnet       dp2xtp2|tp2|tp2  dualpipe_v m4 pointwise bf16 bare
 resnet       tp2|dp2xtp2|tp2  zb_v m2 full back
 plain_gpt    pp2xdp2xtp2      interleaved_1f1b m4 v2 zero2 full
 plain_gpt    pp4xdp2          eager_1f1b m4 zero2 pointwise back
+plain_gpt    pp2xdp4          1f1b m4 zero3 hpz2
 gpt2_deep    dp4xtp2          gpipe m4 zero2 shard2 bare
 gpt2_deep    pp8              zb_h1 m4 pointwise front
 t5           1|dp2|tp4|1      zb_h1 m4 fp16 bare front

@@ -28,6 +28,7 @@ from tests.helpers.launching import Results, results_of
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, problem_of
 from tests.models.models import CASES, GLOBAL_BATCH, parallelize
+from tests.parity.context_cells import context_cells
 from tests.parity.parity_cells import Cell, graph_of, plan_of
 from tests.parity.parity_checks import (
     ACCUMULATED,
@@ -67,7 +68,7 @@ def parity(folder: Path) -> Of:
 
     def of(world: int) -> Results:
         if world not in launched:
-            cells = [c for c in (*all_cells(), *CELLS) if c.world == world]
+            cells = [c for c in (*all_cells(), *context_cells(), *CELLS) if c.world == world]
             store(folder, cells)
             if world == 4:
                 (folder / "dropout.json").write_text(json.dumps(_dropout_alone()))
@@ -97,7 +98,7 @@ def test_every_rank_ends_in_order(parity: Of, world: int) -> None:
     assert not any(rank.killed or rank.children_left for rank in run.ranks)
 
 
-@pytest.mark.parametrize("cell", all_cells(), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [*all_cells(), *context_cells()], ids=lambda cell: cell.name)
 def test_cell_equals_single_device(parity: Of, cell: Cell) -> None:
     found, tolerance = parity(cell.world)[cell.name], TOLERANCE[cell.precision]
     assert found["loss"] <= tolerance
@@ -110,7 +111,7 @@ def test_cell_equals_single_device(parity: Of, cell: Cell) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_cells_are_legal_plans_of_their_world(folder: Path, world: int) -> None:
-    cells = [cell for cell in all_cells() if cell.world == world]
+    cells = [cell for cell in (*all_cells(), *context_cells()) if cell.world == world]
     for cell in cells:
         plan, of = plan_of(cell)
         assert plan.num_ranks == world

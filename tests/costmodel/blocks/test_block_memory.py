@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.memory import block_memory
-from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.policies import regathering
+from meshwright.costmodel.blocks.price import BlockPrice, price_block
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import Pricer, Setting
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.moves import moves
+from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
 from tests.costmodel.memory.saved_tensors import (
@@ -216,38 +218,51 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_layer_on_gpus_is_the_closed_form(tp: int, dropout: float) -> None:
-    """Korthikanti et al. 2022 with fused attention, 16 bits: s·b·h·(10 + 24/t) with the input, of
-    which 2 are masks; besides four statistics of norms and a normaliser per head and row, in single
-    precision."""
-    b, s, h, a = 2, 64, 128, 8
+B, S, H, A = 2, 64, 128, 8  # micro-batch, sequence, width, heads
+SPLIT = Placement("S", 1)
+
+
+def layer_price(dropout: float, tp: int, *, sequence: bool) -> BlockPrice:
+    """A layer in 16 bits on GPUs, split as Megatron does; with `sequence` all between its products
+    along that, too."""
     with torch.device("meta"):
-        model = Stack(*(Layer(h, a, dropout) for _ in range(3)))
-        batch = torch.empty(2, b, s, h, dtype=torch.bfloat16).unbind()
+        model = Stack(*(Layer(H, A, dropout) for _ in range(3)))
+        batch = torch.empty(2, B, S, H, dtype=torch.bfloat16).unbind()
     of = cut(model, batch, F.mse_loss, precision="bf16")
     graph, table = of.graph, of.table
     block = next(block for block in graph.blocks if block.name == "layers.1")
     layouts = BlockLayouts(graph, table, block, tp)
     split = {op.name: Entry(strategy="colwise") for op in block.ops if op.key.endswith("up:linear")}
     split |= {op.name: Entry(strategy="colwise.1") for op in block.ops if "qkv:linear" in op.key}
-    assignment = layouts.complete(split if tp > 1 else {}, {})
+    inputs = {value: SPLIT for value in block.inputs} if sequence else {}
+    if sequence:
+        between = {"add", "dropout", "layers.1.proj:linear", "layers.1.down:linear"}
+        split |= {op.name: Entry(state=SPLIT) for op in block.ops if between & {op.short, op.key}}
+    assignment = layouts.complete(split if tp > 1 else {}, inputs)
     setting = Setting(
         cluster=Cluster.from_catalog("h100-sxm"),
         dp=1,
         tp=tp,
-        rows=b,
+        rows=B,
         num_microbatches=1,
         precision="bf16",
         optimizer="adamw",
         target=Target(name="plain kernels"),
     )
     prices = Pricer(graph=graph, table=table, setting=setting)
-    price = price_block(prices, layouts, assignment, {})
+    return price_block(prices, layouts, assignment, inputs)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_layer_on_gpus_is_the_closed_form(tp: int, dropout: float) -> None:
+    """Korthikanti et al. 2022 with fused attention, 16 bits: s·b·h·(10 + 24/t) with the input, of
+    which 2 are masks; besides four statistics of norms and a normaliser per head and row, in single
+    precision."""
+    price = layer_price(dropout, tp, sequence=False)
     whole = 10 if dropout else 8
-    statistics = 4 * 4 * b * s + 4 * b * s * a / tp
-    assert price.saved_bytes + price.input_bytes == b * s * h * (whole + 24 / tp) + statistics
+    statistics = 4 * 4 * B * S + 4 * B * S * A / tp
+    assert price.saved_bytes + price.input_bytes == B * S * H * (whole + 24 / tp) + statistics
 
 
 class Gated(nn.Module):
@@ -318,6 +333,19 @@ def test_ranks_keep_their_part_of_the_sequence(name: str, ranks: Ranks) -> None:
     of = setup(graph_of(name, 4), shardings, mesh=(1, 2))
     agrees(of, name, ranks)
     assert predicted(of) < predicted(setup(graph_of(name, 4), MODELS[name].shardings, mesh=(1, 2)))
+
+
+@pytest.mark.parametrize("name", SEQUENCE_SPLIT)
+def test_ranks_keep_their_part_of_what_they_gather(name: str, ranks: Ranks) -> None:
+    """To the byte, beside each policy."""
+    shardings = {**MODELS[name].shardings, **SEQUENCE_SPLIT[name]}
+    for policy in ("none", "selective", "pointwise", "widening", "products"):
+        plain, regathered = (
+            setup(graph_of(name, 4), shardings, mesh=(1, 2), recompute=own)
+            for own in (policy, regathering(policy))
+        )
+        agrees(regathered, name, ranks)
+        assert predicted(regathered) < predicted(plain)
 
 
 @cache

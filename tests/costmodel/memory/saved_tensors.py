@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
-from meshwright.costmodel.blocks.policies import recomputable
+from meshwright.costmodel.blocks.policies import parts_of, recomputable
 from meshwright.costmodel.blocks.repeated import repeated_ops
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.storage import Held, Storage
@@ -30,7 +30,7 @@ from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.executor.backward.repeated import _Pass
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.lower import Lowered, Lowering
-from meshwright.executor.lowering.reshard import Axis, local_part
+from meshwright.executor.resharding.reshard import Axis, local_part
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.planner.batch import input_leaves
@@ -70,7 +70,7 @@ def _note(own: _Pass, tensor: torch.Tensor) -> Any:
 def _repeat(own: _Pass, *args: Any) -> Any:
     result = _RUN(own, *args)
     if kept := getattr(_CURRENT, "ledger", None):
-        operands = tree_leaves(list(own.operands.values()))
+        operands = tree_leaves([*own.operands.values(), *own.parts.values()])
         kept.tensors += [held for held in operands if isinstance(held, torch.Tensor)]
     return result
 
@@ -198,12 +198,12 @@ def predicted(of: Setup) -> float:
 
 def _kept(of: Setup, block: Block, memory: BlockMemory) -> frozenset[Storage]:
     """What a block's policy keeps, and what it reads."""
-    policy = of.recompute.get(block.name, "none")
+    policy, regather = parts_of(of.recompute.get(block.name, "none"))
     if policy == "none":
-        return memory.kept
+        return memory.kept_repeating((), regather=regather)
     if policy != "full":
         again = repeated_ops(block, of.of.graph, of.of.table, "cpu")[policy]
-        return memory.kept_repeating({block.ops[k].name for k in again})
+        return memory.kept_repeating({block.ops[k].name for k in again}, regather=regather)
     needed, between = memory.needed()
     read = {storage for name in needed for storage in memory.reads[name]}
     read |= {source for _, source in memory.moved.values()} if between else set()

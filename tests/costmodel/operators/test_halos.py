@@ -1,10 +1,13 @@
-"""A shift over the context axis: one token goes to a neighbour, and what is shifted is copied."""
+"""A shift over the context axis: a token of each chunk is gathered; of one less, all are."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.costmodel.operators.test_pricing import (
     LENGTH,
@@ -15,29 +18,40 @@ from tests.costmodel.operators.test_pricing import (
     pricer,
     talking,
 )
-from tests.helpers.planning import cut
+from tests.helpers.planning import Traced, cut
+
+TOKEN = 4 * ROWS * WIDTH
 
 
-class Shifted(nn.Module):
-    """A layer whose output is taken without the last token, or (`late`) without the first."""
+class Moved(nn.Module):
+    """A layer whose output is moved."""
 
-    def __init__(self, *, late: bool) -> None:
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.late = nn.Linear(WIDTH, WIDTH), late
+        self.layer, self.move = nn.Linear(WIDTH, WIDTH), move
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return (y[:, 1:] if self.late else y[:, :-1]).square().mean()
+        return self.move(self.layer(x)).square().mean()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_token_is_sent_where_another_ranks_comes_in(late: bool) -> None:
+def traced(move: Callable[[Tensor], Tensor]) -> Traced:
     with torch.device("meta"):
-        of = cut(Shifted(late=late), (torch.empty(ROWS, LENGTH, WIDTH),), None, precision="fp32")
-    token = 4 * ROWS * WIDTH if late else 0
-    (sent,) = costs(pricer(of, talking(), cp=2), "slice")
-    assert sent.forward_comm_s == sent.backward_comm_s == sent.forward_s == pytest.approx(token)
-    (copied,) = costs(pricer(of, moving(), cp=2), "slice")
-    assert bool(copied.forward_s) == late
-    (alone,) = costs(pricer(of, moving(), cp=1), "slice")
-    assert not alone.forward_s and not alone.forward_comm_s
+        return cut(Moved(move), (torch.empty(ROWS, LENGTH, WIDTH),), None, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("short", "move"),
+    [("pad", lambda y: F.pad(y, (0, 0, 1, -1))), ("roll", lambda y: y.roll(-1, 1))],
+)
+def test_a_shift_takes_a_token_of_a_neighbour(short: str, move: Callable[[Tensor], Tensor]) -> None:
+    of = traced(move)
+    (sent,) = costs(pricer(of, talking(), cp=2), short)
+    assert sent.forward_comm_s == sent.backward_comm_s == sent.forward_s == pytest.approx(TOKEN)
+    (copied,), (alone,) = (costs(pricer(of, moving(), cp=cp), short) for cp in (2, 1))
+    assert copied.forward_s == pytest.approx(alone.forward_s / 2) and not alone.forward_comm_s
+
+
+@pytest.mark.parametrize("move", [lambda y: y[:, 1:], lambda y: y[:, :-1]])
+def test_one_token_less_needs_them_all(move: Callable[[Tensor], Tensor]) -> None:
+    (cost,) = costs(pricer(traced(move), talking(), cp=2), "slice")
+    assert cost.forward_comm_s == pytest.approx(TOKEN * LENGTH / 2)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.strategies import R
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -81,6 +82,53 @@ def test_shards_are_scattered_near_and_reduced_far(dp: int, cp: int, shards: int
     assert weights(found, "shard_s") == pytest.approx(numel / shards)
 
 
+@pytest.mark.parametrize(("asked", "near"), [(0, 4), (2, 2), (4, 4)])
+def test_a_secondary_shard_is_gathered_near(asked: int, near: int) -> None:
+    """Two nodes of four: by itself a secondary shard lies in a node, of which no byte leaves it."""
+    on = cluster(4, nodes=2, flops=ENDLESS, bandwidth=1.0, node_bandwidth=1e-3)
+    found = pricer(on, dp=8, zero=3, hpz=asked)
+    numel = net().graph.num_parameters()
+    assert weights(found, "zero3_secondary_s") == pytest.approx(4 * numel * (near - 1) / near)
+    assert weights(found, "zero3_gather_s") > 1000 * weights(found, "zero3_secondary_s")
+
+
+def test_quantised_collectives_send_blocks_of_few_bits() -> None:
+    """On links of one byte a second and a memory that takes none; of two nodes of four the summed
+    gradients go near, and of what is left of them each rank sends its part far."""
+    on = cluster(4, nodes=2, flops=ENDLESS, bandwidth=1.0, node_bandwidth=1e-3)
+    free = dataclasses.replace(on, device=dataclasses.replace(on.device, memory_bandwidth=ENDLESS))
+    numel = net().graph.num_parameters()
+    exact = pricer(free, dp=8, zero=3)
+
+    def priced(name: str, **given: Any) -> float:
+        return weights(pricer(free, dp=8, zero=3, **given), name)
+
+    gathered = priced("zero3_gather_s", quantized="weights")
+    ratio = wire_bytes(1, 8) / 4
+    assert gathered == pytest.approx(ratio * weights(exact, "zero3_gather_s"))
+    assert priced("zero3_scatter_s", quantized="weights") == weights(exact, "zero3_scatter_s")
+    near, far = wire_bytes(numel, 4) * 3 / 4, wire_bytes(numel / 4, 4) / 2
+    # each of a node's four ranks sends as much through its NIC
+    hops = priced("zero3_scatter_s", quantized="gradients", hpz=4)
+    assert hops == pytest.approx(near + 4 * far * 1000, rel=1e-3)
+    assert hops < priced("zero3_scatter_s", quantized="gradients") / 3
+    assert priced("zero3_secondary_s", quantized="both", hpz=4) == priced(
+        "zero3_secondary_s", hpz=4
+    )
+
+
+def test_the_codec_takes_memory_traffic() -> None:
+    slow = cluster(8, flops=ENDLESS, memory_bandwidth=28.0, bandwidth=ENDLESS)
+    for name, quantized in (("zero3_gather_s", "weights"), ("zero3_scatter_s", "gradients")):
+        sent = weights(pricer(slow, dp=8, zero=3, quantized=quantized), name)
+        assert sent > weights(pricer(slow, dp=8, zero=3), name)
+
+
+def test_a_secondary_shard_of_one_node_is_the_shard() -> None:
+    found = pricer(cluster(8), dp=8, zero=3)
+    assert weights(found, "zero3_secondary_s") == weights(found, "zero3_gather_s") > 0
+
+
 def test_what_is_not_divided_reduces_among_all() -> None:
     on = cluster(4, nodes=2)
     whole, parts = (weights(pricer(on, dp=8, dp_shard=s), "reduce_s") for s in (0, 4))
@@ -100,6 +148,8 @@ def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
         dataclasses.replace(first.setting, **change)
         for change in (
             {"dp_shard": 4},
+            {"hpz": 2},
+            {"quantized": "both"},
             {"dp": 4},
             {"num_microbatches": 3},
             {"dp": 2, "dp_shard": 1},
@@ -112,7 +162,10 @@ def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
 
 
 def changed(other: Setting) -> dict[str, Any]:
-    return {name: getattr(other, name) for name in ("dp", "dp_shard", "num_microbatches")}
+    return {
+        name: getattr(other, name)
+        for name in ("dp", "dp_shard", "hpz", "quantized", "num_microbatches")
+    }
 
 
 # --- groups --------------------------------------------------------------------------------------

@@ -210,42 +210,6 @@ def whole(of: Traced) -> Any:
     return dataclasses.replace(first, ops=ops, inputs=(), outputs=())
 
 
-# --- the context axis ----------------------------------------------------------------------------
-
-
-def test_context_parallelism_divides_activations_and_work() -> None:
-    of = net()
-    one, two = pricer(of, busy()), pricer(of, busy(), cp=2)
-    for alone, shared in zip(costs(one, "linear"), costs(two, "linear"), strict=True):
-        assert shared.forward_s == pytest.approx(alone.forward_s / 2)
-        assert shared.backward_s == pytest.approx(alone.backward_s / 2)
-    (alone,), (shared,) = (costs(p, "scaled_dot_product_attention") for p in (one, two))
-    assert shared.forward_s == pytest.approx(alone.forward_s / 2)  # own queries, all keys
-    (gelu,) = (op for op in of.graph.ops if op.short == "gelu")
-    assert two.nbytes(gelu.results[0]) == one.nbytes(gelu.results[0]) / 2 == GELU / 2
-    for value in of.graph.parameters:
-        assert two.nbytes(value) == one.nbytes(value)
-
-
-@pytest.mark.parametrize("cp", [2, 3])
-def test_context_parallelism_gathers_keys_and_values(cp: int) -> None:
-    """Of K and V together, (n-1)/n come from others; backward again, and their gradients go."""
-    on = cluster(cp, flops=ENDLESS, memory_bandwidth=ENDLESS, bandwidth=1.0)
-    (cost,) = costs(pricer(net(), on, cp=cp), "scaled_dot_product_attention")
-    both = 2 * 4 * ROWS * LENGTH * WIDTH
-    assert cost.forward_comm_s == pytest.approx(both * (cp - 1) / cp)
-    assert cost.backward_comm_s == pytest.approx(2 * both * (cp - 1) / cp)
-    assert not any(c.forward_comm_s for c in costs(pricer(net(), talking(), cp=2), "linear"))
-
-
-def test_ring_attention_hides_the_gathering_behind_the_scores() -> None:
-    ring = dataclasses.replace(EAGER, overlap_parameters=True)
-    on = cluster(4, flops=1.0, memory_bandwidth=ENDLESS, bandwidth=1e3)
-    (cost,) = costs(pricer(net(), on, cp=2, target=ring), "scaled_dot_product_attention")
-    assert cost.forward_comm_s == cost.backward_comm_s == 0
-    assert cost.forward_s == pytest.approx(SCORES)
-
-
 # --- once per step -------------------------------------------------------------------------------
 
 

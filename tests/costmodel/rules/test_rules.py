@@ -25,7 +25,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import indivisible
 from meshwright.executor.lowering import emitter
 from meshwright.executor.lowering.implementations import GlobalLoss, SyncBatchNorm
-from meshwright.executor.lowering.reshard import Axis
+from meshwright.executor.resharding.reshard import Axis
 from meshwright.planner.tracing.trace import trace
 from tests.costmodel.rules.rule_cases import (
     WRITTEN,

@@ -16,12 +16,12 @@ from meshwright.costmodel.blocks.policies import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.fusion import Fusion, fuse
+from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.rules import registry, traits
 from meshwright.costmodel.rules.language import ein
 from meshwright.costmodel.rules.traits import Draw, RowLoss, Statistics, Traits
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.costmodel.sharding.local_call import signature
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.executor.runtime.evaluation import check_evaluable
 from meshwright.planner.tracing.trace import trace

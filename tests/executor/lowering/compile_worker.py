@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.sharding.strategies import RP, P, Placement, R
-from meshwright.executor.lowering.reshard import MOVES, Axis, Reshard
 from meshwright.executor.ranks import launch
+from meshwright.executor.resharding.reshard import MOVES, Axis, Reshard
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_launch import on_ranks, run_all

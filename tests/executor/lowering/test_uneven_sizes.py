@@ -34,7 +34,7 @@ from meshwright.costmodel.sharding.strategies import (
     splitting_degrees,
     strategies,
 )
-from meshwright.executor.lowering.reshard import part_of
+from meshwright.executor.resharding.reshard import part_of
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.report.indivisible import divided, excluded

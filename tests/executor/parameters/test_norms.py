@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.lowering.reshard import Axis, local_part
 from meshwright.executor.parameters.norms import ROW, clip_, copies, norm_share, total_norm
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks.meshes import Place, StageMesh, single_process
+from meshwright.executor.resharding.reshard import Axis, local_part
 
 SHAPE = (36, 12)  # divisible by every degree tried, a fused projection's thirds too
 PLACEMENTS = (R, Placement("S", 0), Placement("S", 1), Placement("S", 0, 3))

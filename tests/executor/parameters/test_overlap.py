@@ -15,12 +15,12 @@ from torch import nn
 from meshwright.costmodel.sharding.layouts import Placement
 from meshwright.costmodel.sharding.strategies import R
 from meshwright.costmodel.targets import EAGER
-from meshwright.executor.lowering.reshard import Axis
 from meshwright.executor.parameters import reducer as reducer_module
 from meshwright.executor.parameters import weight_gather as gather_module
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.parameters.reducer import Reducer
 from meshwright.executor.parameters.weight_gather import WeightGather
+from meshwright.executor.resharding.reshard import Axis
 
 Log = list[tuple[str, Any]]
 WIDE = 1024  # a matrix of so many rows and columns is reduced by itself

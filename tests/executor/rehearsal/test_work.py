@@ -52,9 +52,13 @@ plain_gpt    dp2              1f1b m2 full
 # Cells in which ranks send more or less than the price says, by so many bytes of each device group,
 # and why.
 KEPT = "the last block's weights, gathered for a forward, are kept for the backward that follows"
+FILLED = f"the last block of a small shard is filled up to 256 elements; {KEPT}"
 AHEAD = "fully_shard gathers a block ahead for a micro-batch that isn't next, and drops it"
 UNLIKE = {
+    "gpt2_tied dp4 1f1b m2 zero3 hpz2": ((-12_544,), KEPT),
     "gpt2_tied dp2 1f1b m2 zero3": ((-12_544,), KEPT),
+    "gpt2_tied dp4 1f1b m2 zero3 quantized": ((6_628,), FILLED),
+    "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized": ((-6_018,), FILLED),
     "llama dp2xtp2 1f1b m2 zero3 full": ((-6_272,), KEPT),
     "llama pp2xdp2 1f1b m4 zero3 full": ((18_560, -24_832), f"{AHEAD}; {KEPT}"),
     "llama dp2xtp2 1f1b m2 zero1 sequence": (
@@ -72,6 +76,11 @@ UNLIKE = {
         "each backward; the price has it twice",
     ),
 }
+REGATHERING = (
+    ("llama tp2 1f1b m2 sequence", "regather"),
+    ("gpt2_deep tp4 1f1b m2 sequence pointwise", "+regather"),
+    ("llama pp2xtp2 zb_h1 m4 sequence", "regather"),
+)
 EXPERTS = ("dp4 ep2", "dp4 ep2 full", "dp2 tp2 ep2 matrices")
 
 
@@ -129,6 +138,16 @@ def test_what_the_price_leaves_out_is_known(line: str) -> None:
         assert sum(log.flops.values()) == pytest.approx(works[group].flops, rel=REL)
         expected = collectives + differences[group], messages
         assert sent(log) == pytest.approx(expected, rel=REL, abs=ABS), why
+
+
+@pytest.mark.parametrize(("line", "more"), REGATHERING)
+def test_gathers_again_are_sent_as_priced(line: str, more: str) -> None:
+    """Beside what the plan without them sends."""
+    runs = [of_cell(line), of_cell(line + (more if more[0] == "+" else f" {more}"))]
+    for rank in runs[0][0].logs:
+        before, after = (sent(found.logs[rank])[0] for found, _ in runs)
+        asked, wanted = (priced(works[found.group_of[rank]])[0] for found, works in runs)
+        assert 0 < after - before == pytest.approx(wanted - asked, rel=REL)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

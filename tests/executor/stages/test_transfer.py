@@ -15,18 +15,20 @@ from meshwright.executor.stages.transfer import Channel, held, intersect, slices
 
 SHAPE = (12, 24)  # divisible by every degree tried
 S0, S1 = Placement("S", 0), Placement("S", 1)
-placements = st.sampled_from([R, S0, S1])
+kinds = [R, S0, S1]
+placements = st.sampled_from(kinds)
 
 
 @st.composite
 def stages(draw: st.DrawFn) -> tuple[StageMesh, StageMesh]:
-    """Two stages on disjoint ranks, in any order."""
-    sizes = [(draw(st.integers(1, 4)), draw(st.integers(1, 3))) for _ in range(2)]
+    """Two stages on disjoint ranks, in any order; tokens have as many parts on both."""
+    cp = draw(st.sampled_from([1, 2, 3]))
+    sizes = [(cp * draw(st.integers(1, 4)), draw(st.integers(1, 3))) for _ in range(2)]
     count = sum(dp * tp for dp, tp in sizes)
     order = draw(st.permutations(range(count)))
     cut = sizes[0][0] * sizes[0][1]
     source, target = (
-        StageMesh(ranks=tuple(ranks), dp=dp, tp=tp, shards=dp)
+        StageMesh(ranks=tuple(ranks), dp=dp, tp=tp, shards=dp, cp=cp)
         for ranks, (dp, tp) in zip((order[:cut], order[cut:]), sizes, strict=True)
     )
     return source, target
@@ -36,18 +38,27 @@ def mesh(first: int, dp: int, tp: int) -> StageMesh:
     return StageMesh(ranks=tuple(range(first, first + dp * tp)), dp=dp, tp=tp, shards=dp)
 
 
-def boxes(of: StageMesh, placement: Placement) -> dict[int, tuple[tuple[int, int], ...]]:
+def boxes(
+    of: StageMesh, placements: tuple[Placement, ...]
+) -> dict[int, tuple[tuple[int, int], ...]]:
     """What each rank of a stage holds."""
     return {
-        of.rank(d, t): held(SHAPE, placement, of.dp, d) for d in range(of.dp) for t in range(of.tp)
+        of.rank(d, t): held(SHAPE, placements, of, d) for d in range(of.dp) for t in range(of.tp)
     }
 
 
-@given(stages(), placements, placements)
+def on_axes(mesh: StageMesh, rows: Placement, tokens: Placement) -> tuple[Placement, ...]:
+    """The placements on the outer axes that a mesh has; tokens are not split where rows are."""
+    tokens = R if tokens == rows else tokens
+    return (rows, tokens)[: len(mesh.outer)]
+
+
+@given(stages(), placements, placements, placements)
 def test_every_destination_gets_its_tensor(
-    meshes: tuple[StageMesh, StageMesh], before: Placement, after: Placement
+    meshes: tuple[StageMesh, StageMesh], first: Placement, second: Placement, tokens: Placement
 ) -> None:
     source, target = meshes
+    before, after = on_axes(source, first, tokens), on_axes(target, second, tokens)
     x = torch.arange(SHAPE[0] * SHAPE[1]).view(SHAPE)
     has, wants = boxes(source, before), boxes(target, after)
     received = {rank: torch.full_like(x[within(box, _all())], -1) for rank, box in wants.items()}
@@ -66,11 +77,12 @@ def _all() -> tuple[tuple[int, int], ...]:
     return tuple((0, size) for size in SHAPE)
 
 
-@given(stages(), placements, placements)
+@given(stages(), placements, placements, placements)
 def test_replicas_share_the_sending(
-    meshes: tuple[StageMesh, StageMesh], before: Placement, after: Placement
+    meshes: tuple[StageMesh, StageMesh], first: Placement, second: Placement, tokens: Placement
 ) -> None:
     source, target = meshes
+    before, after = on_axes(source, first, tokens), on_axes(target, second, tokens)
     sent = Counter(piece.source for piece in slices(SHAPE, source, before, target, after))
     replicas = defaultdict(list)
     for rank, box in boxes(source, before).items():
@@ -82,7 +94,7 @@ def test_replicas_share_the_sending(
 @given(st.integers(1, 4), st.integers(1, 4), placements)
 def test_equal_meshes_send_each_to_its_counterpart(dp: int, tp: int, placement: Placement) -> None:
     source, target = mesh(0, dp, tp), mesh(dp * tp, dp, tp)
-    moved = slices(SHAPE, source, placement, target, placement)
+    moved = slices(SHAPE, source, (placement,), target, (placement,))
     assert [(p.source, p.target) for p in moved] == list(
         zip(source.ranks, target.ranks, strict=True)
     )
@@ -107,8 +119,10 @@ def test_intersection(
 
 def test_a_channel_knows_its_own_slices() -> None:
     source, target = mesh(0, 2, 1), mesh(2, 1, 2)
-    moved = slices(SHAPE, source, S0, target, R)
-    sender = Channel(moved, 0, held(SHAPE, S0, 2, 0), torch.bfloat16, torch.device("cpu"), None, 7)
+    moved = slices(SHAPE, source, (S0,), target, (R,))
+    sender = Channel(
+        moved, 0, held(SHAPE, (S0,), source, 0), torch.bfloat16, torch.device("cpu"), None, 7
+    )
     assert [(p.source, p.target) for p in sender.outgoing] == [(0, 2), (0, 3)]
     assert sender.incoming == []
     assert sender.bytes_sent == 2 * 6 * 24 * 2

@@ -23,10 +23,11 @@ from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.executor import devices, stand_in
 from meshwright.executor.checkpoint import checkpoint, handover
 from meshwright.executor.files.chunks import LocalChunks
-from meshwright.executor.lowering import backend_of, reshard
+from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import weight_gather
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Event, Kind, Recorder, Rehearsal, rehearse
+from meshwright.executor.resharding import reshard
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.runtime.timeline import Stopwatch
 from meshwright.executor.stages import CheckedPlan, Phase
@@ -44,8 +45,7 @@ rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
 
 GPU, CPU = "nccl", "gloo"
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-PIPELINE = "mlp pp2xdp2 1f1b m4 zero1"
-SHARDED = "mlp dp2 1f1b m2 zero3"
+PIPELINE, SHARDED = "mlp pp2xdp2 1f1b m4 zero1", "mlp dp2 1f1b m2 zero3"
 DROPOUT = "gpt2_dropout 1 1f1b m2"
 
 
@@ -274,15 +274,13 @@ def test_a_wait_left_out_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     """What runs the lines, on GPUs' stand-in and on the CPU."""
-    yield partial(run_noisy, Cluster.from_catalog("h100-sxm", num_nodes=1))
-    yield partial(_handed_over, monkeypatch)
-    yield partial(offloaded, run, monkeypatch)
+    yield partial(run_noisy, Cluster.from_catalog("h100-sxm"))
+    yield from (partial(_handed_over, monkeypatch), partial(offloaded, run, monkeypatch))
     for backend in (GPU, CPU):
         yield partial(run, f"{PIPELINE} pointwise", backend)
         yield partial(_timed, stand_in.device_for(backend)[0])
         yield partial(_saved, folder / backend, backend, monkeypatch)
-    yield partial(_launched, monkeypatch)
-    yield partial(_compiled, monkeypatch)
+    yield from (partial(_launched, monkeypatch), partial(_compiled, monkeypatch))
 
 
 def _timed(device: torch.device) -> None:

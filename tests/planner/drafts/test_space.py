@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from functools import cache
 
 import numpy as np
@@ -25,13 +26,18 @@ def model(layers: int = 5, width: int = 48, length: int | None = 24) -> Traced:
 
 
 def space(
-    nodes: int = 1, node: int = 4, batch: int = 24, of: Traced | None = None, **given: object
+    nodes: int = 1,
+    node: int = 4,
+    batch: int = 24,
+    of: Traced | None = None,
+    allow: Collection[str] = (),
+    **given: object,
 ) -> Space:
     of = of or model()
     return Space(
         problem=problem_of(of, cluster(node, nodes=nodes)),
         global_batch_size=batch,
-        restrictions=restrict(Overrides(**given), of.graph),
+        restrictions=restrict(Overrides(**given), of.graph, allow=allow),
     )
 
 

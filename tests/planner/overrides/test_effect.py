@@ -33,6 +33,7 @@ def test_a_degree_that_splits_nothing_is_said() -> None:
         ({"zero": 1}, {"dp": 1}, "one data-parallel rank"),
         ({"dp_shard": 3}, {}, "the plan uses no ZeRO"),
         ({"dp_shard": 3}, {"zero": 1}, "the plan has 2"),
+        ({"hpz": 2}, {"zero": 1}, "the plan uses no ZeRO-3"),
         ({"recompute": {"layers.1": "full"}}, {}, "the plan has 'none'"),
     ],
 )

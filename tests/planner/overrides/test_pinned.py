@@ -14,6 +14,7 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.overrides.overrides import Overrides, check_overrides
@@ -54,7 +55,8 @@ def plans(draw: st.DrawFn) -> Plan:
     groups = draw(st.integers(1, 5 // each))
     ends = sorted(draw(st.permutations(range(1, 5)))[: groups * each - 1])
     placement = draw(st.sampled_from(PLACEMENTS))
-    mesh = st.tuples(*[st.sampled_from((1, 2))] * 2, st.sampled_from((1, 3)))
+    tokens, kind = draw(st.sampled_from((1, 3))), draw(st.sampled_from(CONTEXT_KINDS))
+    mesh = st.tuples(*[st.sampled_from((1, 2))] * 2, st.just(tokens))
     equal = draw(st.booleans()) or placement != PLACEMENTS[0]
     meshes = [draw(mesh)] * groups if equal else [draw(mesh) for _ in range(groups)]
     owner = {
@@ -77,6 +79,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 dp=dp,
                 tp=tp,
                 cp=cp,
+                cp_kind=kind if cp > 1 else ALL_GATHER,
                 zero=zero,
                 dp_shard=shards if zero else None,
                 ranks=placed(placement, [t * d * c for t, d, c in meshes], tp * cp, owner[k]),
@@ -111,8 +114,10 @@ def rebuilt(found: Restrictions) -> Plan:
     stages: list[dict[str, Any]] = []
     for k, (start, stop) in enumerate(zip([0, *found.cuts], found.cuts, strict=False)):
         one = {}
-        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard"):
+        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard", "hpz"):
             (one[name],) = set(getattr(found, name)[start:stop])
+        whole = one["dp_shard"] or one["dp"] * one["cp"]  # as many: no secondary shard
+        one["hpz"] = None if one["hpz"] == whole else one["hpz"]
         blocks = found.blocks[start:stop]
         policies = [policy for policy in found.recompute[start:stop] if policy]
         stages.append({**one, "blocks": blocks, "recompute": recompute_of(blocks, policies)})
@@ -125,7 +130,11 @@ def rebuilt(found: Restrictions) -> Plan:
         schedule=schedule,
         num_microbatches=found.num_microbatches,
         stages=tuple(
-            StagePlan(**s, ranks=placed(placement, sizes, s["tp"] * s["cp"], owner[k]))
+            StagePlan(
+                **s,
+                cp_kind=found.cp_kind or ALL_GATHER,
+                ranks=placed(placement, sizes, s["tp"] * s["cp"], owner[k]),
+            )
             for k, s in enumerate(stages)
         ),
     )
@@ -201,7 +210,7 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
     assert plan_overrides(plan, graph).given() == {
         "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
-        "dp_shard": {"embed": 1, "layers.0-2": 1},
+        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none",
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],
@@ -245,7 +254,7 @@ def test_larger_groups_may_come_first() -> None:
 
 def test_a_policy_that_is_none_cannot_be_pinned() -> None:
     graph, _ = model()
-    with pytest.raises(OverrideError, match=r"recompute='some'; legal: none, selective, pointwise"):
+    with pytest.raises(OverrideError, match=r"recompute='some'; legal: none, regather, selective"):
         plan_overrides(with_stage(plan_for(graph), recompute="some"), graph)
 
 
@@ -258,6 +267,7 @@ def test_a_policy_that_is_none_cannot_be_pinned() -> None:
         {"tp": 4, "num_microbatches": 2},
         {"pp": 2, "virtual_stages": 2},
         {"dp": 4, "zero": 3, "dp_shard": 2},
+        {"dp": 4, "zero": 3, "hpz": 2},
         {"pp": 2, "tp": {"embed": 1, "head": 2}, "recompute": {"layers.*": "selective"}},
         {"pp": 2, "tp": 1, "zero": {"embed": 0, "head": 1}, "schedule": "gpipe"},
     ],

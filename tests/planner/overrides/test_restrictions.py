@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
-from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError
+from meshwright.planner.overrides.values import ALLOWABLE, BY_BLOCK, MESH, OverrideError
 from tests.helpers.tiny import cut, net
 
 few = settings(deadline=None, max_examples=60)
@@ -245,13 +246,12 @@ def test_what_runs_is_what_is_left_for_the_executor() -> None:
     found = restrict(Overrides(), layers(), executable=True)
     assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
     assert found.schedules == tuple(SCHEDULES)
-    assert found.cp == (1,) * 8 and found.tp == found.ep == (None,) * 8
+    assert found.cp == found.tp == found.ep == (None,) * 8
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"cp": 2}, "cp=2 can be planned, but not run yet; legal: 1"),
         ({"forbid": tuple(SCHEDULES)}, "leaves no schedule; legal: gpipe, 1f1b"),
         (
             {"pp": 2, "virtual_stages": 1, "stages": [[n] for n in (*LAYERS, "head")]},
@@ -268,7 +268,8 @@ def test_what_does_not_run_yet_can_be_planned(given: dict[str, Any], says: str) 
 # --- masks ---------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
-    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "recompute": RECOMPUTE,
+    "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "hpz": (1, 2, 4), "quantized": QUANTIZED,
+    "segments": (1, 2, 4), "recompute": RECOMPUTE,
 }  # fmt: skip
 
 
@@ -281,7 +282,8 @@ def restricted(draw: st.DrawFn) -> tuple[Restrictions, str, list[Any]]:
     forbid = draw(st.sets(st.sampled_from(["zero-1", "zero-2", *RECOMPUTE[1:]])))
     allowed = [f for f in forbid if f not in {f"zero-{v}" for v in own} | {str(v) for v in own}]
     graph = blocks(*(f"layers.{b}" for b in range(len(own))))
-    made = restrict(Overrides(**{name: by_block or None}, forbid=allowed), graph)  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: by_block or None, "forbid": allowed}
+    made = restrict(Overrides(**given), graph, allow=ALLOWABLE)
     return made, name, own
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS, ContextKind
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
@@ -202,7 +203,18 @@ BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("no stages", {"stages": ()}, {}, "no stages"),
     ("zero", {}, {"zero": 4}, "stage 0: zero=4; legal: 0, 1, 2, 3"),
     ("zero bool", {}, {"zero": True}, "stage 0: zero=True; legal: 0, 1, 2, 3"),
-    ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, selective, .*full"),
+    ("hpz", {}, {"zero": 3, "hpz": 4, "dp": 4, "tp": 1}, "hpz=4 is no part of the 4.*legal: 2"),
+    ("hpz parts", {}, {"zero": 3, "hpz": 3, "dp": 4, "tp": 1}, "hpz=3 is no part.*or drop hpz"),
+    ("quantized", {}, {"zero": 3, "quantized": "int8"}, "quantized='int8'; legal: none, weights"),
+    (
+        "quantized fp16",
+        {"precision": "fp16"},
+        {"zero": 3, "quantized": "both"},
+        "quantized='both' with precision='fp16'.*or precision bf16",
+    ),
+    ("quantized zero", {}, {"zero": 2, "quantized": "both"}, "with zero=2.*legal: none, or zero=3"),
+    ("hpz zero", {}, {"zero": 2, "hpz": 2, "dp": 4, "tp": 1}, "hpz=2 with zero=2.*zero=3 and ep"),
+    ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, .*selective, .*full"),
     ("cp", {}, {"cp": 0}, "stage 0: cp=0; legal: an integer from 1"),
     (
         "cp length",
@@ -292,24 +304,18 @@ def test_a_model_without_experts_has_none_to_share_out() -> None:
         check_plan(with_stage(plan_for(graph), ep=2), graph, table)
 
 
-# --- what can be priced but not run --------------------------------------------------------------
+# --- context parallelism -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [({"cp": 2, "tp": 1}, "cp=2 can be priced, but not run yet; legal: 1")],
-    ids=str,
-)
-def test_a_legal_plan_that_cannot_run_yet_is_refused_in_time(
-    changes: dict[str, Any], says: str
-) -> None:
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
+def test_a_sequence_may_be_split(kind: ContextKind) -> None:
     graph, table = model()
-    good = plan_for(graph)
-    check_runs(good)
-    plan = with_stage(good, **changes)
+    plan = with_stage(plan_for(graph), cp=2, cp_kind=kind, tp=1)
     check_plan(plan, graph, table)
-    with pytest.raises(PlanError, match=f"plan: stage 0: {says}"):
-        check_runs(plan)
+    check_runs(plan)
+
+
+# --- what can be priced but not run --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

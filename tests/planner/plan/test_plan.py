@@ -38,6 +38,8 @@ STAGES = st.builds(
     dp=st.integers(1, 64),
     tp=st.integers(1, 64),
     zero=st.sampled_from([0, 1]),
+    hpz=st.none() | st.integers(2, 64),
+    quantized=st.sampled_from(["none", "both"]),
     recompute=st.sampled_from(["none", "full"]),
     shardings=st.dictionaries(NAMES | st.just('odd "{\n"dp": 1}'), DECISIONS, max_size=3),
 )

@@ -48,7 +48,7 @@ def test_a_plan_in_a_line() -> None:
     assert describe(twice).startswith(describe(one).split(", ")[0])
     assert ", interleaved_1f1b with 2 stages on each, " in describe(twice)
     split = tuple(dataclasses.replace(s, dp=2, cp=2, ep=2, tp=1) for s in one.stages)
-    assert "pp2 × dp2×cp2×ep2×tp1" in describe(dataclasses.replace(one, stages=split))
+    assert "pp2 × dp2×cp2(all_gather)×ep2×tp1" in describe(dataclasses.replace(one, stages=split))
 
     mixed = describe(dataclasses.replace(one, stages=stages, num_microbatches=8))
     assert mixed.endswith("8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute")

@@ -132,6 +132,17 @@ def test_shards_within_a_node_take_more_memory_and_less_network() -> None:
     assert only(plan, on, zero=1).stages == whole.stages
 
 
+def test_secondary_shards_take_memory_and_spare_the_backward_the_network() -> None:
+    graph, _ = model()
+    plan = plan_for(graph, dp=4, tp=1)
+    on = cluster(2, nodes=2, bandwidth=1e9, node_bandwidth=1e4)
+    kept, whole = (only(plan, on, zero=3, hpz=hpz) for hpz in (2, None))
+    assert kept.stages[0].backward_s < whole.stages[0].backward_s
+    assert kept.stages[0].forward_s == whole.stages[0].forward_s
+    more = kept.stages[0].static_bytes - whole.stages[0].static_bytes
+    assert more == pytest.approx(4 * whole.stages[0].parameters / 2)
+
+
 @pytest.mark.parametrize(
     ("ranks", "dp", "cp", "tp", "spread"),
     [

@@ -72,12 +72,13 @@ def searching(
     time_limit_s: float | None = None,
     programs: BlockPrograms | None = None,
     target: Target = EAGER,
+    allow: tuple[str, ...] = (),
     **given: Any,
 ) -> Search:
     of = of or model()
     overrides = Overrides(**given)
     return Search(
-        problem_of(of, on, target=target),
+        problem_of(of, on, target=target, allow=allow),
         batch,
         overrides,
         time_limit_s=time_limit_s,
@@ -335,7 +336,7 @@ def test_candidates_differ_and_the_best_comes_first() -> None:
     shapes = [
         (
             c.plan.schedule,
-            *((s.dp, s.cp, s.tp, s.zero, s.dp_shard, s.policies[0]) for s in c.plan.stages),
+            *((s.dp, s.cp, s.tp, s.zero, s.dp_shard, s.hpz, s.policies[0]) for s in c.plan.stages),
         )
         for c in found.candidates
     ]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.costmodel.blocks.offload import host_costs
 from meshwright.costmodel.blocks.stage import stage_costs
 from meshwright.costmodel.blocks.sums import Sums
 from meshwright.costmodel.memory import model_state_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators.cost import host_costs
 from meshwright.profiles.cluster import Cluster
 
 NUMEL = 1e9
@@ -35,7 +35,7 @@ def sums(**changes: float) -> Sums:
 
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8), (3, NUMEL / 8)])
 def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: float) -> None:
-    found, host = host_costs(sums(), setting(zero, 0.5)), setting(zero, 0.5).cluster.host
+    found, host = host_costs(np.array(numel), setting(zero, 0.5)), setting(zero, 0.5).cluster.host
     assert host is not None
     assert found.nbytes == pytest.approx(0.5 * numel * (4 + 4 + 8))
     assert found.fetched_s == pytest.approx(0.5 * numel * 4 / host.link_bandwidth)
@@ -69,7 +69,7 @@ def test_a_step_waits_for_gradients_once_and_with_zero_3_in_each_microbatch() ->
         own = stage_costs(sums(forward_s=9.0, backward_s=9.0), setting(zero, part, m), "none")
         return float(own.forward_s + own.backward_s), float(own.reduce_s + own.optimizer_s)
 
-    at = host_costs(sums(), setting(2, 1.0))
+    at = host_costs(np.array(NUMEL / 8), setting(2, 1.0))
     passes, once = (a - b for a, b in zip(costs(2, 1.0, 4), costs(2, 0.0, 4), strict=True))
     assert passes == 0
     assert once >= at.returned_s + at.step_s
@@ -83,6 +83,6 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
         def host_copy(self, kind: str, nbytes: float) -> float:
             return nbytes / {"to_device": 1e9, "to_host": 2e9}[kind]
 
-    found = host_costs(sums(), replace(setting(0, 1.0), profile=Measured()))  # type: ignore[arg-type]
+    found = host_costs(np.array(NUMEL), replace(setting(0, 1.0), profile=Measured()))  # type: ignore[arg-type]
     assert found.fetched_s == pytest.approx(NUMEL * 4 / 1e9)
     assert found.returned_s == pytest.approx(NUMEL * 4 / 2e9)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.costmodel.sharding import Placement, largest_part
+from meshwright.executor.resharding.zigzag import Zigzag, into_zigzag, out_of_zigzag
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +279,17 @@ def _mask(x: torch.Tensor, a: Placement, b: Placement, axis: Axis, *_: Any) -> t
     return on_first(x, axis)
 
 
+def _placed(
+    x: torch.Tensor, a: Placement, b: Placement, axis: Axis, size: int | None
+) -> torch.Tensor:
+    """A split tensor made partial: zero where others have theirs."""
+    if size is not None:
+        x = _filled(x, a.dim, largest_part(size, axis.size))
+    parts = x.new_zeros((axis.size, *x.shape))
+    parts[axis.rank] = x
+    return join_parts(parts, a, size)
+
+
 # (from, to) -> what is done to the value, from -> to, and to its gradient, to -> from
 MOVES: dict[tuple[str, str], tuple[Move, Move]] = {
     ("R", "Rp"): (_keep, _reduce),
@@ -290,7 +302,25 @@ MOVES: dict[tuple[str, str], tuple[Move, Move]] = {
     ("S", "R"): (_gather, _slice_gradient),
     ("S", "Rp"): (_gather, _scatter),
     ("Rp", "R"): (_keep, _mask),
+    ("Rp", "S"): (_slice, _placed),
 }
+
+
+def _moved(
+    move: Move,
+    x: torch.Tensor,
+    states: tuple[Placement, Placement],
+    axis: Axis,
+    size: int | None,
+    zigzag: Zigzag,
+) -> torch.Tensor:
+    """A tensor moved from one state to another, with tokens put in zigzag where they are split, and
+    back in order where they are joined."""
+    source, target = states
+    if zigzag[1]:
+        x = into_zigzag(x, target, axis.size)
+    x = move(x, source, target, axis, size)
+    return out_of_zigzag(x, source, axis.size) if zigzag[0] else x
 
 
 class _Transition(torch.autograd.Function):
@@ -302,34 +332,62 @@ class _Transition(torch.autograd.Function):
         target: Placement,
         axis: Axis,
         size: int | None,
+        zigzag: Zigzag,
     ) -> torch.Tensor:
         # the gradient is joined where the value is split: of a dim that is whole here
         whole = x.shape[target.dim] if target.sharded and target.split == 1 else None
         same = source.sharded and target.sharded and source.dim == target.dim
-        ctx.states = source, target, axis, None if same else whole
-        return MOVES[source.kind, target.kind][0](x, source, target, axis, size)
+        ctx.states = source, target, axis, None if same else whole, zigzag
+        move = MOVES[source.kind, target.kind][0]
+        return _moved(move, x, (source, target), axis, size, zigzag)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        source, target, axis, size = ctx.states
-        moved = MOVES[source.kind, target.kind][1](grads[0], target, source, axis, size)
-        return moved, None, None, None, None
+        source, target, axis, size, zigzag = ctx.states
+        move = MOVES[source.kind, target.kind][1]
+        moved = _moved(move, grads[0], (target, source), axis, size, zigzag[::-1])
+        return moved, None, None, None, None, None
 
 
 class Reshard(nn.Module):
     """One transition on one axis, as a module of a lowered graph; `size` of the source's whole dim,
-    where the axis doesn't divide it."""
+    where the axis doesn't divide it; `zigzag` says where tokens lie so."""
 
     def __init__(
-        self, source: Placement, target: Placement, axis: Axis, size: int | None = None
+        self,
+        source: Placement,
+        target: Placement,
+        axis: Axis,
+        size: int | None = None,
+        zigzag: Zigzag = (False, False),
     ) -> None:
         super().__init__()
         self.source, self.target, self.axis, self.size = source, target, axis, size
+        self.zigzag = zigzag
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         states = self.source, self.target
-        moved: torch.Tensor = _Transition.apply(x, *states, self.axis, self.size)  # type: ignore[no-untyped-call]
+        moved: torch.Tensor = _Transition.apply(x, *states, self.axis, self.size, self.zigzag)  # type: ignore[no-untyped-call]
         return moved
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it makes a whole of the ranks' parts."""
+        return self.source.sharded and not self.target.sharded
+
+    def start(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start gathering again what a forward gathered; what is returned waits for it."""
+        size = self.size
+        if size is not None:
+            x = _filled(x, self.source.dim, largest_part(size, self.axis.size))
+        out, work = all_gather_flat(x.reshape(-1), self.axis)
+        shape = self.axis.size, *x.shape
+
+        def gathered() -> torch.Tensor:
+            work.wait()
+            return join_parts(out.view(shape), self.source, size)
+
+        return gathered
 
     def extra_repr(self) -> str:
         return f"{self.source} -> {self.target} on {self.axis.name}"

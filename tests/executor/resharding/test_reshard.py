@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.sharding.strategies import RP, TRANSITIONS, P, Placement, R, transition
-from meshwright.executor.lowering import reshard
-from meshwright.executor.lowering.reshard import (
+from meshwright.executor.resharding import reshard
+from meshwright.executor.resharding.reshard import (
     MOVES,
     Axis,
     Reshard,
@@ -163,7 +163,7 @@ def test_a_move_keeps_value_and_gradient(
     torch.testing.assert_close(joined(moved, target, "value"), x)
     state = gradient_state((R, source))[1]
     torch.testing.assert_close(joined(back, state, "gradient"), g)
-    assert transition(source, target) == got[0, 0][2:]
+    assert (transition(source, target) or ("", "")) == got[0, 0][2:]
 
 
 def _noted(name: str, collective: Any, calls: list[str]) -> Any:
@@ -178,13 +178,14 @@ def _noted(name: str, collective: Any, calls: list[str]) -> Any:
 
 
 def test_every_transition_with_a_price_has_a_move() -> None:
+    """But for a parameter of which an outer axis reads a part: it is summed over all of them."""
     priced = {(a, b.rstrip("!")) for a, b in TRANSITIONS if a != b}
-    assert priced == set(MOVES)
+    assert priced | {("Rp", "S")} == set(MOVES)
     assert {a for a, b in TRANSITIONS if a == b} == {"R", "Rp", "P", "S"}
     assert all(TRANSITIONS[a, b] == ("", "") for a, b in TRANSITIONS if a == b)
 
 
-@pytest.mark.parametrize(("source", "target"), [(RP, P), (RP, SHARDS[0]), (SHARDS[0], P)])
+@pytest.mark.parametrize(("source", "target"), [(RP, P), (SHARDS[0], P)])
 def test_what_makes_no_sense_has_no_transition(source: Placement, target: Placement) -> None:
     assert transition(source, target) is None
     assert (source.kind, target.kind) not in MOVES

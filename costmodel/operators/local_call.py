@@ -15,8 +15,7 @@ from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op, map_refs
 from meshwright.costmodel.rules import IMPLEMENTATIONS, divided, draws, traits_of
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.strategies import Placement, Strategy, largest_part
+from meshwright.costmodel.sharding import FactorTable, Placement, Strategy, largest_part
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 
 

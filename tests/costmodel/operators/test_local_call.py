@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators.local_call import local_shape, signature
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.costmodel.sharding.local_call import local_shape, signature
 from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, strategies
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.measure.operators import operator

@@ -1,0 +1,150 @@
+"""Seconds that context parallelism takes, by the kind of attention over n ranks.
+
+Let c be the seconds of a collective, e of one send to the next rank, of the keys and values of a
+rank, f and b those of the rank's part of the scores, forward and backward.
+
+    all_gather   forward c               backward 2c: gathered again, their gradients scattered
+    ring         forward (n-1)·e         backward (n-1)·e + n·e: their gradients follow them
+                 where the device has streams, less what (n-1)/n of the scores' seconds hide
+    ulysses      an all-to-all of each of q, k, v and the output, in either direction
+
+Pieces: a ring computes n blocks of scores, each with the keys of one rank; with all keys at hand
+there are three, one of them of its own tokens; each but the first is merged into the output in
+single precision. Where tokens of causal attention lie in their order, not in zigzag, the last rank
+has (2n-1)/n times the mean.
+
+A shift by one token gathers a token of each chunk, in the backward it scatters their gradients.
+An operator that needs whole sequences has them gathered and runs on all of them; the gradients of
+its results, of which each rank goes on with its tokens, are gathered in the backward.
+"""
+
+from __future__ import annotations
+
+from meshwright.costmodel.graph import Op
+from meshwright.costmodel.kernels import Group, p2p_time, stream_seconds
+from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import (
+    ALL_GATHER,
+    BY_BLOCKS,
+    BY_HALO,
+    RING,
+    ULYSSES,
+    ContextKind,
+    Placement,
+    Strategy,
+    is_causal,
+    token_dim,
+)
+
+PIECES = 3  # of attention with all keys at hand: its own, earlier ones, later ones
+MERGED = 3  # passes over an output in single precision, to merge another into it
+WIDE = 4  # bytes of single precision
+
+
+def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
+    """The kind in which an operator of attention runs; None for other operators, and where its
+    keys are not split."""
+    if sizes.context is None or traits_of(op).kernel != "attention":
+        return None
+    strategy = sizes.context.strategies[op.name]
+    if strategy.implementation == BY_BLOCKS:
+        return sizes.context.kind
+    (result,) = strategy.results
+    if not result.sharded:
+        return None
+    return ALL_GATHER if token_dim(sizes.table, op.results[0], result) else ULYSSES
+
+
+def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
+    """Of attention: the number of kernels, their keys over those of the sequence, and the seconds
+    of the slowest rank's scores over the mean."""
+    kind, n = attention_kind(sizes, op), sizes.setting.cp
+    assert kind is None or sizes.context is not None
+    if kind is None or kind == ULYSSES or sizes.context is None:
+        return 1, 1.0, 1.0
+    even = sizes.context.zigzag or not is_causal(op)
+    late = 1.0 if even else (2 * n - 1) / n
+    return (n, 1 / n, late) if kind == RING else (min(n, PIECES), 1 / 2, late)
+
+
+def merge_seconds(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
+    """Seconds to put the output together from its pieces."""
+    count, _, _ = pieces(sizes, op)
+    each = MERGED * WIDE * sizes.numel(op.results[0], strategy.results[0])
+    return (count - 1) * stream_seconds(sizes.setting.cluster.device, each)
+
+
+def context_exchange(
+    sizes: LocalSizes, op: Op, strategy: Strategy, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Exposed seconds over the context axis inside attention, or a shift of tokens, forward and
+    backward, beside so many of computing."""
+    setting = sizes.setting
+    group, n = setting.group(size=setting.cp, stride=setting.tp), setting.cp
+    if shifts_tokens(sizes, op):
+        passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
+        each = setting.collective_s("all_gather", passed, group)
+        return each, each
+    kind = attention_kind(sizes, op)
+    if kind is None:
+        return 0.0, 0.0
+    placed = list(zip(op.operands, strategy.operands, strict=True))
+    shared = sum(sizes.nbytes(v, p) for v, p in placed[1:3])
+    if kind == ULYSSES:
+        moved = [*placed[:3], (op.results[0], strategy.results[0])]
+        each = sum(
+            setting.collective_s("all_to_all", n * sizes.nbytes(v, p), group) for v, p in moved
+        )
+        return each, each
+    if kind == ALL_GATHER:
+        each = setting.collective_s("all_gather", n * shared, group)
+        return each, 2 * each
+    one = _send_seconds(shared, setting, group)
+    hiding = (n - 1) / n if setting.cluster.device.kind != "cpu" else 0.0
+    forward = max(0.0, (n - 1) * one - hiding * forward_s)
+    return forward, max(0.0, (2 * n - 1) * one - hiding * backward_s)
+
+
+def gathered_tokens(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
+    """The cost of an operator on whole sequences beyond `once`, which has this rank's bytes of what
+    is split."""
+    setting = sizes.setting
+    group = setting.group(size=setting.cp, stride=setting.tp)
+    taken, given = (
+        sum(sizes.nbytes(v) for v in values if sizes.splits_context(v))
+        for values in (op.operands, op.results)
+    )
+    gather_s, scatter_s = (
+        setting.collective_s("all_gather", setting.cp * nbytes, group) if nbytes else 0.0
+        for nbytes in (taken, given)
+    )
+    more = 0 if sizes.table.ops[op.name].matmul else setting.cp - 1  # of products all is in it
+    scatter_s *= bool(once.backward_s)
+    return Cost(
+        forward_s=more * once.forward_s + gather_s,
+        backward_s=more * once.backward_s + scatter_s,
+        forward_comm_s=gather_s,
+        backward_comm_s=scatter_s,
+    )
+
+
+def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:
+    """Whether an operator shifts tokens by one, so that each rank needs one of a neighbour."""
+    context = sizes.context
+    return context is not None and context.strategies[op.name].implementation == BY_HALO
+
+
+def _token_bytes(sizes: LocalSizes, value: str, placement: Placement) -> float:
+    """Bytes of the tokens that a rank passes on: one of each chunk of each row."""
+    assert sizes.context is not None and sizes.table.sequence is not None
+    kept = sizes.table.sizes[sizes.table.sequence] / sizes.setting.cp
+    return (1 + sizes.context.zigzag) * sizes.nbytes(value, placement) / kept
+
+
+def _send_seconds(nbytes: float, setting: Setting, group: Group) -> float:
+    """Seconds of sending so much to the next rank of the axis."""
+    crosses = group.per_node < group.size
+    each = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
+    return float(each)

@@ -1,0 +1,209 @@
+"""The sequence on the context axis: one pass over the graph, no search.
+
+Every operator that can split the tokens does; raw inputs, and what is made of them alone, are whole
+on every rank, and free to slice. An operator that needs whole sequences gets them gathered, and its
+result is split again. Attention is split by one of three *kinds*:
+
+    all_gather   each rank has its queries, and gathers keys and values (Llama 3, arXiv 2407.21783)
+    ring         each rank has its queries; keys and values go round, from rank to rank, while the
+                 scores of those at hand are computed (Ring Attention, arXiv 2310.01889)
+    ulysses      an all-to-all before attention turns tokens into heads, one after it turns them
+                 back (DeepSpeed Ulysses, arXiv 2309.14509)
+
+Causal scores of n parts in their order are unequal work: the first rank has 1/n of the last one's.
+In the order *zigzag* a sequence is cut into 2n chunks, and rank r has the chunks r and 2n-1-r: all
+have the same (Llama 3; ring attention of Brandon et al., arXiv 2311.09431, stripes them to the same
+end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.costmodel.graph import Graph, Op, argument
+from meshwright.costmodel.rules import draws, traits_of
+from meshwright.costmodel.sharding.data_axis import (
+    DataLayout,
+    leave_gradients_partial,
+    sliced_results,
+)
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.sharding.sequence import shift_of
+from meshwright.costmodel.sharding.strategies import (
+    PARTIAL,
+    REPLICATE,
+    RP,
+    Placement,
+    R,
+    Strategy,
+    divides,
+    replicated,
+    strategies,
+    transition,
+)
+
+ContextKind = Literal["all_gather", "ring", "ulysses"]
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("all_gather", "ring", "ulysses")
+ALL_GATHER, RING, ULYSSES = CONTEXT_KINDS
+BY_BLOCKS = "attention by blocks"  # the implementation of attention over tokens of other ranks
+BY_HALO = "halo"  # the implementation of a shift by one token
+Q, K, V, MASK = range(4)  # operands of attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextLayout(DataLayout):
+    """States of every value on the context axis, with the `kind` of attention, and whether tokens
+    lie in `zigzag`."""
+
+    kind: ContextKind
+    zigzag: bool
+
+
+def context_layout(
+    graph: Graph, table: FactorTable, degree: int, kind: ContextKind
+) -> ContextLayout:
+    """States of every value on a context axis of `degree` ranks."""
+    at: dict[str, Placement] = dict.fromkeys(graph.values, R)
+    chosen: dict[str, Strategy] = {op.name: replicated(op) for op in graph.derived}
+    gathered: list[str] = []
+    for op in graph.ops:
+        strategy = _attention(graph, table, op, degree, kind) or _shifted(graph, table, op)
+        strategy = strategy or _choose(graph, table, op, degree, at)
+        chosen[op.name] = strategy
+        at |= dict(zip(op.results, strategy.results, strict=True))
+        if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
+            gathered.append(op.key)
+            at |= _split_again(graph, table, op, degree)
+        elif _has_heads(table, op, strategy):
+            at |= sliced_results(graph, table, op, table.sequence)
+    leave_gradients_partial(graph, chosen, at)
+    return ContextLayout(
+        strategies=chosen,
+        states=at,
+        gathered=tuple(gathered),
+        kind=kind,
+        zigzag=lies_in_zigzag(graph, table, degree),
+    )
+
+
+def lies_in_zigzag(graph: Graph, table: FactorTable, degree: int) -> bool:
+    """Whether tokens lie in zigzag: where some attention is causal, and 2n chunks are equal."""
+    if table.sequence is None or table.sizes[table.sequence] % (2 * degree):
+        return False
+    return any(is_causal(op) for op in graph.ops if traits_of(op).kernel == "attention")
+
+
+def is_causal(op: Op) -> bool:
+    """Whether an attention operator itself leaves out later keys."""
+    return bool(argument(op, 5, "is_causal", False))
+
+
+def token_dim(table: FactorTable, value: str, placement: Placement) -> bool:
+    """Whether a placement splits the tokens of a value."""
+    return (
+        placement.sharded
+        and table.sequence is not None
+        and table.sequence in table.dims[value][placement.dim]
+    )
+
+
+def attends_by_blocks(graph: Graph, op: Op) -> bool:
+    """Whether attention can be put together from blocks of keys: no probabilities are dropped, and
+    no mask has a gradient."""
+    masked = len(op.operands) > MASK and graph.values[op.operands[MASK]].requires_grad
+    return not draws(op) and not masked and len(graph.values[op.operands[Q]].shape) == 4
+
+
+def head_counts(graph: Graph, op: Op) -> tuple[int, int]:
+    """Heads of the queries, and of keys and values."""
+    query, key = (graph.values[op.operands[k]].shape for k in (Q, K))
+    return query[-3], key[-3]
+
+
+def _attention(
+    graph: Graph, table: FactorTable, op: Op, degree: int, kind: ContextKind
+) -> Strategy | None:
+    """How attention over tokens that are split runs; None for other operators, and where keys are
+    not the tokens that are split."""
+    if traits_of(op).kernel != "attention" or table.sequence is None:
+        return None
+    places = [table.find(v, table.sequence) for v in op.operands[: V + 1]]
+    if len(graph.values[op.operands[Q]].shape) != 4 or places != [(2, 1)] * 3:
+        return None
+    if kind == ULYSSES:
+        for option in strategies(graph, table, op, degree):
+            if option.split_factor == "heads":
+                return option
+        return None
+    tokens = Placement("S", 2)
+    others = op.operands[MASK:]
+    masks = tuple(_mask_state(graph, table, value) for value in others)
+    if not attends_by_blocks(graph, op):  # the probabilities are written out, keys gathered
+        return Strategy(
+            name="queries", operands=(tokens, RP, RP, *masks), results=(tokens,), split_factor="s"
+        )
+    return Strategy(
+        name=kind,
+        operands=(tokens, tokens, tokens, *masks),
+        results=(tokens,),
+        split_factor="s",
+        implementation=BY_BLOCKS,
+    )
+
+
+def _shifted(graph: Graph, table: FactorTable, op: Op) -> Strategy | None:
+    """How a shift of tokens by one runs; None for other operators, and where a token is dropped."""
+    shift = shift_of(graph, op)
+    if shift is None or not shift.by or table.sequence is None:
+        return None
+    if table.find(op.operands[0], table.sequence) != (shift.dim, 1):
+        return None
+    tokens = Placement("S", shift.dim)
+    return Strategy(name=BY_HALO, operands=(tokens,), results=(tokens,), implementation=BY_HALO)
+
+
+def _has_heads(table: FactorTable, op: Op, strategy: Strategy) -> bool:
+    """Whether attention runs by heads, between two all-to-alls."""
+    if traits_of(op).kernel != "attention" or not strategy.results[0].sharded:
+        return False
+    return not token_dim(table, op.results[0], strategy.results[0])
+
+
+def _mask_state(graph: Graph, table: FactorTable, value: str) -> Placement:
+    """A mask is split by its queries, its last dim but one."""
+    dim = len(graph.values[value].shape) - 2
+    split = table.sequence in table.dims[value][dim]
+    return Placement("S", dim) if split else R
+
+
+def _choose(
+    graph: Graph, table: FactorTable, op: Op, degree: int, at: Mapping[str, Placement]
+) -> Strategy:
+    """The least communication; of as much, the tokens split."""
+    only = -1 if table.sequence is None else table.sequence
+    matmul = table.ops[op.name].matmul
+
+    def effort(item: tuple[int, Strategy]) -> tuple[int, bool, int, int]:
+        order, option = item
+        collectives = 99 * (matmul and option.name.startswith(PARTIAL))
+        agreeing = 0
+        for value, target in zip(op.operands, option.operands, strict=True):
+            if value in graph.parameters:
+                continue
+            kinds = transition(at[value], target)
+            backward = graph.values[value].requires_grad
+            collectives += 99 if kinds is None else bool(kinds[0]) + bool(kinds[1] and backward)
+            agreeing += at[value].sharded and at[value] == target
+        return (collectives, not option.split_factor, -agreeing, order)
+
+    return min(enumerate(strategies(graph, table, op, degree, only=only)), key=effort)[1]
+
+
+def _split_again(graph: Graph, table: FactorTable, op: Op, degree: int) -> dict[str, Placement]:
+    """The results of which each rank goes on with its tokens."""
+    atom = table.sequence
+    if atom is None or not divides(table, atom, degree):
+        return {}
+    return sliced_results(graph, table, op, atom)

@@ -1,0 +1,6 @@
+"""Tokens that are split over the context axis: attention over them, shifts of them."""
+
+from meshwright.executor.context.attention import ContextAttention
+from meshwright.executor.context.halo import Halo
+
+__all__ = ["ContextAttention", "Halo"]

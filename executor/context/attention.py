@@ -1,0 +1,245 @@
+"""Attention over tokens that are split over the context axis, put together from blocks.
+
+Let rank r have the queries Q_r and the keys and values K_j, V_j be those of rank j. Of a block of
+keys, attention gives its part of the output O_j and L_j = log Σ exp(scores), both of each query,
+and the whole is (Milakov and Gimelshein, arXiv 1805.02867)
+
+    L = log Σ_j exp L_j,        O = Σ_j exp(L_j - L) O_j.
+
+The backward of a block needs O and L of the whole alone (FlashAttention-2, arXiv 2307.08691), and
+gives its part of dQ_r, and dK_j and dV_j, which are summed over r. So nothing is kept for it but
+what a rank has by itself. Keys of other ranks come, by `kind`,
+
+    all_gather   all at once; in the backward once more, and their gradients are reduce-scattered
+    ring         from the rank before, the next ones while the scores of those at hand are computed;
+                 in the backward their gradients go round behind them
+
+Causal attention in zigzag, rank r having the chunks r and 2n-1-r of its tokens, has three kinds of
+blocks: its own, causal as they lie; of an earlier rank j < r all queries with K_j's first chunk; of
+a later one the queries of the second chunk with all of K_j. In the plain order earlier ranks'
+keys are read whole, later ones' not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.costmodel.sharding import RING, ContextKind
+from meshwright.executor.context.blocks import Part, attend, attend_backward
+from meshwright.executor.resharding import Axis, all_gather_flat, reduce_scatter_flat, zigzag_chunks
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Which blocks of attention a rank computes: how tokens lie, and whether it is `causal`."""
+
+    axis: Axis
+    kind: ContextKind
+    causal: bool
+    zigzag: bool
+    scale: float | None
+
+    def with_rank(self, j: int, tokens: int) -> tuple[slice, slice, bool] | None:
+        """Of the keys of rank j: the queries that read them, the keys that are read, and whether
+        the block is causal; None where none are. Both have so many `tokens`."""
+        r, half, whole = self.axis.rank, tokens // 2, slice(0, tokens)
+        if not self.causal:
+            return whole, whole, False
+        if j == r:
+            return whole, whole, True
+        if not self.zigzag:
+            return (whole, whole, False) if j < r else None
+        return (whole, slice(0, half), False) if j < r else (slice(half, tokens), whole, False)
+
+    def columns(self, mask: torch.Tensor, j: int) -> torch.Tensor:
+        """The mask's columns for the keys of rank j, in their order; one column is for all."""
+        if mask.shape[-1] == 1:
+            return mask
+        if not self.zigzag:
+            return mask.chunk(self.axis.size, -1)[j]
+        chunks = mask.chunk(2 * self.axis.size, -1)
+        return torch.cat([chunks[k] for k in zigzag_chunks(self.axis.size)[2 * j : 2 * j + 2]], -1)
+
+
+class ContextAttention(nn.Module):
+    """Scaled dot-product attention [batch, heads, tokens, features] of this rank's tokens; the
+    mask, if any, has this rank's rows and all columns."""
+
+    def __init__(self, axis: Axis, kind: ContextKind, *, causal: bool, zigzag: bool) -> None:
+        super().__init__()
+        self.axis, self.kind, self.causal, self.zigzag = axis, kind, causal, zigzag
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        blocks = Blocks(
+            axis=self.axis, kind=self.kind, causal=self.causal, zigzag=self.zigzag, scale=scale
+        )
+        out: torch.Tensor = _ContextAttention.apply(q, k, v, mask, blocks)  # type: ignore[no-untyped-call]
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.kind} on {self.axis.name}"
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        blocks: Blocks,
+    ) -> torch.Tensor:
+        whole: Part | None = None
+        for j, (keys, values) in _arriving(blocks, (k, v)):
+            where = blocks.with_rank(j, q.shape[2])
+            if where is None:
+                continue
+            rows, columns, causal = where
+            found = attend(
+                q[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                None if mask is None else blocks.columns(mask, j),
+                causal=causal,
+                scale=blocks.scale,
+            )
+            whole = found if whole is None else whole.joined(found, rows)
+        assert whole is not None  # its own keys come first
+        out = whole.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, whole.log_sum)
+        ctx.blocks = blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, mask, out, log_sum = ctx.saved_tensors
+        blocks: Blocks = ctx.blocks
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        gathering = _Returning(blocks, k, v)
+        for j, (keys, values) in _arriving(blocks, (k, v)):
+            where = blocks.with_rank(j, q.shape[2])
+            if where is not None:
+                rows, columns, causal = where
+                own = attend_backward(
+                    gradients[0][:, :, rows],
+                    q[:, :, rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    None if mask is None else blocks.columns(mask, j),
+                    Part(out[:, :, rows], log_sum[:, :, rows]),
+                    causal=causal,
+                    scale=blocks.scale,
+                )
+                grad_q[:, :, rows] += own[0]
+                gathering.add(j, columns, own[1:])
+            gathering.pass_on()
+        grad_k, grad_v = gathering.whole()
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+# --- keys and values of other ranks ---------------------------------------------------------------
+
+
+def _arriving(blocks: Blocks, own: Tensors) -> Iterator[tuple[int, Tensors]]:
+    """(rank, its keys and values), this rank's own first, then those before it."""
+    axis = blocks.axis
+    at_hand = own
+    gathered = None if blocks.kind == RING else [_gathered(x, axis) for x in own]
+    for step in range(axis.size):
+        j = (axis.rank - step) % axis.size
+        if gathered is not None:
+            yield j, own if step == 0 else tuple(x[j] for x in gathered)
+            continue
+        coming = _sent_on(at_hand, axis) if step + 1 < axis.size else None
+        yield j, at_hand
+        if coming is not None:
+            at_hand = coming.wait()
+
+
+def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[n, ...]: a tensor of every rank."""
+    found, work = all_gather_flat(x.contiguous().view(-1), axis)
+    work.wait()
+    return found.view(axis.size, *x.shape)
+
+
+@dataclass(slots=True)
+class _Coming:
+    """Tensors on their way from the rank before."""
+
+    sent: Tensors  # to live as long
+    received: Tensors
+    works: Sequence[dist.Work]
+
+    def wait(self) -> Tensors:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _sent_on(tensors: Tensors, axis: Axis) -> _Coming:
+    """Start sending tensors to the next rank, and receiving as many from the one before."""
+    following, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    to, source = (dist.get_global_rank(axis.group, rank) for rank in (following, before))
+    sent = tuple(x.contiguous() for x in tensors)
+    received = tuple(torch.empty_like(x) for x in sent)
+    sends = [dist.P2POp(dist.isend, x, to, group=axis.group) for x in sent]
+    receives = [dist.P2POp(dist.irecv, x, source, group=axis.group) for x in received]
+    pairs = [op for pair in zip(sends, receives, strict=True) for op in pair]
+    return _Coming(sent, received, dist.batch_isend_irecv(pairs))
+
+
+class _Returning:
+    """Gradients of keys and values on their way back to the ranks that have them."""
+
+    def __init__(self, blocks: Blocks, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.axis, self.ring = blocks.axis, blocks.kind == RING
+        self.coming: _Coming | None = None
+        held = 1 if self.ring else self.axis.size
+        self.parts = tuple(x.new_zeros((held, *x.shape)) for x in (k, v))
+
+    def add(self, j: int, columns: slice, found: Sequence[torch.Tensor]) -> None:
+        """Add gradients of keys and values of rank j."""
+        self._arrive()
+        for part, own in zip(self.parts, found, strict=True):
+            part[0 if self.ring else j, :, :, columns] += own
+
+    def pass_on(self) -> None:
+        """After each rank's keys: in a ring their gradients follow them, while the next ones' are
+        computed."""
+        if self.ring:
+            self._arrive()
+            self.coming = _sent_on(self.parts, self.axis)
+
+    def _arrive(self) -> None:
+        if self.coming is not None:
+            self.parts, self.coming = self.coming.wait(), None
+
+    def whole(self) -> Tensors:
+        """Those of this rank's own keys and values."""
+        self._arrive()
+        if self.ring:
+            return tuple(part[0] for part in self.parts)
+        return tuple(self._scattered(part) for part in self.parts)
+
+    def _scattered(self, parts: torch.Tensor) -> torch.Tensor:
+        own, work = reduce_scatter_flat(parts.view(self.axis.size, -1), self.axis)
+        work.wait()
+        return own.view(parts.shape[1:])

@@ -1,0 +1,23 @@
+"""Tensors between states on one mesh axis: cut, joined, moved by collectives."""
+
+from meshwright.executor.resharding.reshard import (
+    MOVES,
+    Axis,
+    Reshard,
+    Waiting,
+    all_gather,
+    all_gather_flat,
+    all_reduce,
+    join_parts,
+    local_part,
+    part_of,
+    reduce_scatter_flat,
+    split_parts,
+)
+from meshwright.executor.resharding.zigzag import into_zigzag, zigzag_chunks
+
+__all__ = [
+    "MOVES", "Axis", "Reshard", "Waiting", "all_gather", "all_gather_flat", "all_reduce",
+    "into_zigzag", "join_parts", "local_part", "part_of", "reduce_scatter_flat", "split_parts",
+    "zigzag_chunks",
+]  # fmt: skip

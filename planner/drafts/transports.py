@@ -1,0 +1,57 @@
+"""How ZeRO's weights and gradients may travel on a mesh: among which ranks, in how many bits."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from meshwright.costmodel.quantized import QUANTIZED, quantizes_gradients
+from meshwright.planner.drafts.space import Mesh, Space
+
+# ranks that ZeRO divides among, those that keep a secondary shard, what is quantised
+Transport: TypeAlias = tuple[int, int, str]
+
+
+def transports(space: Space, mesh: Mesh) -> dict[Transport, list[tuple[int, int]]]:
+    """(ZeRO stage, ranks with a secondary shard) that a mesh may have, by what prices of its data
+    axis depend on. Gathers within a node are priced beside those of all."""
+    node = _node(space, mesh)
+    found: dict[Transport, list[tuple[int, int]]] = {}
+    for zero, shard in space.zeros(mesh):
+        for choice in quantizations(space, mesh, zero):
+            for hpz in secondaries(space, mesh, zero, shard):
+                own = 0 if hpz == node and not quantizes_gradients(choice) else hpz
+                found.setdefault((shard, own, choice), []).append((zero, hpz))
+    return found
+
+
+def secondaries(space: Space, mesh: Mesh, zero: int, shard: int) -> list[int]:
+    """Ranks among which a stage of this ZeRO may keep a secondary shard of its weights; 0 for none.
+    By itself that is a node of them."""
+    over, ranks = space.restrictions, mesh.dp * mesh.cp
+    asked = {n for n in over.hpz if n}
+    if zero != 3:  # asked for everywhere, it asks for ZeRO-3
+        return [0] if None in over.hpz or ranks == 1 else []
+    shards = shard or ranks
+    found = {0} if None in over.hpz or shards in asked else set()
+    if mesh.ep == 1:
+        found |= {n for n in asked if 1 < n < shards and shards % n == 0}
+        node = _node(space, mesh)
+        if over.secondary_shards and None in over.hpz and 1 < node < shards:
+            found |= {node} if shards % node == 0 else set()
+    return sorted(found)
+
+
+def quantizations(space: Space, mesh: Mesh, zero: int) -> list[str]:
+    """What a stage of this ZeRO may send in quantised blocks."""
+    over, ranks = space.restrictions, mesh.dp * mesh.cp
+    left = {choice for choice in over.quantized if choice is not None}
+    left |= set(over.quantizations) if None in over.quantized else set()
+    if ranks == 1:  # nothing is sent
+        return ["none"]
+    may = zero == 3 and mesh.ep == 1
+    return [choice for choice in QUANTIZED if choice in left and (may or choice == "none")]
+
+
+def _node(space: Space, mesh: Mesh) -> int:
+    """Neighbours on the data axis that share a node."""
+    return space.cluster.devices_per_node // (mesh.tp * mesh.spread)

@@ -1,0 +1,73 @@
+"""Checks of context parallelism: what cp can split, and which kinds of attention it allows."""
+
+from __future__ import annotations
+
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.rules import takes_batch_statistics, traits_of
+from meshwright.costmodel.sharding import ULYSSES, FactorTable, head_counts
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan.ranges import PlanError
+from meshwright.planner.plan.ranks import divisors
+
+
+def check_context(plan: Plan, graph: Graph, factors: FactorTable) -> None:
+    """Raise `PlanError` unless cp divides the model's one sequence dim, all stages agree on it, and
+    the kind of attention can be had."""
+    if all(stage.cp == 1 for stage in plan.stages):
+        return
+    found = {(stage.cp, stage.cp_kind) for stage in plan.stages}
+    if len(found) > 1:
+        shown = ", ".join(f"{cp} ({kind})" for cp, kind in sorted(found))
+        raise PlanError(
+            f"={shown}: tokens lie on all stages in one order",
+            place="plan: cp",
+            legal="one cp, of one kind, for all stages",
+        )
+    stage = plan.stages[0]
+    if factors.sequence is None:
+        raise PlanError(
+            f"={stage.cp} can't split the model's sequences: {factors.tokens.why}",
+            place="plan: stage 0: cp",
+            legal="1",
+        )
+    length = factors.sizes[factors.sequence]
+    if length % stage.cp:
+        raise PlanError(
+            f"={stage.cp} does not divide sequences of {length}",
+            place="plan: stage 0: cp",
+            legal=divisors(length),
+        )
+    _check_operators(plan, stage, graph)
+
+
+def _check_operators(plan: Plan, stage: StagePlan, graph: Graph) -> None:
+    for op in graph.ops:
+        if takes_batch_statistics(op):
+            raise PlanError(
+                f"={stage.cp}, and {op.key} ({op.target}) takes statistics of all tokens",
+                place="plan: stage 0: cp",
+                legal="1",
+            )
+        if stage.cp_kind != ULYSSES or traits_of(op).kernel != "attention":
+            continue
+        degrees = ulysses_degrees(graph, max(s.tp for s in plan.stages))
+        if stage.cp not in degrees:
+            heads, shared = head_counts(graph, op)
+            raise PlanError(
+                f"={ULYSSES}: {op.key} has {heads} heads, of which {shared} have keys of their "
+                f"own; cp={stage.cp} beside tp={stage.tp} can't divide those",
+                place="plan: stage 0: cp_kind",
+                legal=f"cp={', '.join(map(str, degrees))} with it, or another kind",
+            )
+
+
+def ulysses_degrees(graph: Graph, tp: int) -> list[int]:
+    """The degrees that can share out the heads of all attention, of which the tensor axis takes
+    what it divides."""
+    degrees: set[int] | None = None
+    for op in graph.ops:
+        if traits_of(op).kernel == "attention":
+            _, keys = head_counts(graph, op)
+            own = set(divisors(keys // tp if keys % tp == 0 else keys))
+            degrees = own if degrees is None else degrees & own
+    return sorted(degrees or {1})

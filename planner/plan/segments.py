@@ -1,0 +1,33 @@
+"""Segments of a stage: neighbours of which only what enters is kept; their forward runs again in
+the backward, which then goes through them as each block's own recompute policy says.
+
+With n blocks in segments of k a stage keeps the inputs of n/k blocks of each micro-batch in flight,
+and of one segment at a time what its k blocks keep: least for k near √n, where those keep their
+inputs, too (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.costmodel.blocks import recomputable
+from meshwright.costmodel.graph import Block
+
+ALONE = 1  # blocks in a segment where there are none
+
+
+def segments_of(blocks: Sequence[Block], size: int, loss: str | None) -> list[range]:
+    """Positions of the blocks in each segment of a stage: as many as `size` neighbours, two at
+    least, none of which has the loss, whose backward follows at once, or can't run twice."""
+    found: list[range] = []
+    start = 0
+    for k, block in enumerate(blocks):
+        if loss in block.outputs or not recomputable(block):
+            found += _cut(range(start, k), size)
+            start = k + 1
+    found += _cut(range(start, len(blocks)), size)
+    return [each for each in found if len(each) > 1]
+
+
+def _cut(run: range, size: int) -> list[range]:
+    return [run[k : k + size] for k in range(0, len(run), size)]

@@ -1,0 +1,34 @@
+"""The kind of context parallelism with the least seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.operators import LocalSizes, Setting, attention, context_exchange
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import ContextKind, FactorTable, strategies
+
+
+def cheapest_kind(
+    graph: Graph, table: FactorTable, setting: Setting, kinds: Iterable[ContextKind]
+) -> ContextKind:
+    """The kind with the least seconds in the graph's attention: one of `kinds`, of which the first
+    is taken where they are equal."""
+    found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
+    distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
+
+    def seconds(kind: ContextKind) -> float:
+        sizes = LocalSizes(graph=graph, table=table, setting=replace(setting, cp_kind=kind))
+        return sum(_attention_seconds(sizes, op) for op in distinct.values())
+
+    return min(kinds, key=seconds)
+
+
+def _attention_seconds(sizes: LocalSizes, op: Op) -> float:
+    options = strategies(sizes.graph, sizes.table, op, sizes.setting.tp)
+    by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
+    forward_s, backward_s, _ = attention(sizes, op, by_heads)
+    exposed = context_exchange(sizes, op, by_heads, forward_s, backward_s)
+    return forward_s + backward_s + sum(exposed)
