@@ -201,6 +201,14 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             way_out="give segments=1, or a schedule that doesn't split the backward",
         )
     check_offload(stage.offload, f"{place}: offload")
+    if any(stage.offload.values()) and (stage.hpz or stage.quantized != "none"):
+        raise PlanError(
+            f"={dict(stage.offload)!r} with hpz={stage.hpz}, quantized={stage.quantized!r}: what "
+            "comes from the host is neither kept twice nor sent in blocks",
+            place=f"{place}: offload",
+            legal="without these two",
+            way_out="drop one of them",
+        )
     for axis in ("dp", "cp", "tp", "ep"):
         _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)

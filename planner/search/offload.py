@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright.costmodel.memory import optimizer_bytes
@@ -41,14 +42,17 @@ def held_by_hosts(search: Search) -> float:
     return min(1.0, problem.cluster.num_nodes * host.memory_bytes / max(states, 1))
 
 
-def with_host(search: Search) -> SearchResult | None:
-    """The result of a search with optimizer states in host memory; None where nothing fits so,
+def with_host(
+    search: Search, otherwise: Callable[[Search], SearchResult | None]
+) -> SearchResult | None:
+    """The result of a search with optimizer states in host memory, or what may be found `otherwise`
+    there; None where nothing fits so,
     either: `search.host_said` says what lacks then."""
     part = held_by_hosts(search)
-    if not part or search.space.host_states:
+    if not part or search.space.host_states or search.programs.time.over():
         return None
     there = search.offloading(part)
-    found = there.attempt()
+    found = there.attempt() or otherwise(there)
     if found is not None:
         return _lessened(there, found)
     host = search.problem.cluster.host
@@ -100,6 +104,7 @@ def _may_pay(search: Search, best: Candidate) -> bool:
         dataclasses.replace(
             stage,
             recompute="none",
+            segments=1,
             offload={"optimizer": parts(trained_sizes(stage, search.problem.graph))[1]},
         )
         for stage in best.plan.stages

@@ -38,16 +38,14 @@ def kind_of_draft(draft: PlanDraft) -> Hashable:
 
 def without_refused(search: Search) -> SearchResult:
     """The result of a search that wrote out no plan that fits, of searches without what it refused,
-    then of one that runs segments again. Raises as `Search.run` does."""
+    then of one that runs segments again, then with host memory. Raises as `Search.run` does."""
     found, excess = _without(search) if search.refused else (None, math.inf)
-    found = found or _segmented(search)
+    found = found or _segmented(search) or with_host(search, _segmented)
     if found is not None:
         return found
     if not search.refused or search.programs.time.over():
         raise failure(search, search.drafts)
     assert excess < math.inf
-    if (there := with_host(search)) is not None:
-        return there
     # found by the most of each kind too: on more nodes alone there is surely less to hold
     helps = [each for each in relaxations(search) if each.more_nodes]
     raise InfeasibleError(

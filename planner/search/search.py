@@ -29,7 +29,7 @@ from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
-from meshwright.planner.search.offload import if_it_pays, with_host
+from meshwright.planner.search.offload import if_it_pays
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
 from meshwright.planner.stages import boundary_index
@@ -134,9 +134,7 @@ class Search(Drafter):
         the time limit a first plan is still looked for where it is likely."""
         with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
             found = self.attempt()
-            if found is None and not self.refused:
-                found = with_host(self)
-            return if_it_pays(self, found) if found else without_refused(self)
+            return without_refused(self) if found is None else if_it_pays(self, found)
 
     def attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""

@@ -83,3 +83,13 @@ def test_other_values_are_refused(offload: object, message: str) -> None:
     text["stages"][0]["offload"] = offload
     with pytest.raises(PlanError, match=message):
         check_plan(Plan.from_json(json.dumps(text)), graph, table)
+
+
+@pytest.mark.parametrize("changes", [{"hpz": 2}, {"quantized": "both"}])
+def test_what_comes_from_the_host_is_not_kept_twice_or_quantised(
+    changes: dict[str, object],
+) -> None:
+    graph, table = cut(net())
+    plan = with_stage(plan_for(graph, dp=2, tp=1), zero=3, offload={"optimizer": 0.5}, **changes)
+    with pytest.raises(PlanError, match="neither kept twice nor sent in blocks"):
+        check_plan(plan, graph, table)
