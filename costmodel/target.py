@@ -53,8 +53,9 @@ class Target:
     `overlap_gradients` the reduction of gradients behind the backward, `overlap_parameters` ZeRO's
     gathers, a block ahead, `overlap_replicas` the reduction among replicas of a shard, for these
     ZeRO stages; `overlap_passes` the communication of a forward and a backward that a schedule runs
-    together; `overlap_tensor` these kinds of collectives of the tensor axis behind the products
-    they belong to, part by part (`costmodel/operators/beside.py`). `overlap_experts` is the
+    together, where experts are shared out; `overlap_tensor` these kinds of collectives of the
+    tensor axis behind the products they belong to, part by part
+    (`costmodel/operators/beside.py`). `overlap_experts` is the
     fraction of the exchange of tokens between experts behind other micro-batches. `overlap_sends`:
     a stage computes on while it sends; `scatter_sends`: tensor-parallel ranks send a part each,
     gathered by the receivers.

@@ -125,7 +125,9 @@ FSDP = Target(
 )
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", fusion="full", host_scale=COMPILED_HOST)
 # torchtitan: FSDP2 with fp32 reduction beside tensor, context and pipeline parallelism; DDP not
-# with the tensor axis (models/llama3/parallelize.py); torch's schedules, ZB-V and DualPipeV too
+# with the tensor axis (models/llama3/parallelize.py); torch's schedules, ZB-V and DualPipeV too,
+# whose pairs run one after the other (_PipelineScheduleRuntime) unless experts are shared out
+# (pipeline_parallel_expert_parallel_overlap)
 TORCHTITAN = replace(
     FSDP,
     name="torchtitan",

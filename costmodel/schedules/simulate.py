@@ -17,13 +17,15 @@ reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
     gpipe, 1f1b, eager_1f1b     (p-1)(F + B)               a part (p-1)/m of the ideal
     interleaved_1f1b            (p-1)(F + B)               (p-1)/(m·v); m a multiple of p
     zb_h1                       (p-1)(F + I - W)           W <= F, I and m >= p
+    zb_h2                       (p-1) max(F, F + I - 2W)   W <= F, I and m >= 2p-1
     zb_h2                       (p-1)(F + I - 2W)          W <= F, I and m >= 2p-1; `period_s`
     zb_v                        2(p-1)(F - W)              W <= F = I and m >= 2p-1; `period_s`
     dualpipe_v                  (p-1)(F + I - W)           W <= F = I and m >= 2p
     dualpipe_v, paired          (p-1)(F&B + B - 3W)        W <= F = I and m >= 2p; the most that a
                                                            device idles, if overlap shortens F&B
 
-so zb_h2 and zb_v have no bubble where F = I = W. For stages tᵢ = Fᵢ + Bᵢ that are not equal
+so zb_h2 and zb_v have no bubble where F = I = W, but that of a common start and end, (p-1) F. For
+stages tᵢ = Fᵢ + Bᵢ that are not equal
 
     gpipe          T = Σ tᵢ + (m-1)(max Fᵢ + max Bᵢ)                       exactly
     1f1b           max over k of (Σ_{i<k} tᵢ + m·t_k)  <=  T  <=  the gpipe time

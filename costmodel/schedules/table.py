@@ -149,9 +149,11 @@ def _fill_v_shaped(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Flo
     return least + early * np.maximum(2 * (f + b - w) - least, 0.0)
 
 
-def _fill_vanishing(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """With 2p - 1 micro-batches or more nothing."""
-    return (f + b - w) * max(0.0, 1.0 - (shape.m - 1) / max(1, 2 * shape.p - 2))
+def _fill_less_weights_twice(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
+    """W runs instead of waiting twice as often, until waiting for the first F alone is left: all
+    devices start and end a step together."""
+    often = min(2.0, (shape.m - 1) / max(1, shape.p - 1))
+    return np.maximum(f + b - (1 + often) * w, f)
 
 
 # --- lower bounds on the step ---
@@ -243,10 +245,10 @@ _TABLE: dict[str, Schedule] = {
         placement=_in_turn,
         stages_per_device=1,
         splits_backward=True,
-        on_request=True,  # its optimizer steps before the norm of the gradients is known
+        on_request=True,  # holds the activations of almost twice as many micro-batches
         in_flight=lambda stage, p, m: 2 * p - 1,
         in_flight_together=None,
-        fill_s=_fill_vanishing,
+        fill_s=_fill_less_weights_twice,
         bound_s=_bound_of_slowest,
         standard=False,
         hides_sends=True,

@@ -304,7 +304,8 @@ def _simulate(
     }
     blocked = [0.0] * len(stages), [0.0] * len(stages)
     target = coster.problem.target
-    paired = float(target.overlap_passes)
+    # of a forward and a backward together, one computes while the other exchanges tokens
+    paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
     if not target.overlap_sends:
         for (source, destination), seconds in transfer.items():
             blocked[0][source] += seconds
@@ -315,12 +316,11 @@ def _simulate(
             forward_s=s.forward_s + sending,
             backward_s=s.backward_s + returning,
             weight_s=s.weight_s,
-            # of a forward and a backward together, one computes while the other communicates
-            overlap_s=paired * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
+            overlap_s=hides * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
             reduce_s=s.reduce_s,
             optimizer_s=s.optimizer_s,
         )
-        for s, sending, returning in zip(stages, *blocked, strict=True)
+        for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
     ]
     streams = build_schedule(
         plan.schedule,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules.schedule import SCHEDULES, peak_activation
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline
 from tests.costmodel.schedules.pipelines import (
     Shape,
@@ -129,6 +129,68 @@ def test_zb_h2_has_hardly_a_bubble_where_steps_follow_without_a_barrier(
     timeline = equal(Shape(name="zb_h2", p=p, v=1, m=m), f, i, w)
     assert timeline.period_s - m * (f + i + w) == (p - 1) * (f + i - 2 * w)
     assert timeline.step_time_s >= timeline.period_s
+
+
+@given(
+    p=st.integers(2, 6),
+    more=st.integers(0, 9),
+    w=positive,
+    f=st.integers(0, 5),
+    i=st.integers(0, 9),
+)
+def test_zb_h2_waits_for_its_first_forward_where_steps_begin_together(
+    p: int, more: int, w: int, f: int, i: int
+) -> None:
+    """(p-1) max(F, F + I - 2W), never more than zb_h1 where I is no shorter than W."""
+    f, i, m = w + f, w + i, 2 * p - 1 + more
+    step_time_s = equal(Shape(name="zb_h2", p=p, v=1, m=m), f, i, w).step_time_s
+    assert step_time_s - m * (f + i + w) == (p - 1) * max(f, f + i - 2 * w)
+    assert step_time_s <= equal(Shape(name="zb_h1", p=p, v=1, m=m), f, i, w).step_time_s
+
+
+@given(p=st.integers(1, 6), more=st.integers(0, 9), t=positive)
+def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(p: int, more: int, t: int) -> None:
+    """The paper's claim for F = I = W: what a step idles is waiting for the first F alone, which
+    overlaps with the last step where no barrier is between them; and on no device activations of
+    more than p micro-batches, as on the first one under 1F1B."""
+    m = 2 * p + more
+    timeline = equal(Shape(name="zb_v", p=p, v=2, m=m), t, t, t)
+    assert timeline.period_s == max(timeline.busy_s) == 2 * m * 3 * t
+    assert timeline.step_time_s - timeline.period_s == (p - 1) * t
+    halves = peak_activation("zb_v", num_microbatches=m, bytes_per_stage=[0.5] * (2 * p))
+    whole = peak_activation("1f1b", num_microbatches=m, bytes_per_stage=[1.0] * p)
+    assert max(halves) == max(whole) == p
+
+
+@given(p=st.integers(2, 6), more=st.integers(0, 9))
+def test_activations_at_their_peak_are_those_published(p: int, more: int) -> None:
+    """Of whole devices, in micro-batches, from 2p + 1 of them on."""
+    m = 2 * p + 1 + more
+    halves, whole = [0.5] * (2 * p), [1.0] * p
+    peaks = {
+        name: peak_activation(
+            name, num_microbatches=m, bytes_per_stage=sizes, num_devices=p
+        )
+        for name, sizes in (
+            ("gpipe", whole), ("1f1b", whole), ("zb_h1", whole), ("zb_h2", whole), ("zb_v", halves),
+            ("dualpipe_v", halves),
+        )
+    }  # fmt: skip
+    assert peaks["gpipe"] == (m,) * p
+    assert peaks["1f1b"] == tuple(p - d for d in range(p))
+    assert peaks["zb_h1"] == (p,) * p
+    assert peaks["zb_h2"] == (2 * p - 1,) * p
+    assert peaks["zb_v"] == (p,) * p
+    assert peaks["dualpipe_v"] == (p + 0.5,) * p
+
+
+@given(p=st.integers(1, 6), v=st.integers(2, 4), rounds=st.integers(3, 5))
+def test_interleaving_holds_as_many_activations_as_published(p: int, v: int, rounds: int) -> None:
+    """p (1 + (p-1)/(pv)) micro-batches on the first device."""
+    sizes = [1.0] * (p * v)
+    shares = {"num_microbatches": rounds * p, "num_devices": p}
+    peaks = peak_activation("interleaved_1f1b", bytes_per_stage=sizes, **shares)
+    assert peaks[0] == p * v + p - 1 == max(peaks)
 
 
 @given(p=st.integers(1, 6), more=st.integers(0, 9), w=positive, longer=st.integers(0, 5))

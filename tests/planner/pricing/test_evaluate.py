@@ -18,7 +18,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.pricing.evaluate import Evaluation, evaluate, transfer_seconds
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer_seconds
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
@@ -75,6 +75,31 @@ def test_a_stage_that_waits_for_its_sends_is_slower() -> None:
     plan = virtual("zb_v", (0, 1, 1, 0))
     beside, waiting = (priced(plan, overlap_sends=each) for each in (True, False))
     assert waiting.prediction.step_time_s > beside.prediction.step_time_s
+
+
+def test_pairs_overlap_only_where_software_and_experts_make_them() -> None:
+    """Half of each pass is communication: `train_step` hides none of it, torch's schedules what
+    goes with an exchange of tokens."""
+    graph, table = model()
+    plan = dataclasses.replace(virtual("dualpipe_v", (0, 1, 1, 0)), num_microbatches=4)
+    assignments = check_plan(plan, graph, table)
+    costs = [
+        dataclasses.replace(
+            own, forward_comm_s=own.forward_s / 2, backward_comm_s=own.backward_s / 2
+        )
+        for own in evaluate(plan, problem(NODE), assignments).stages
+    ]
+
+    def busy_s(overlap_passes: bool, ep: int) -> float:
+        target = dataclasses.replace(EAGER, overlap_passes=overlap_passes)
+        shared = tuple(dataclasses.replace(stage, ep=ep) for stage in plan.stages)
+        coster = StageCoster(problem(NODE, plan.precision, target))
+        made = price_stages(dataclasses.replace(plan, stages=shared), coster, costs)
+        return sum(made.timeline.busy_s)
+
+    apart = plan.num_microbatches * sum(own.forward_s + own.backward_s for own in costs)
+    assert busy_s(False, 1) == busy_s(False, 2) == busy_s(True, 1) == pytest.approx(apart)
+    assert busy_s(True, 2) < apart * 0.95
 
 
 def test_virtual_stages_of_one_device_cost_what_one_stage_does() -> None:
