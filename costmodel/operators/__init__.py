@@ -1,6 +1,6 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
-from meshwright.costmodel.operators.context import attention_kind, context_exchange
+from meshwright.costmodel.operators.context import attention_kind, context_exchange, moved_tokens
 from meshwright.costmodel.operators.cost import (
     COST_FIELDS,
     DTYPE_BYTES,
@@ -20,5 +20,5 @@ from meshwright.costmodel.operators.sizes import LocalSizes
 __all__ = [
     "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "Cost", "Fusion", "LocalSizes", "ModelFlops", "Pricer",
     "Problem", "Setting", "attention", "attention_kind", "context_exchange", "fuse", "is_per_row",
-    "model_flops", "op_flops", "signature", "total",
+    "model_flops", "moved_tokens", "op_flops", "signature", "total",
 ]  # fmt: skip

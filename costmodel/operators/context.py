@@ -14,8 +14,10 @@ single precision. Where tokens of causal attention lie in their order, not in zi
 has (2n-1)/n times the mean.
 
 A shift by one token gathers a token of each chunk, in the backward it scatters their gradients.
-An operator that needs whole sequences has them gathered and runs on all of them; the gradients of
-its results, of which each rank goes on with its tokens, are gathered in the backward.
+Other operators have what they take moved from the state in which it was made, by the collectives of
+that transition: written-out attention has its keys and values gathered, and their gradients
+scattered. One that needs whole sequences runs on all of them; the gradients of its results, of
+which each rank goes on with its tokens, are gathered in the backward.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from meshwright.costmodel.sharding import (
     Strategy,
     is_causal,
     token_dim,
+    transition,
 )
 
 PIECES = 3  # of attention with all keys at hand: its own, earlier ones, later ones
@@ -52,9 +55,9 @@ def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
     if strategy.implementation == BY_BLOCKS:
         return sizes.context.kind
     (result,) = strategy.results
-    if not result.sharded:
-        return None
-    return ALL_GATHER if token_dim(sizes.table, op.results[0], result) else ULYSSES
+    if not result.sharded or token_dim(sizes.table, op.results[0], result):
+        return None  # its probabilities are written out, and all keys are gathered before
+    return ULYSSES
 
 
 def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
@@ -91,13 +94,13 @@ def context_exchange(
     if kind is None:
         return 0.0, 0.0
     placed = list(zip(op.operands, strategy.operands, strict=True))
-    shared = sum(sizes.nbytes(v, p) for v, p in placed[1:3])
     if kind == ULYSSES:
         moved = [*placed[:3], (op.results[0], strategy.results[0])]
         each = sum(
             setting.collective_s("all_to_all", n * sizes.nbytes(v, p), group) for v, p in moved
         )
         return each, each
+    shared = sum(sizes.nbytes(v, p) for v, p in placed[1:3])
     if kind == ALL_GATHER:
         each = setting.collective_s("all_gather", n * shared, group)
         return each, 2 * each
@@ -112,22 +115,34 @@ def gathered_tokens(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
     is split."""
     setting = sizes.setting
     group = setting.group(size=setting.cp, stride=setting.tp)
-    taken, given = (
-        sum(sizes.nbytes(v) for v in values if sizes.splits_context(v))
-        for values in (op.operands, op.results)
-    )
-    gather_s, scatter_s = (
-        setting.collective_s("all_gather", setting.cp * nbytes, group) if nbytes else 0.0
-        for nbytes in (taken, given)
-    )
+    given = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
+    gather_s = setting.collective_s("all_gather", setting.cp * given, group) if given else 0.0
+    gather_s *= bool(once.backward_s)
     more = 0 if sizes.table.ops[op.name].matmul else setting.cp - 1  # of products all is in it
-    scatter_s *= bool(once.backward_s)
     return Cost(
-        forward_s=more * once.forward_s + gather_s,
-        backward_s=more * once.backward_s + scatter_s,
-        forward_comm_s=gather_s,
-        backward_comm_s=scatter_s,
+        forward_s=more * once.forward_s,
+        backward_s=more * once.backward_s + gather_s,
+        backward_comm_s=gather_s,
     )
+
+
+def moved_tokens(sizes: LocalSizes, op: Op) -> tuple[float, float]:
+    """Seconds in which what an operator takes is moved on the context axis, in the forward, and its
+    gradients in the backward; attention by heads, which counts that itself, aside."""
+    context, setting = sizes.context, sizes.setting
+    if context is None or attention_kind(sizes, op) == ULYSSES:
+        return 0.0, 0.0
+    group = setting.group(size=setting.cp, stride=setting.tp)
+    seconds = [0.0, 0.0]
+    for value, target in zip(op.operands, context.strategies[op.name].operands, strict=True):
+        source, meta = context.states[value], sizes.graph.values[value]
+        if value in sizes.graph.parameters or source == target:
+            continue
+        nbytes = sizes.nbytes(value) * (setting.cp if source.sharded else 1)
+        kinds = transition(source, target) or ("", "")
+        for way, kind in enumerate(kinds[: 1 + meta.requires_grad]):
+            seconds[way] += setting.collective_s(kind, nbytes, group) if kind else 0.0
+    return seconds[0], seconds[1]
 
 
 def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:

@@ -24,8 +24,13 @@ from meshwright.costmodel.operators.communication import (
     gathered_batch,
     splits_batch,
 )
-from meshwright.costmodel.operators.context import context_exchange, gathered_tokens, shifts_tokens
-from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.context import (
+    context_exchange,
+    gathered_tokens,
+    moved_tokens,
+    shifts_tokens,
+)
+from meshwright.costmodel.operators.cost import NOTHING, Cost, Setting
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
@@ -75,6 +80,7 @@ class Pricer(ReshardPricer):
         key = (op.name, strategy.name)
         if key not in self._ops:
             self._ops[key] = self._op_cost(op, strategy)
+            self._ops[key] += _of_moves(moved_tokens(self, op))
             if self.context is not None and op.key in self.context.gathered:
                 self._ops[key] += gathered_tokens(self, op, self._ops[key])
         cost = self._ops[key]
@@ -167,3 +173,13 @@ class Pricer(ReshardPricer):
         """Seconds that an implementation exchanges by itself."""
         numbers = IMPLEMENTATIONS[strategy.implementation].per_row
         return numbers and numbers * self.comm("all_reduce", self.numel(op.operands[1]) * 4)
+
+
+def _of_moves(seconds: tuple[float, float]) -> Cost:
+    """The cost of communication, forward and backward."""
+    forward, backward = seconds
+    if not (forward or backward):
+        return NOTHING
+    return Cost(
+        forward_s=forward, backward_s=backward, forward_comm_s=forward, backward_comm_s=backward
+    )

@@ -23,6 +23,7 @@ from meshwright.costmodel.operators import (
     Setting,
     attention_kind,
     context_exchange,
+    moved_tokens,
 )
 from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.rules import takes_batch_statistics
@@ -160,8 +161,8 @@ def _inside(pricer: Pricer, step: Run) -> list[list[tuple[AxisAndKind, Amount]]]
     kinds: tuple[AxisAndKind, AxisAndKind] = (("tensor", "all_reduce"),) * 2
     if any(whole):
         kinds = _OF_CONTEXT[attention_kind(pricer, op) or ALL_GATHER]  # or a shift by a token
-    elif pricer.context is not None and op.key in pricer.context.gathered:
-        kinds = (("context", "all_gather"),) * 2
+    elif any(moved_tokens(pricer, op)):
+        kinds = (("context", "all_gather"), ("context", "reduce_scatter"))
     elif takes_batch_statistics(op):
         kinds = (("data", "all_reduce"),) * 2
     elif pricer.setting.dp > 1 and pricer.gathers_batch(op):
