@@ -47,10 +47,12 @@ class Halo(nn.Module):
     def _entering(self, passed: torch.Tensor, k: int) -> torch.Tensor:
         """The token that comes into the k-th chunk."""
         source, count = k - self.shift.by, len(self.places)
+        token = passed.narrow(self.shift.dim, self.places[source % count], 1)
         if 0 <= source < count or self.shift.wraps:
-            return passed.narrow(self.shift.dim, self.places[source % count], 1)
-        shape = [1 if d == self.shift.dim else n for d, n in enumerate(passed.shape)]
-        return passed.new_full(shape, self.shift.fill)
+            return token
+        # in the graph all the same: every rank takes part in the backward's reduce-scatter
+        everywhere = torch.ones((), dtype=torch.bool, device=token.device)
+        return token.masked_fill(everywhere, self.shift.fill)
 
     def extra_repr(self) -> str:
         return f"{self.shift} on {self.axis.name}"
