@@ -235,8 +235,8 @@ class OperatorCheck:
             Run(op, tensor),
             *(Leave(value, state, op.name) for value, state in results),
         ]
-        on_data = dict(zip(op.operands, data.operands, strict=True))
-        written = Emitter(context, steps, on_data).write(op.results)
+        outside = {name: (state,) for name, state in zip(op.operands, data.operands, strict=True)}
+        written = Emitter(context, steps, outside).write(op.results)
         extras: list[torch.Tensor] = []
         if written.losses:
             ignored = argument(op, 4, "ignore_index", -100)

@@ -236,7 +236,7 @@ def counted(
         microbatches=of.microbatches,
     )
     lowering = Lowering(context=context, recompute=of.recompute)
-    stored = parameter_states(graph, of.blocks, of.assignments, layout)
+    stored = parameter_states(graph, of.blocks, of.assignments, (layout,), (data.size,))
     lowered = [
         lowering.block(
             block,

@@ -84,7 +84,7 @@ def test_parts_are_those_of_the_whole(name: str, placement: Placement) -> None:
     op, operands, *_ = OPERATORS[name]
     whole = numbers(op, *operands)
     axis = Axis("tensor", 2, 1)
-    grid = IndexGrid(SHAPE, [(placement, axis.size, axis.rank)], 0)
+    grid = IndexGrid(SHAPE, [Cut(placement, axis)], 0)
     size, d = SHAPE[placement.dim], placement.dim
     kept = torch.arange(size).view(placement.split, 2, -1)[:, 1].flatten()
     local = [x.index_select(d, kept) for x in operands]
