@@ -169,13 +169,16 @@ class _Families:
     def _equal(self, family: Family) -> EqualStages:
         """Stages under the family's recompute; with all policies, the search's own."""
         own = family.policies
+        if family.forced is not None:
+            overrides = replace(self.search.overrides, recompute=family.forced)
+            return self.search.like(overrides=overrides).equal
         return self.search.equal if own is None else self.search.equal_with(own)
 
     def _queue(self, family: Family, equal: EqualStages, choices: Sequence[MeshChoice]) -> Queue:
         """What the search priced by its estimates; of other meshes some, by their bounds."""
         queue, known = Queue(), self.search.equal.known
         for choice in filter(known, choices):
-            for one in self.search.equal.combinations(choice):
+            for one in (equal if family.forced else self.search.equal).combinations(choice):
                 if _accepts(family, one):
                     queue.add(_promised_s(one), one)
         others = sorted((c for c in choices if not known(c)), key=lambda choice: choice.bound_s)

@@ -30,7 +30,8 @@ def _none(_: object) -> bool:
 class Family:
     """Plans with one decision in common: `has` recognises them; `choice`, `setup` and `schedule`
     are the meshes, stage setups and schedules that they can be made of; `policies` the recompute
-    policies looked at, None for all; `tp` their tensor-parallel degree, where that is the
+    policies looked at, None for all; `forced` the one of all blocks, that a split backward does not
+    have otherwise; `tp` their tensor-parallel degree, where that is the
     decision. `instead` recognises plans outside of it that an override of the decision allows."""
 
     name: str
@@ -39,6 +40,7 @@ class Family:
     setup: Callable[[StageSetup], bool] = _any
     schedule: Callable[[str], bool] = _any
     policies: tuple[str, ...] | None = None
+    forced: str | None = None
     tp: int = 1
     instead: Callable[[Plan], bool] = _none
 
@@ -63,7 +65,8 @@ def families(search: Search, result: SearchResult) -> Iterator[Family]:
     if len(over.zeros) > 1 and over.uniform("zero") is None:
         yield from map(_zero, sorted(over.zeros))
     if not any(over.recompute) and len(over.policies) > 1:
-        yield from (_recompute(p) for p in ("none", "full") if p in over.policies)
+        pipeline = len(result.best.plan.devices) > 1
+        yield from (_recompute(p, pipeline) for p in ("none", "full") if p in over.policies)
     if not search.executable and set(over.policies) & set(RUNS["recompute"]):
         yield _runs_here(over.policies)
 
@@ -149,12 +152,14 @@ def _zero_of(plan: Plan) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _recompute(policy: str) -> Family:
+def _recompute(policy: str, pipeline: bool) -> Family:
+    """Backwards in two parts have it where the policy is forced; looked at beside pipelines."""
+    splits = policy == "none" or pipeline
     return Family(
         name="no recompute" if policy == "none" else f"{policy} recompute",
         policies=(policy,),
-        # activations recomputed in the first part of a backward, the second would have to keep
-        schedule=lambda name: policy == "none" or not SCHEDULES[name].splits_backward,
+        forced=policy if policy != "none" and pipeline else None,
+        schedule=lambda name: splits or not SCHEDULES[name].splits_backward,
         has=lambda plan: all(set(s.policies) == {policy} for s in plan.stages),
     )
 

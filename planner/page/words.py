@@ -25,8 +25,8 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "in flight": "micro-batches that a stage has gone forward with and not yet backward",
     "schedule": (
         "the order of a pipeline's forwards and backwards: gpipe all forwards first; 1f1b in turn; "
-        "eager_1f1b the same, further ahead; interleaved_1f1b several stages on each group; zb_h1 "
-        "and zb_v put gradients of weights off to fill gaps"
+        "eager_1f1b the same, further ahead; interleaved_1f1b several stages on each group; "
+        "zb_h1, zb_h2 and zb_v put gradients of weights off to fill gaps"
     ),
     "recompute": (
         "what a backward makes again rather than keeps, of how many blocks: none; selective "

@@ -28,7 +28,7 @@ T = TypeVar("T")
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
-LATE_TRIES = 12  # meshes, combinations and cuts looked at for a first plan when the time is over
+LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
