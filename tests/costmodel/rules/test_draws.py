@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Op, Ref
 from meshwright.costmodel.sharding.strategies import Placement
-from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn
+from meshwright.executor.lowering.draws import Cut, DropoutAttention, IndexGrid, drawn
 from meshwright.executor.resharding.reshard import Axis
 from meshwright.planner.plan.plan import PlanError
 from tests.costmodel.rules.rule_cases import CaseModule, case, total, x
