@@ -244,7 +244,7 @@ def test_a_mesh_that_neither_axis_carries_is_refused() -> None:
     of = graph_of(4, "fp32")
     plan = plan_of(Run(dp=1, tp=4, ep=(2,), shardings=TOKENS), of)
     check_plan(plan, of.graph, of.table)
-    with pytest.raises(PlanError, match=r"ep=2 can be priced, but not run yet.*dp=1.*tp=4"):
+    with pytest.raises(PlanError, match=r"ep=2 can be priced, but not run yet.*dp·cp=1.*tp=4"):
         check_runs(plan)
 
 
