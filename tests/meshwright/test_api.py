@@ -26,7 +26,7 @@ from meshwright import (
 from meshwright.decisions import Decision, check_world
 from meshwright.executor.ranks import launch
 from meshwright.plan_search import SearchedPlan
-from meshwright.planner.plan.plan import RUNS
+from meshwright.planner.plan.check import check_runs
 from tests.helpers.tiny import ROWS, Net, batch, host, loss, net, planned, slow_host, small_host
 
 
@@ -179,12 +179,12 @@ def test_evaluating_changes_nothing() -> None:
 
 
 def test_plans_for_this_machine_are_plans_that_run() -> None:
-    assert all(stage.cp in RUNS["cp"] for stage in four_ranks().plan.stages)
-    with pytest.raises(OverrideError, match="can be planned, but not run yet"):
-        planned(net(), 4, overrides=Overrides(cp=2))
+    check_runs(four_ranks().plan)
     far = dataclasses.replace(host(4), backend="nccl")
-    with pytest.raises(OverrideError, match="can be planned, but not run yet"):
-        planned(net(), cluster=far, overrides=Overrides(cp=2), executable=True)
+    for on, executable in ((host(4), None), (far, True)):
+        result = planned(net(), cluster=on, overrides=Overrides(cp=2), executable=executable)
+        assert {stage.cp for stage in result.plan.stages} == {2}
+        check_runs(result.plan)
     assert planned(net(), 4, overrides=Overrides(zero=3)).plan.stages[0].zero == 3
 
 

@@ -55,9 +55,9 @@ def test_alternatives_and_sensitivity_are_printed(capsys: Captured) -> None:
     assert "FLOP/s" in {row["property"] for row in data["sensitivity"]}
 
 
-def test_the_search_can_be_kept_to_what_runs(capsys: Captured) -> None:
-    error = failed(capsys, [*FOUR, "--cp", "2", "--executable"])
-    assert "cp=2 can be planned, but not run yet" in error
+def test_a_plan_that_runs_may_split_the_sequence(capsys: Captured) -> None:
+    assert main([*FOUR, "--cp", "2", "--cp-kind", "ring", "--executable"]) == 0
+    assert "cp2(ring)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("software", ["eager", "megatron"])
