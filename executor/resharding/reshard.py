@@ -303,6 +303,7 @@ MOVES: dict[tuple[str, str], tuple[Move, Move]] = {
     ("S", "Rp"): (_gather, _scatter),
     ("Rp", "R"): (_keep, _mask),
     ("Rp", "S"): (_slice, _placed),
+    ("Rp", "P"): (_mask, _mask),
 }
 
 

@@ -119,6 +119,7 @@ def test_the_report_is_printed_where_the_plan_can_not_be_rehearsed(capsys: Captu
     assert "error: rehearse: torch has no optimizer 'lion'" in err
 
 
-def test_what_can_not_run_is_not_searched_for_a_rehearsal(capsys: Captured) -> None:
-    error = failed(capsys, [*FOUR, "--cp", "2", "--rehearse"])
-    assert "cp=2 can be planned, but not run yet" in error
+def test_a_plan_that_splits_the_sequence_is_rehearsed(capsys: Captured) -> None:
+    assert main([*FOUR, "--cp", "2", "--cp-kind", "ring", "--rehearse"]) == 0
+    out = capsys.readouterr().out
+    assert "cp2(ring)" in out and "ehearsed" in out

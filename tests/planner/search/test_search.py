@@ -141,7 +141,7 @@ def ladder(on: Cluster, of: Traced, batch: int, shrink: float) -> list[Candidate
     memory_bytes = AMPLE
     while True:
         try:
-            best = search(limited(on, memory_bytes), of, batch=batch).best
+            best = search(limited(on, memory_bytes), of, batch=batch, forbid=["offload"]).best
         except InfeasibleError:
             return found
         peak_bytes = max(best.evaluation.prediction.peak_memory_bytes)
@@ -187,7 +187,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     states = 18 * of.graph.num_parameters()
     memory_bytes = states / 4 * 0.9
     with pytest.raises(InfeasibleError, match=r"does not fit .* lacks .*Way out: 2 nodes") as no:
-        search(limited(cluster(4), memory_bytes), of, batch=8)
+        search(limited(cluster(4), memory_bytes), of, batch=8, forbid=["offload"])
     worst = max(no.value.shortfall_bytes)
     assert states / 4 * 0.1 <= worst <= states / 4 * 0.2
     again = pickle.loads(pickle.dumps(no.value))
@@ -199,7 +199,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
 @pytest.mark.parametrize(("given", "way"), [("recompute", "none"), ("zero", 0)])
 def test_the_way_out_may_be_an_override(given: str, way: object) -> None:
     of = linears(64, 4, 8, 512) if given == "recompute" else linears(512, 4, 8)
-    others = {"forbid": ["tp", "pp"], "num_microbatches": 2} | {"zero": 0, given: way}
+    others = {"forbid": ["tp", "pp", "offload"], "num_microbatches": 2} | {"zero": 0, given: way}
     free = search(cluster(4), of, batch=8, **others).best
     peak_bytes = max(free.evaluation.prediction.peak_memory_bytes)
     with pytest.raises(InfeasibleError, match=f"Way out: .*leave {given} free"):
