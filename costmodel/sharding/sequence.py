@@ -1,11 +1,11 @@
 """The sequence: the factor that the context axis (cp) splits, found from what the operators read.
 
-It is dim 1 of the values [batch, sequence] and [batch, sequence, features] that operators read from
-outside: tokens, or what is made of raw inputs alone (masks, labels shifted to their predictions),
-which every rank has whole; images and masks of scores have more dims. A *shift*
-moves activations by one token or drops one at an end (logits without the last, a token's
-predecessor beside it): its result has the sequence, too. Where another rank's token comes in, that
-is a halo of one token, exchanged between neighbours; elsewhere nothing is.
+It is dim 1 of the values [batch, sequence] (of integers: real numbers are features) and [batch,
+sequence, features] that operators read from outside: tokens, or what is made of raw inputs alone
+(masks, labels shifted to their predictions), which every rank has whole; images and masks of scores
+have more dims. A *shift* moves activations by one token or drops one at an end (logits without the
+last, a token's predecessor beside it): its result has the sequence, too. Where another rank's token
+comes in, that is a halo of one token, exchanged between neighbours; elsewhere nothing is.
 
 An operator that needs whole sequences (a recurrence, a convolution over time) rules the axis out.
 Attention does not: it gathers keys and values, or passes them around.
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import torch
 
 from meshwright.costmodel.graph import Graph, Op, argument
 from meshwright.costmodel.rules import OpFactors, traits_of
@@ -59,7 +61,8 @@ def sequence_factor(
 ) -> SequenceFactor:
     """The sequence of a traced graph, from the atoms of its values' dims and of its operators'
     factors."""
-    found = {dims[value][1]: value for value in _read(graph) if _has_tokens(dims[value], batch)}
+    read = (v for v in _read(graph) if _has_tokens(dims[v], batch, graph.values[v].dtype))
+    found = {dims[value][1]: value for value in read}
     found.pop((), None)
     if not found:
         return SequenceFactor(atom=None, why="no input has a sequence dim beside the batch")
@@ -91,10 +94,11 @@ def _read(graph: Graph) -> Iterator[str]:
     yield from dict.fromkeys(v for op in graph.ops for v in op.operands if v not in made)
 
 
-def _has_tokens(dims: AtomDims, batch: int | None) -> bool:
+def _has_tokens(dims: AtomDims, batch: int | None, dtype: torch.dtype) -> bool:
     """Whether a value is [batch, sequence] or [batch, sequence, features]; a batch of one row, or
-    none, is no factor."""
-    return len(dims) in (2, 3) and dims[0] == (() if batch is None else (batch,))
+    none, is no factor. Numbers [batch, n] that are no integers are features."""
+    ranks = (3,) if dtype.is_floating_point or dtype.is_complex else (2, 3)
+    return len(dims) in ranks and dims[0] == (() if batch is None else (batch,))
 
 
 def shift_of(graph: Graph, op: Op) -> Shift | None:

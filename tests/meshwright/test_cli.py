@@ -55,9 +55,9 @@ def test_alternatives_and_sensitivity_are_printed(capsys: Captured) -> None:
     assert "FLOP/s" in {row["property"] for row in data["sensitivity"]}
 
 
-def test_a_plan_that_runs_may_split_the_sequence(capsys: Captured) -> None:
-    assert main([*FOUR, "--cp", "2", "--cp-kind", "ring", "--executable"]) == 0
-    assert "cp2(ring)" in capsys.readouterr().out
+def test_features_are_no_sequence(capsys: Captured) -> None:
+    error = failed(capsys, [*FOUR, "--cp", "2", "--cp-kind", "ring"])
+    assert "cp can't split the model's sequences: no input has a sequence dim" in error
 
 
 @pytest.mark.parametrize("software", ["eager", "megatron"])

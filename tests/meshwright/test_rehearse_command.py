@@ -117,9 +117,3 @@ def test_the_report_is_printed_where_the_plan_can_not_be_rehearsed(capsys: Captu
     out, err = capsys.readouterr()
     assert "Chosen: dp8" in out and "ehearsed" not in out
     assert "error: rehearse: torch has no optimizer 'lion'" in err
-
-
-def test_a_plan_that_splits_the_sequence_is_rehearsed(capsys: Captured) -> None:
-    assert main([*FOUR, "--cp", "2", "--cp-kind", "ring", "--rehearse"]) == 0
-    out = capsys.readouterr().out
-    assert "cp2(ring)" in out and "ehearsed" in out
