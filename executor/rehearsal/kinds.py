@@ -1,10 +1,9 @@
 """Which ranks of a plan do the same: one of each is rehearsed.
 
 Ranks of a device group run the same program. What differs is the length of their parts of dims that
-an axis doesn't divide, how many keys attention reads where the sequence is split, and what the
-first rank of an axis does for the others. So ranks are alike that have the same tokens, that are
-both, or neither, the first of every axis on which they have a part (data, tensor, ZeRO's shards,
-experts), with parts as long of every dim that is split. Where meshes differ, no two ranks are.
+an axis doesn't divide, how many keys attention reads of a split sequence, and what an axis' first
+rank does for others. So ranks are alike that have the same tokens, with parts as long of each split
+dim, and that are both, or neither, first on each axis where they have a part, on equal meshes.
 """
 
 from __future__ import annotations
@@ -74,8 +73,9 @@ def kinds_of_ranks(
         first: dict[tuple[object, ...], int] = {}
         for place, rank in enumerate(mesh.ranks):
             d, t = divmod(place, mesh.tp)
-            firsts = tuple(d % n == 0 for n in (mesh.dp, mesh.shards, mesh.expert_parts))
             row, *tokens = mesh.outer_coordinate(d)
+            firsts = tuple(d % n == 0 for n in (mesh.dp, mesh.shards, mesh.expert_parts))
+            tokens += [row == 0] * bool(tokens)  # all of one row's ranks stand for others'
             kind = (firsts, *tokens, t == 0, parts(0, mesh.outer[0], row), parts(1, mesh.tp, t))
             found[rank] = first.setdefault(kind, rank)
     return found

@@ -198,3 +198,10 @@ def test_memory_is_that_of_a_real_step(policy: str) -> None:
     assert real.peak_bytes == found.peak_bytes
     assert real.peak_by_kind == found.peak_by_kind
     assert real.flops == found.flops
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_gather"])
+def test_the_ranks_of_a_row_stand_for_those_of_others(kind: str) -> None:
+    """Who sends tokens to whom is among ranks that are rehearsed."""
+    found = rehearsal(Cell.parse(f"llama dp4xcp2 {kind} m2 zero1"), every=False)
+    assert found.mismatches == ()
