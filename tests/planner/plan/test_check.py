@@ -293,7 +293,7 @@ def test_a_model_without_sequences_has_no_context_axis() -> None:
     of = linears(8, 2, 8)
     plan = with_stage(plan_for(of.graph, dp=1, tp=1), cp=2, ranks=(0, 1))
     with pytest.raises(
-        PlanError, match=r"stage 0: cp=2 .*: inputs without one sequence dim: .*; legal: 1"
+        PlanError, match=r"stage 0: cp=2 .*: no input has a sequence dim.*; legal: 1"
     ):
         check_plan(plan, of.graph, of.table)
 
