@@ -85,6 +85,7 @@ def places(stages: Sequence[Stage]) -> Iterator[tuple[int, Place]]:
                     tied_groups={},
                     device=CPU,
                     rank=rank,
+                    rows=Axis("rows", s.mesh.dp, d),
                 ),
             )
 

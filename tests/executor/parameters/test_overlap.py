@@ -58,7 +58,8 @@ def place(*, shard: int = 1, data: int = 2) -> Any:
         return Axis("data", size, 0, None)
 
     holders = SimpleNamespace(shard=axis(shard), replicate=axis(data // shard), data=axis(data))
-    return SimpleNamespace(tensor=axis(1), holders=lambda experts: holders)
+    device = torch.device("cpu")
+    return SimpleNamespace(tensor=axis(1), holders=lambda experts: holders, device=device)
 
 
 def test_gradients_are_reduced_while_the_backward_makes_others(

@@ -47,13 +47,15 @@ def test_recompute_by_block_is_no_slower_than_one_policy() -> None:
     gains = 0
     for share in (0.9, 0.7, 0.5, 0.3, 0.1, 0.0):
         small = limited(on, peaks[0] + share * (peaks[1] - peaks[0]))
-        best = search(small, of, batch=8, num_microbatches=1).best
+        best = search(small, of, batch=8, num_microbatches=1, forbid=["offload"]).best
         assert any(policy != "none" for s in best.plan.stages for policy in s.policies)
         uniform = []
         for policy in ("selective", "full"):
             with contextlib.suppress(InfeasibleError):
                 uniform.append(
-                    search(small, of, batch=8, num_microbatches=1, recompute=policy).best
+                    search(
+                        small, of, batch=8, num_microbatches=1, recompute=policy, forbid=["offload"]
+                    ).best
                 )
         assert all(best.step_time_s <= u.step_time_s * (1 + 1e-9) for u in uniform)
         gains += all(best.step_time_s < u.step_time_s * (1 - 1e-3) for u in uniform)

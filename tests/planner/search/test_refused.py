@@ -15,7 +15,7 @@ from tests.planner.search.test_search import limited
 def searching(memory_bytes: float, target: object = None, devices: int = 4) -> Search:
     on: Cluster = limited(cluster(devices, bandwidth=1e9), int(memory_bytes))
     given = {"target": target} if target else {}
-    forbid = ("tp", "pp")
+    forbid = ("tp", "pp", "offload")
     return Search(problem_of(linears(512, 4, 8), on, **given), 8, Overrides(forbid=forbid))
 
 
