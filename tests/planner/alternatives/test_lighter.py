@@ -43,7 +43,7 @@ def decoder(words: int = 32000, length: int = 64) -> Traced:
 
 def message(of: Traced, memory_bytes: float, optimizer: str = "adamw", **given: int) -> str:
     problem = problem_of(of, cluster(1, memory_bytes=memory_bytes), optimizer=optimizer)
-    search = Search(problem, 2, Overrides(**given))
+    search = Search(problem, 2, Overrides(**given, forbid=["offload"]))
     with pytest.raises(InfeasibleError) as caught:
         search.run()
     return str(with_advice(search, caught.value))
