@@ -28,6 +28,7 @@ from meshwright.costmodel.memory.storage import (
     placed,
     reshaped,
 )
+from meshwright.costmodel.rules import is_causal
 
 CUDA_ROWS = 32  # the memory-efficient kernel's normalisers are padded to whole tiles of rows
 
@@ -168,7 +169,7 @@ def _dropped(call: Call, q: Held, k: Held, v: Held, mask: Held | None) -> Iterat
     rank, lead = len(k.shape), q.shape[:-2]
     scores = math.prod(lead) * q.shape[-2] * k.shape[-2]
     yield from product(q, permuted(k, [*range(rank - 2), rank - 1, rank - 2]))
-    if argument(call.op, 5, "is_causal", False):
+    if is_causal(call.op):
         yield new(q.shape[-2] * k.shape[-2], 1)
     if mask is not None and mask.dtype == torch.bool:
         yield new(mask.numel, 1)

@@ -114,12 +114,11 @@ def fixed_bytes(
     ones in the precision that is computed in, where those are others. With `host`, what the
     optimizer reads is not on the device."""
     moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
-    if host and not (zero == 3 and shards > 1):
-        return numel * (2 if mixed else 4)
-    if zero and shards > 1:
+    divided = bool(zero) and shards > 1
+    if host:
+        return 0.0 if divided and zero == 3 else numel * (2 if mixed else 4)
+    if divided:
         whole = 0 if zero == 3 else 2 if mixed else 4
-        if host:
-            return 0.0
         return numel * (whole + (4 + moments) / shards)
     return numel * ((6 if mixed else 4) + moments)
 

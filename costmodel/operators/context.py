@@ -26,7 +26,7 @@ from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import Group, p2p_time, stream_seconds
 from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.rules import is_causal
 from meshwright.costmodel.sharding import (
     ALL_GATHER,
     BY_BLOCKS,
@@ -36,8 +36,7 @@ from meshwright.costmodel.sharding import (
     ContextKind,
     Placement,
     Strategy,
-    is_causal,
-    token_dim,
+    attends_by_heads,
     transition,
 )
 
@@ -49,23 +48,20 @@ WIDE = 4  # bytes of single precision
 def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
     """The kind in which an operator of attention runs; None for other operators, and where its
     keys are not split."""
-    if sizes.context is None or traits_of(op).kernel != "attention":
+    if sizes.context is None:
         return None
     strategy = sizes.context.strategies[op.name]
     if strategy.implementation == BY_BLOCKS:
         return sizes.context.kind
-    (result,) = strategy.results
-    if not result.sharded or token_dim(sizes.table, op.results[0], result):
-        return None  # its probabilities are written out, and all keys are gathered before
-    return ULYSSES
+    # else its probabilities are written out, and all keys are gathered before
+    return ULYSSES if attends_by_heads(sizes.table, op, strategy) else None
 
 
 def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
     """Of attention: the number of kernels, their keys over those of the sequence, and the seconds
     of the slowest rank's scores over the mean."""
     kind, n = attention_kind(sizes, op), sizes.setting.cp
-    assert kind is None or sizes.context is not None
-    if kind is None or kind == ULYSSES or sizes.context is None:
+    if sizes.context is None or kind is None or kind == ULYSSES:
         return 1, 1.0, 1.0
     even = sizes.context.zigzag or not is_causal(op)
     late = 1.0 if even else (2 * n - 1) / n

@@ -11,7 +11,7 @@ from meshwright.costmodel.kernels import attention_seconds, matmul_seconds
 from meshwright.costmodel.operators.context import merge_seconds, pieces
 from meshwright.costmodel.operators.cost import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, traits_of
+from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 
 
@@ -54,7 +54,7 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, flo
     device, made = sizes.setting.cluster.device, sizes.table.ops[op.name]
     m, n, k, batch, scale = _extents(sizes, op, strategy)
     flops = 2 * m * n * k * batch * scale
-    if op.kwargs.get("is_causal") or True in op.args[5:6]:
+    if is_causal(op):
         flops /= 2
     count, of_keys, late = pieces(sizes, op)
     keys = of_keys * next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)

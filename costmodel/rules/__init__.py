@@ -31,6 +31,7 @@ from meshwright.costmodel.rules.traits import (
     Product,
     draws,
     draws_anew,
+    is_causal,
     row_reduction,
     runs_as_reshape,
     takes_batch_statistics,
@@ -44,7 +45,7 @@ __all__ = [
     "EXPERT_FACTOR", "IMPLEMENTATIONS", "LEAF", "LEAVES", "PERMUTATIONS", "RANDOM_LEAF",
     "TOKEN_FACTORS", "TRAITS", "VIEWS", "Dims", "Draw", "Kind", "Leaf", "Misfit", "OpFactors",
     "Product", "RuleError", "UserRule", "Work", "copies_of", "divided", "draws", "draws_anew",
-    "factors_of", "factors_of_spec", "inside_experts", "is_pointwise", "leaf_of", "permutation",
-    "place_of", "row_reduction", "runs_as_reshape", "signature_of", "summable",
+    "factors_of", "factors_of_spec", "inside_experts", "is_causal", "is_pointwise", "leaf_of",
+    "permutation", "place_of", "row_reduction", "runs_as_reshape", "signature_of", "summable",
     "takes_batch_statistics", "traits_of", "traits_of_target", "updates_statistics", "words",
 ]  # fmt: skip

@@ -234,6 +234,11 @@ def draws(op: Op) -> bool:
     return _random(op.target) if draw is None or draw.when is None else draw.when(op)
 
 
+def is_causal(op: Op) -> bool:
+    """Whether an attention operator itself leaves out later keys."""
+    return bool(argument(op, 5, "is_causal", False))
+
+
 def draws_anew(op: Op) -> bool:
     """Whether a call draws other random numbers each time it is run in a step."""
     draw = traits_of(op).draw

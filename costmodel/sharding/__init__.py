@@ -9,9 +9,9 @@ from meshwright.costmodel.sharding.context_axis import (
     ULYSSES,
     ContextKind,
     ContextLayout,
+    attends_by_heads,
     context_layout,
     head_counts,
-    is_causal,
     token_dim,
 )
 from meshwright.costmodel.sharding.data_axis import DataLayout, data_layout, loss_is_summed
@@ -93,6 +93,7 @@ __all__ = [
     "Strategy",
     "TotalKind",
     "analyse",
+    "attends_by_heads",
     "buffer_state",
     "can_hold",
     "context_layout",
@@ -101,7 +102,6 @@ __all__ = [
     "divides",
     "head_counts",
     "indivisible",
-    "is_causal",
     "largest_part",
     "loss_is_summed",
     "moves",

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.costmodel.graph import Graph, Op, argument
-from meshwright.costmodel.rules import draws, traits_of
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import draws, is_causal, traits_of
 from meshwright.costmodel.sharding.data_axis import (
     DataLayout,
     leave_gradients_partial,
@@ -76,7 +76,7 @@ def context_layout(
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
             gathered.append(op.key)
             at |= _split_again(graph, table, op, degree)
-        elif _has_heads(table, op, strategy):
+        elif attends_by_heads(table, op, strategy):
             at |= sliced_results(graph, table, op, table.sequence)
     leave_gradients_partial(graph, chosen, at)
     return ContextLayout(
@@ -95,11 +95,6 @@ def lies_in_zigzag(graph: Graph, table: FactorTable, degree: int) -> bool:
     return any(is_causal(op) for op in graph.ops if traits_of(op).kernel == "attention")
 
 
-def is_causal(op: Op) -> bool:
-    """Whether an attention operator itself leaves out later keys."""
-    return bool(argument(op, 5, "is_causal", False))
-
-
 def token_dim(table: FactorTable, value: str, placement: Placement) -> bool:
     """Whether a placement splits the tokens of a value."""
     return (
@@ -114,6 +109,13 @@ def attends_by_blocks(graph: Graph, op: Op) -> bool:
     no mask has a gradient."""
     masked = len(op.operands) > MASK and graph.values[op.operands[MASK]].requires_grad
     return not draws(op) and not masked and len(graph.values[op.operands[Q]].shape) == 4
+
+
+def attends_by_heads(table: FactorTable, op: Op, strategy: Strategy) -> bool:
+    """Whether an operator is attention that runs by heads, between two all-to-alls."""
+    if traits_of(op).kernel != "attention" or not strategy.results[0].sharded:
+        return False
+    return not token_dim(table, op.results[0], strategy.results[0])
 
 
 def head_counts(graph: Graph, op: Op) -> tuple[int, int]:
@@ -162,13 +164,6 @@ def _shifted(graph: Graph, table: FactorTable, op: Op) -> Strategy | None:
         return None
     tokens = Placement("S", shift.dim)
     return Strategy(name=BY_HALO, operands=(tokens,), results=(tokens,), implementation=BY_HALO)
-
-
-def _has_heads(table: FactorTable, op: Op, strategy: Strategy) -> bool:
-    """Whether attention runs by heads, between two all-to-alls."""
-    if traits_of(op).kernel != "attention" or not strategy.results[0].sharded:
-        return False
-    return not token_dim(table, op.results[0], strategy.results[0])
 
 
 def _mask_state(graph: Graph, table: FactorTable, value: str) -> Placement:

@@ -12,15 +12,14 @@ import torch
 from torch import fx, nn
 
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules import draws, runs_as_reshape, traits_of, updates_statistics
-from meshwright.costmodel.sharding import (
-    BY_BLOCKS,
-    BY_HALO,
-    Strategy,
+from meshwright.costmodel.rules import (
+    draws,
     is_causal,
-    shift_of,
-    token_dim,
+    runs_as_reshape,
+    traits_of,
+    updates_statistics,
 )
+from meshwright.costmodel.sharding import BY_BLOCKS, BY_HALO, Strategy, shift_of, token_dim
 from meshwright.executor.backward import DeferredProduct
 from meshwright.executor.context import ContextAttention, Halo
 from meshwright.executor.lowering.context import Context, State, seen_locally

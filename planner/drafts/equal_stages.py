@@ -80,11 +80,8 @@ class EqualStages:
                     "dp_shard": shard,
                     "quantized": quantized,
                     "chain": chain,
-                    "host_states": (host := self.space.host_states),
+                    "host_states": self.space.host_states,
                 }
-                if host and quantized != "none":
-                    continue  # what comes from the host is not sent in blocks
-                zeros = [(z, hpz) for z, hpz in zeros if not (hpz and host)]
                 yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 
     def _setting(self, mesh: Mesh, m: int, transport: Transport = (0, 0, "none")) -> Setting:

@@ -13,7 +13,8 @@ Transport: TypeAlias = tuple[int, int, str]
 
 def transports(space: Space, mesh: Mesh) -> dict[Transport, list[tuple[int, int]]]:
     """(ZeRO stage, ranks with a secondary shard) that a mesh may have, by what prices of its data
-    axis depend on. Gathers within a node are priced beside those of all."""
+    axis depend on. Gathers within a node are priced beside those of all. What comes from the host
+    is neither kept twice nor sent in blocks."""
     node = _node(space, mesh)
     found: dict[Transport, list[tuple[int, int]]] = {}
     for zero, shard in space.zeros(mesh):
@@ -33,7 +34,7 @@ def secondaries(space: Space, mesh: Mesh, zero: int, shard: int) -> list[int]:
         return [0] if None in over.hpz or ranks == 1 else []
     shards = shard or ranks
     found = {0} if None in over.hpz or shards in asked else set()
-    if mesh.ep == 1:
+    if mesh.ep == 1 and not space.host_states:
         found |= {n for n in asked if 1 < n < shards and shards % n == 0}
         node = _node(space, mesh)
         if over.secondary_shards and None in over.hpz and 1 < node < shards:
@@ -48,7 +49,7 @@ def quantizations(space: Space, mesh: Mesh, zero: int) -> list[str]:
     left |= set(over.quantizations) if None in over.quantized else set()
     if ranks == 1:  # nothing is sent
         return ["none"]
-    may = zero == 3 and mesh.ep == 1
+    may = zero == 3 and mesh.ep == 1 and not space.host_states
     return [choice for choice in QUANTIZED if choice in left and (may or choice == "none")]
 
 

@@ -67,10 +67,8 @@ def check_runs(plan: Plan) -> None:
     values: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
         values += [
-            *(
-                (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
-                for policy in dict.fromkeys(stage.policies)
-            )
+            (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
+            for policy in dict.fromkeys(stage.policies)
         ]
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (

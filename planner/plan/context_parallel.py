@@ -41,6 +41,8 @@ def check_context(plan: Plan, graph: Graph, factors: FactorTable) -> None:
 
 
 def _check_operators(plan: Plan, stage: StagePlan, graph: Graph) -> None:
+    by_heads = stage.cp_kind == ULYSSES
+    degrees = ulysses_degrees(graph, max(s.tp for s in plan.stages)) if by_heads else []
     for op in graph.ops:
         if takes_batch_statistics(op):
             raise PlanError(
@@ -48,10 +50,7 @@ def _check_operators(plan: Plan, stage: StagePlan, graph: Graph) -> None:
                 place="plan: stage 0: cp",
                 legal="1",
             )
-        if stage.cp_kind != ULYSSES or traits_of(op).kernel != "attention":
-            continue
-        degrees = ulysses_degrees(graph, max(s.tp for s in plan.stages))
-        if stage.cp not in degrees:
+        if by_heads and traits_of(op).kernel == "attention" and stage.cp not in degrees:
             heads, shared = head_counts(graph, op)
             raise PlanError(
                 f"={ULYSSES}: {op.key} has {heads} heads, of which {shared} have keys of their "

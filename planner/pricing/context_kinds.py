@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators import LocalSizes, Setting, attention, context_exchange
 from meshwright.costmodel.rules import traits_of
-from meshwright.costmodel.sharding import ContextKind, FactorTable, strategies
+from meshwright.costmodel.sharding import ContextKind, ContextLayout, FactorTable, strategies
 
 
 def cheapest_kind(
-    graph: Graph, table: FactorTable, setting: Setting, kinds: Iterable[ContextKind]
+    graph: Graph,
+    table: FactorTable,
+    setting: Setting,
+    kinds: Iterable[ContextKind],
+    layout_of: Callable[[Setting], ContextLayout | None] | None = None,
 ) -> ContextKind:
     """The kind with the least seconds in the graph's attention: one of `kinds`, of which the first
-    is taken where they are equal."""
+    is taken where they are equal. `layout_of` gives layouts of the context axis that are known."""
     found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
     distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
 
     def seconds(kind: ContextKind) -> float:
-        sizes = LocalSizes(graph=graph, table=table, setting=replace(setting, cp_kind=kind))
+        own = replace(setting, cp_kind=kind)
+        known = layout_of(own) if layout_of else None
+        sizes = LocalSizes(graph=graph, table=table, setting=own, context=known)
         return sum(_attention_seconds(sizes, op) for op in distinct.values())
 
     return min(kinds, key=seconds)

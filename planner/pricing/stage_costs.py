@@ -193,8 +193,9 @@ class StageCoster:
         if key not in self._known.kinds:
             by_heads = setting.cp in ulysses_degrees(self.graph, setting.tp)
             kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
-            found = cheapest_kind(self.graph, self.problem.factors, setting, kinds)
-            self._known.kinds[key] = found
+            self._known.kinds[key] = cheapest_kind(
+                self.graph, self.problem.factors, setting, kinds, self._context
+            )
         return self._known.kinds[key]
 
     def _context(self, setting: Setting) -> ContextLayout | None:
