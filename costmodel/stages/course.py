@@ -3,7 +3,8 @@
 `peak.py` adds up the most of everything, which never comes together: gradients grow as a backward
 lets go of what the forward kept. Here a device group's stream is followed, in `train_step`'s terms:
 
-    F       a micro-batch's kept activations are added
+    F       a micro-batch's kept activations are added; what it made for other stages alone is let
+            go when it was sent
     B, I    block by block from the last: what the blocks up to this one keep, what this one makes
             again and the gradients it works on (`passing`), the gradients of parameters made so far
     B, W    what the micro-batch kept is let go
@@ -87,7 +88,7 @@ class _Stage:
 
     def __init__(self, own: StageBytes, num_microbatches: int, *, split: bool) -> None:
         self.own = own
-        self.kept = math.fsum(block.kept for block in own.blocks) + own.leaving
+        self.kept = math.fsum(block.kept for block in own.blocks)
         seeds = sum(own.sent.values())
         self.fixed, self.optimizer = own.fixed, own.optimizer
         self.count, self.done = num_microbatches, 0
@@ -100,7 +101,7 @@ class _Stage:
             else:
                 highest, block = _highest(own.blocks, gradients, seeds)
                 found = _Backward(highest=highest, block=block, left=gradients.live)
-            self.passes.append(replace(found, highest=own.leaving + found.highest))
+            self.passes.append(found)
         self.delivered = gradients.finish()
         self.live = 0.0  # gradients
         self.halves: deque[_Backward] = deque()
@@ -208,10 +209,10 @@ def _peak(stages: dict[int, _Stage], stream: Sequence[Instruction]) -> Peak:
         elif action is Action.SEND_GRADIENT:
             sending = _message(stages, instruction)
         elif action is Action.SEND_ACTIVATION:
-            sending = 0.0  # what the micro-batch keeps
+            sending = own.own.leaving  # the rest the micro-batch keeps
         elif action is Action.FORWARD:
             held += own.kept
-            reaches(held + beside)
+            reaches(held + beside + own.own.leaving)
         elif action in (Action.BACKWARD, Action.BACKWARD_INPUT):
             found = own.backward()
             held -= own.kept

@@ -23,7 +23,7 @@ from meshwright.executor.host_values import is_sent
 from meshwright.executor.parameters import Reducer
 from meshwright.executor.ranks import progress
 from meshwright.executor.stages.stage import Pass, StageProgram
-from meshwright.executor.transfers import Channels
+from meshwright.executor.transfers import Channels, handed, release
 
 WAITING = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT, Action.REDUCE_GRADIENTS)  # for others
 
@@ -88,11 +88,15 @@ class PipelineRun:
         self.put_off: dict[Unit, list[Any]] = {}
         self.posted: dict[Key, dict[str, list[Any]]] = {}
         self.sending: list[tuple[Any, torch.Tensor]] = []
+        self.handed: dict[Unit, list[torch.Tensor]] = {}  # outputs that are to be sent alone
+        self.leaving: list[torch.Tensor] = []  # of which all messages were begun
         self.losses: list[torch.Tensor] = []
         receives = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
         self.coming = deque(i for i in stream if i.action in receives)
         readers = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.SEND_ACTIVATION)
         self.read = Counter((i.stage, i.microbatch) for i in stream if i.action in readers)
+        sends = (i for i in stream if i.action is Action.SEND_ACTIVATION)
+        self.sends = Counter((i.stage, i.microbatch) for i in sends)
 
     def run(self) -> list[torch.Tensor]:
         """Execute the stream; returns the micro-batches' losses (of the last stage) in order."""
@@ -135,6 +139,10 @@ class PipelineRun:
             self.keep(s, k, done.produced)
         if (loss := stage.program.graphs.loss) is not None:
             self.losses.append(done.produced[loss].detach())
+        for name, x in done.produced.items() if self.sends[unit] else ():
+            if name != loss and x.grad_fn is not None:
+                done.produced[name] = handed(x)
+                self.handed.setdefault(unit, []).append(done.produced[name])
         for target, names in stage.beside.items():
             into = self.activations.setdefault((target, k), {})
             into |= {name: done.produced[name].detach() for name in names}
@@ -195,16 +203,20 @@ class PipelineRun:
         if instruction.action is Action.SEND_ACTIVATION:
             source = self.passes[unit].produced
             self.read[unit] -= 1
+            self.sends[unit] -= 1
             if not self.read[unit]:  # in an evaluation
                 del self.passes[unit]
         else:
             source = self.input_gradients.get(unit, {})
         self.sending = [(work, x) for work, x in self.sending if not is_sent(work)]
+        self.leaving = [x for x in self.leaving if not release(x)]
         for name, channel in channels.items():
             self.sending += channel.send(source[name])
         if instruction.action is Action.SEND_GRADIENT:
             left = {name: x for name, x in source.items() if name not in channels}
             self.input_gradients[unit] = left
+        elif not self.sends[unit]:
+            self.leaving += self.handed.pop(unit, [])
 
     def _receive(self, instruction: Instruction) -> None:
         self._post_ahead(instruction)

@@ -1,5 +1,6 @@
 """What stages of different ranks send each other."""
 
 from meshwright.executor.transfers.channels import Channels, stage_channels
+from meshwright.executor.transfers.release import handed, release
 
-__all__ = ["Channels", "stage_channels"]
+__all__ = ["Channels", "handed", "release", "stage_channels"]

@@ -71,9 +71,9 @@ def test_the_highest_point_is_named() -> None:
 
 @pytest.mark.parametrize(("microbatches", "in_flight"), [(1, 1), (2, 2), (8, 2)])
 def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> None:
-    """The first of two stages under 1F1B: each micro-batch's output is held beside what is kept,
-    the gradient that was received by the last block's moments (here 7, of which it is a part), and
-    two receives more are posted."""
+    """The first of two stages under 1F1B: the last message, an output or a gradient, is held beside
+    what is kept, the gradient that was received by the last block's moments (here 7, of which it is
+    a part), and two receives more are posted."""
     first = stage([block(100, 7)], leaving=5.0, sent={1: 5.0})
     second = stage([block(60, 9)], received={0: 5.0})
     found = course_peaks(
@@ -84,7 +84,7 @@ def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> 
         edges=frozenset({(0, 1)}),
     )
     posted = 5 * max(0, min(microbatches - 1, 2))
-    assert found[0].nbytes == 1000 + in_flight * 105 + 7 + posted
+    assert found[0].nbytes == 1000 + in_flight * 100 + 5 + 7 + posted
     left = 5 if microbatches == 8 else 0  # the gradient before is on its way
     assert found[1].nbytes == 1000 + 60 + 9 + posted + left
 

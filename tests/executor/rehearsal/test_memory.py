@@ -41,6 +41,7 @@ def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
         ("llama", {"dp": 4, "zero": 2, "num_microbatches": 1}),
         ("llama", {"dp": 2, "tp": 2, "zero": 1, "num_microbatches": 2}),
         ("llama", {"dp": 2, "pp": 2, "zero": 0, "schedule": "1f1b", "num_microbatches": 4}),
+        ("llama", {"tp": 2, "pp": 2, "schedule": "1f1b", "num_microbatches": 4}),
         ("bert", {"dp": 4, "zero": 0, "num_microbatches": 1}),
         ("llama", {"dp": 4, "zero": 3, "num_microbatches": 1}),
         ("llama", {"dp": 4, "zero": 3, "hpz": 2, "num_microbatches": 1}),
