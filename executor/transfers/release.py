@@ -27,7 +27,7 @@ class _Handed(torch.autograd.Function):
 
 def handed(x: torch.Tensor) -> torch.Tensor:
     """A tensor on the memory of x, with its gradient, that may be released once x is gone."""
-    made: torch.Tensor = _Handed.apply(x)
+    made: torch.Tensor = _Handed.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -170,7 +170,8 @@ def _policies(
 ) -> list[tuple[tuple[str, ...], int]]:
     """The policy of each block of each stage, and the blocks in its segments: the least recompute
     with which the stages of a device group fit its room together; a draft without any keeps to that
-    unless it was `tried`, one in segments goes on to its next ones then."""
+    unless it was `tried`, one in segments goes on to its next ones then; one that can't fit at all
+    keeps what it has at first, then as little as there is."""
     found = [(d.policies, d.segments) for d in draft.stages]
     for ranks, room in zip(draft.plan.devices, rooms, strict=True):
         here = [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
@@ -186,13 +187,16 @@ def _policies(
         ]
         kept = sum(float(own.kept_bytes) for own in costs)
         blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
+        legal = [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1]
         chosen = choose_policies(
             [own for of_stage in blocks for own in of_stage],
-            [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1],
+            legal,
             in_flight=sum(d.in_flight for d in stages) / len(stages),
             room_bytes=room - kept - max(float(own.passing_bytes) for own in costs),
             device=coster.cluster.device.kind,
         )
+        if chosen is None and tried:  # what holds least is closest
+            chosen = (legal[-1],) * sum(map(len, blocks))
         if chosen:
             names = iter(chosen)
             for k, d in zip(here, stages, strict=True):

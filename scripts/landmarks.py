@@ -1,0 +1,114 @@
+"""What the search chooses where sequences are long or memory is short: eight cases, a row for each.
+
+    python -m scripts.landmarks [CASE ...]
+
+Nothing is forced but what the case says; models are on meta, hardware is the catalog's. The same
+file runs in older checkouts, to compare what they chose. Seconds of planning are wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.planner.plan import InfeasibleError, PlanError
+from scripts.planning.cases import Model, decoder, gpt, gpt3, llama
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landmark:
+    """A model on `nodes` of `devices` each; `batch` rows a step; `given` goes to the planner."""
+
+    model: Callable[[], Model]
+    node: str
+    batch: int
+    nodes: int = 1
+    devices: int | None = None
+    precision: str = "bf16"
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def llama_8b(length: int) -> Callable[[], Model]:
+    return lambda: llama(32, 4096, 32, 14336, length)
+
+
+LANDMARKS: Mapping[str, Landmark] = {
+    # a fine-tuning on two consumer cards: weights, gradients and states are five times their memory
+    "llama-8b on 2 RTX 4090": Landmark(
+        model=llama_8b(2048), node="pcie-8-rtx-4090", devices=2, batch=16
+    ),
+    # ZeRO-Offload's largest model on one device (Ren et al. 2021)
+    "gpt-10b on a V100": Landmark(
+        model=lambda: gpt(50, 4096, 32, 50257, 1024),
+        node="dgx-2-v100", devices=1, batch=8, precision="fp16",
+    ),
+    "llama-8b, 131k tokens, 32 H100": Landmark(
+        model=llama_8b(131072), node="dgx-h100", nodes=4, batch=4
+    ),
+    "openllama-3b, 131k tokens, one H100": Landmark(
+        model=lambda: decoder(
+            "Llama", 131072,
+            vocab_size=32000, hidden_size=3200, intermediate_size=8640, num_hidden_layers=26,
+            num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=131072,
+        ),
+        node="dgx-h100", devices=1, batch=1,
+    ),
+    # the last stage of Llama 3's training (Grattafiori et al. 2024, table 4): 38 % MFU
+    "llama-405b, 131k tokens, 16384 H100": Landmark(
+        model=lambda: llama(126, 16384, 128, 53248, 131072),
+        node="dgx-h100", nodes=2048, batch=128,
+    ),
+    # memory binds: what sequence parallelism keeps decides
+    "gpt3 on 64 A100": Landmark(model=gpt3, node="dgx-a100", nodes=8, batch=512),
+    # 100 Gb/s a node and small devices: ZeRO++'s ground (Wang et al. 2023)
+    "llama-8b on 64 RTX 4090, quantized": Landmark(
+        model=llama_8b(4096), node="pcie-8-rtx-4090", nodes=8, batch=64,
+        given={"allow": ["quantized"]},
+    ),
+    # Qi et al. 2023: 14.6 B, a layer less for the first and the last of 16 stages
+    "gpt-14.6b, pipeline of 16 A100": Landmark(
+        model=lambda: gpt(46, 5120, 40, 50304, 1024),
+        node="dgx-a100", nodes=2, batch=128, given={"overrides": Overrides(pp=16)},
+    ),
+}  # fmt: skip
+
+
+def show(name: str) -> None:
+    case = LANDMARKS[name]
+    model, started = case.model(), time.perf_counter()
+    size = {} if case.devices is None else {"devices_per_node": case.devices}
+    cluster = Cluster.from_catalog(case.node, num_nodes=case.nodes, **size)
+    try:
+        result = auto_parallelize(
+            model.module,
+            cluster,
+            example_inputs=dict(model.batch),
+            global_batch_size=case.batch,
+            precision=case.precision,
+            **case.given,
+        )
+    except (InfeasibleError, PlanError, ValueError) as error:
+        print(f"{name}\n  none in {time.perf_counter() - started:.0f} s: {str(error)[:300]}")
+        return
+    summary = str(result.report).splitlines()[1:3]
+    print("\n".join([name, *(f"  {line.strip()}" for line in summary)]))
+    print(f"  planned in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="parts of names; all by default")
+    asked = parser.parse_args().cases
+    for name in LANDMARKS:
+        if not asked or any(part in name for part in asked):
+            show(name)
+
+
+if __name__ == "__main__":
+    main()
