@@ -30,23 +30,20 @@ Shape: TypeAlias = tuple[int, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFactor:
     """The atom that cp splits, None where it can't: then `why`. `shifted` are the atoms of the
-    same tokens moved by one, or without one at an end; `halos` the operators (names) that read one
-    token of a neighbour."""
+    same tokens moved by one, or without one at an end."""
 
     atom: int | None
     shifted: frozenset[int] = frozenset()
-    halos: frozenset[str] = frozenset()
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
     """Dim of an operator's first operand along which its result is moved by one token, or lacks
-    one; `moves` tells the former. A result of as many tokens is moved `by` 1 or -1, and what comes
-    in at the end is `fill`, or the token at the other end where it `wraps`; else `by` is 0."""
+    one. A result of as many tokens is moved `by` 1 or -1, and what comes in at the end is `fill`,
+    or the token at the other end where it `wraps`; else `by` is 0."""
 
     dim: int
-    moves: bool
     by: int = 0
     wraps: bool = False
     fill: float = 0.0
@@ -74,17 +71,16 @@ def sequence_factor(
         )
         return SequenceFactor(atom=None, why=why)
     ((atom,),) = found
-    atoms, halos = {atom}, set[str]()
+    atoms = {atom}
     for op in graph.ops:
         shift = shift_of(graph, op)
         if shift is not None and atoms.issuperset(dims[op.operands[0]][shift.dim]):
             atoms.update(dims[op.results[0]][shift.dim])
-            halos |= {op.name} if shift.moves else set()
         elif _needs_whole(graph, op, ops[op.name], letters[op.name], atoms):
             return SequenceFactor(
                 atom=None, why=f"{op.key} needs whole sequences (tp may split it)"
             )
-    return SequenceFactor(atom=atom, shifted=frozenset(atoms - {atom}), halos=frozenset(halos))
+    return SequenceFactor(atom=atom, shifted=frozenset(atoms - {atom}))
 
 
 def _read(graph: Graph) -> Iterator[str]:
@@ -114,9 +110,8 @@ def _sliced(op: Op, before: Shape, after: Shape) -> Shift | None:
     dim = int(argument(op, 1, "dim", 0)) % len(before)
     if changed != [dim]:
         return None
-    start = argument(op, 2, "start", None) or 0
     one_less = before[dim] - after[dim] == 1 and argument(op, 4, "step", 1) == 1
-    return Shift(dim, start != 0) if one_less else None
+    return Shift(dim) if one_less else None
 
 
 def _padded(op: Op, before: Shape, after: Shape) -> Shift | None:
@@ -126,14 +121,14 @@ def _padded(op: Op, before: Shape, after: Shape) -> Shift | None:
         first, last = op.args[1][amounts[0][0] // 2 * 2 : amounts[0][0] // 2 * 2 + 2]
         by = first if first == -last else 0
         fill = argument(op, 2, "value", None) or argument(op, 3, "value", None) or 0.0
-        return Shift(places.pop(), any(k % 2 == 0 for k, _ in amounts), by, fill=float(fill))
+        return Shift(places.pop(), by, fill=float(fill))
     return None
 
 
 def _rolled(op: Op, before: Shape, after: Shape) -> Shift | None:
     by, along = (argument(op, k, name, ()) for k, name in ((1, "shifts"), (2, "dims")))
     if len(along) == 1 and list(by) in ([1], [-1]):
-        return Shift(int(along[0]) % len(before), True, int(by[0]), wraps=True)
+        return Shift(int(along[0]) % len(before), int(by[0]), wraps=True)
     return None
 
 

@@ -71,7 +71,7 @@ def test_a_shift_takes_its_neighbour_s_token(
     ranks: Ranks, by: int, wraps: bool, n: int, zigzag: bool
 ) -> None:
     x, g = torch.randn(2, 3, 8 * n, 5, dtype=torch.float64)
-    shift = Shift(1, True, by, wraps=wraps, fill=0.5)
+    shift = Shift(1, by, wraps=wraps, fill=0.5)
     leaf = x.clone().requires_grad_()
     pad = (0, 0, by, -by)
     expected = leaf.roll(by, 1) if wraps else F.pad(leaf, pad, value=0.5)
