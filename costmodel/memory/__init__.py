@@ -11,6 +11,7 @@ from meshwright.costmodel.memory.states import (
     optimizer_bytes,
     optimizer_step_bytes,
     optimizer_temporary_bytes,
+    undo_bytes,
     working_bytes,
 )
 from meshwright.costmodel.memory.storage import (
@@ -28,5 +29,5 @@ __all__ = [
     "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction", "Storage",
     "Trained", "compact", "fixed_bytes", "fresh", "keep", "model_state_bytes", "model_states",
     "optimizer_bytes", "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped",
-    "working_bytes",
+    "undo_bytes", "working_bytes",
 ]  # fmt: skip

@@ -123,6 +123,12 @@ def fixed_bytes(
     return numel * ((6 if mixed else 4) + moments)
 
 
+def undo_bytes(numel: A, shards: A | int, *, zero: int, optimizer: str) -> A:
+    """Bytes of the copies of weights and moments from which a step is undone that turns out to be
+    wrong: those that this rank's optimizer writes, in fp32."""
+    return numel / (shards if zero else 1) * (4 + optimizer_bytes(optimizer))
+
+
 def optimizer_temporary_bytes(numels: Sequence[float], *, optimizer: str, device: str) -> float:
     """Bytes that torch's optimizer makes beside its states where parameters have these many
     elements: Adam's on a GPU the roots of all second moments at once (`_multi_tensor_adam`), on a

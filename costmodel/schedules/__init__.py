@@ -1,8 +1,10 @@
 """Pipeline schedules: their records, instruction streams, and the simulated step."""
 
+from meshwright.costmodel.schedules.early import Early, early_parts
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import (
     Instruction,
+    Streams,
     backward_follows_forward,
     build_schedule,
     in_flight,
@@ -25,8 +27,8 @@ from meshwright.costmodel.schedules.table import (
 )
 
 __all__ = [
-    "SCHEDULES", "Action", "Event", "Instruction", "PipelineShape", "Schedule", "StageTimes",
-    "Timeline",
-    "backward_follows_forward", "build_schedule", "chrome_trace", "event_of", "in_flight",
-    "least_in_flight", "peak_activation", "simulate", "stages_of_devices",
+    "SCHEDULES", "Action", "Early", "Event", "Instruction", "PipelineShape", "Schedule",
+    "StageTimes", "Streams", "Timeline",
+    "backward_follows_forward", "build_schedule", "chrome_trace", "early_parts", "event_of",
+    "in_flight", "least_in_flight", "peak_activation", "simulate", "stages_of_devices",
 ]  # fmt: skip

@@ -18,14 +18,14 @@ reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
     interleaved_1f1b            (p-1)(F + B)               (p-1)/(m·v); m a multiple of p
     zb_h1                       (p-1)(F + I - W)           W <= F, I and m >= p
     zb_h2                       (p-1) max(F, F + I - 2W)   W <= F, I and m >= 2p-1
-    zb_h2                       (p-1)(F + I - 2W)          W <= F, I and m >= 2p-1; `period_s`
-    zb_v                        2(p-1)(F - W)              W <= F = I and m >= 2p-1; `period_s`
+    zb_h2                       (p-1)(F + I - 2W)          W <= F, I and m >= 2p-1; `validated_s`
+    zb_v                        2(p-1)(F - W)              W <= F = I and m >= 2p-1; `validated_s`
     dualpipe_v                  (p-1)(F + I - W)           W <= F = I and m >= 2p
     dualpipe_v, paired          (p-1)(F&B + B - 3W)        W <= F = I and m >= 2p; the most that a
                                                            device idles, if overlap shortens F&B
 
-so zb_h2 and zb_v have no bubble where F = I = W, but that of a common start and end, (p-1) F. For
-stages tᵢ = Fᵢ + Bᵢ that are not equal
+so zb_h2 and zb_v have no bubble where F = I = W, but that of a common start and end, (p-1) F, which
+is none where steps are validated afterwards. For stages tᵢ = Fᵢ + Bᵢ that are not equal
 
     gpipe          T = Σ tᵢ + (m-1)(max Fᵢ + max Bᵢ)                       exactly
     1f1b           max over k of (Σ_{i<k} tᵢ + m·t_k)  <=  T  <=  the gpipe time
@@ -60,8 +60,11 @@ from operator import attrgetter
 from typing import Any
 
 from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_of
+from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.schedule import Action, Instruction
+
+_COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +142,26 @@ class Timeline:
         """
         return max(self.span_s, default=0.0)
 
+    def validated_s(self, streams: Sequence[Sequence[Instruction]], verdict_s: float) -> float:
+        """`period_s` of steps that are validated afterwards: the verdict takes `verdict_s` from the
+        last reduction on, and each device waits for it behind its early forwards (`early_parts`).
+        `streams` are those that were simulated."""
+        program, end_s = self._program, self._end_s
+        node_of = {i: n for n, i in enumerate(program.instructions, start=1) if i is not None}
+        of_stages = program.num_stages * len(TimeSlot)
+        reduced = (
+            end_s[n]
+            for n, (_, _, index) in enumerate(program.steps, start=1)
+            if 0 <= index < of_stages and index % len(TimeSlot) == TimeSlot.REDUCE
+        )
+        known_s = max(reduced, default=0.0) + verdict_s
+        waits = [0.0]
+        for stream, early in zip(streams, early_parts(streams), strict=True):
+            computes = (node_of[i] for i in stream[early.count :] if i.action in _COMPUTES)
+            if node := next(computes, 0):
+                waits.append(known_s - _start_s(program, end_s, node))
+        return max(self.period_s, *waits)
+
     @property
     def bubble_fraction(self) -> float:
         """Part of the devices' seconds in the pipeline that no compute fills, in [0, 1].
@@ -149,6 +172,13 @@ class Timeline:
         if available_s == 0:
             return 0.0
         return max(0.0, 1.0 - sum(self.busy_s) / available_s)  # rounding may leave -1e-16
+
+    def validated_bubble(self, period_s: float) -> float:
+        """`bubble_fraction` of steps that follow each other so, without the reductions and
+        optimizer steps of the device that takes longest."""
+        once_s = self.step_time_s - self.pipeline_s
+        available_s = len(self.busy_s) * (period_s - once_s)
+        return max(0.0, 1.0 - sum(self.busy_s) / available_s) if available_s > 0 else 0.0
 
     def idle_s(self, device: int) -> float:
         """Seconds of the pipeline in which `device` computes nothing."""

@@ -77,6 +77,9 @@ class Schedule:
     """Whether every training framework has it: preferred where another gains next to nothing."""
     hides_sends: bool
     """Whether enough micro-batches are in flight for sends to run beside computes."""
+    staggered: bool
+    """Whether a device ends a step as many forwards later as it begins it, so that nothing waits
+    for the first one where steps are validated afterwards."""
 
     @property
     def unequal_meshes(self) -> bool:
@@ -187,6 +190,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_chain,
         standard=True,
         hides_sends=True,
+        staggered=False,
     ),
     "1f1b": Schedule(
         order=orders.one_f_one_b,
@@ -200,6 +204,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_chain,
         standard=True,
         hides_sends=False,
+        staggered=False,
     ),
     "eager_1f1b": Schedule(
         order=orders.eager_1f1b,
@@ -213,6 +218,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_chain,
         standard=False,
         hides_sends=True,
+        staggered=False,
     ),
     "interleaved_1f1b": Schedule(
         order=orders.interleaved_1f1b,
@@ -226,6 +232,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_slowest,
         standard=True,
         hides_sends=True,
+        staggered=False,
     ),
     "zb_h1": Schedule(
         order=orders.zb_h1,
@@ -239,6 +246,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_slowest,
         standard=False,
         hides_sends=True,
+        staggered=False,
     ),
     "zb_h2": Schedule(
         order=orders.zb_h2,
@@ -252,6 +260,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_slowest,
         standard=False,
         hides_sends=True,
+        staggered=True,
     ),
     "zb_v": Schedule(
         order=orders.zb_v,
@@ -265,6 +274,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_slowest,
         standard=False,
         hides_sends=True,
+        staggered=True,
     ),
     "dualpipe_v": Schedule(
         order=orders.dualpipe_v,
@@ -278,6 +288,7 @@ _TABLE: dict[str, Schedule] = {
         bound_s=_bound_of_slowest,
         standard=False,
         hides_sends=True,
+        staggered=False,
     ),
 }
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)

@@ -31,7 +31,12 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from meshwright.costmodel.errors import slowest_of
-from meshwright.costmodel.memory import model_states, working_bytes
+from meshwright.costmodel.memory import (
+    model_states,
+    optimizer_step_bytes,
+    undo_bytes,
+    working_bytes,
+)
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.offload import HostCosts, host_costs
@@ -191,6 +196,14 @@ def _copy_s(sums: Sums, setting: Setting) -> Floats:
     return seconds
 
 
+def _copying(setting: Setting) -> float:
+    """How many times as long an optimizer's step takes that copies first what it writes."""
+    if not setting.validated:
+        return 1.0
+    copied = 2 * undo_bytes(1.0, 1, zero=0, optimizer=setting.optimizer)  # read and written
+    return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
+
+
 def of_policy(costs: StageCosts[Floats], k: int) -> StageCosts[Floats]:
     """Of the costs of stages under several policies, (P, ...) where they depend on it, those under
     policy k."""
@@ -240,10 +253,13 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         host=setting.host_states,
     )
     kept = sums.parameters * secondary_bytes(setting)
+    undone = setting.validated * undo_bytes(
+        sums.parameters, np.maximum(shards, 1.0), zero=setting.zero, optimizer=setting.optimizer
+    )
     return HeldBytes(
         weights=states.weights + kept,
         gradients=states.gradients,
-        optimizer=states.optimizer,
+        optimizer=states.optimizer + undone,
         frozen=sums.frozen_bytes,
         buffers=buffer_bytes(sums.largest_parameters, setting.quantized)
         + working_bytes(
@@ -290,7 +306,9 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,
-        optimizer_s=(1 - setting.host_states) * (sums.shard_s if setting.zero else sums.optimizer_s)
+        optimizer_s=(1 - setting.host_states)
+        * _copying(setting)
+        * (sums.shard_s if setting.zero else sums.optimizer_s)
         + host.step_s,
         static_bytes=states + held.buffers + passing,
         passing_bytes=passing,

@@ -2,7 +2,7 @@
 
 from meshwright.executor.parameters.host_memory import use_cores
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
-from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.parameters.norms import clip_, norm_share
 from meshwright.executor.parameters.parameters import (
     ParameterSpec,
     StageParameter,
@@ -10,6 +10,7 @@ from meshwright.executor.parameters.parameters import (
     as_torch,
     expose,
     load,
+    local_of,
     make_parameter,
     part_of,
     refresh_frozen,
@@ -27,7 +28,7 @@ from meshwright.executor.parameters.zero3 import check_sharding, collect_gradien
 __all__ = [
     "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter", "StepGuard",
     "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
-    "check_sharding", "clip_", "collect_gradients", "expose", "load", "make_parameter", "part_of",
-    "reduce_in_optimizers", "refresh_frozen", "shard_gradients", "shard_stage",
-    "sum_tied_gradients", "use_cores", "whole_of", "wrap_like",
+    "check_sharding", "clip_", "collect_gradients", "expose", "load", "local_of",
+    "make_parameter", "norm_share", "part_of", "reduce_in_optimizers", "refresh_frozen",
+    "shard_gradients", "shard_stage", "sum_tied_gradients", "use_cores", "whole_of", "wrap_like",
 ]  # fmt: skip

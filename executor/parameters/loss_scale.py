@@ -125,23 +125,39 @@ class StepGuard:
     def admit(self, parameters: Iterable[StageParameter]) -> bool:
         """Whether all gradients on all ranks are finite: unscaled then, else dropped. Collective;
         the same on every rank."""
-        gradients = [(p, p.gradient) for p in parameters if p.gradient is not None]
-        assert all(gradient.shape == p.stored.shape for p, gradient in gradients)
+        held = [p for p in parameters if p.gradient is not None]
         with torch.no_grad():
-            finite = self._finite([p for p, _ in gradients])
-            if finite and gradients and self.scale is not None:
-                torch._foreach_mul_([gradient for _, gradient in gradients], 1 / self.scale.value)
+            found_inf = self.not_finite(held)
+            if self.place.mesh is not None:
+                dist.all_reduce(found_inf)
+            finite = not read(found_inf, lambda: 0.0)
+            if finite:
+                self.unscale(held)
         if not finite:
-            self.skipped_steps += 1
-            self._say_skipped([p for p, _ in gradients])
-            for p, _ in gradients:
+            self.say_skipped(held)
+            for p in held:
                 p.gradient = None
-        if self.scale is not None:
-            self.scale.update(finite)
+        self.conclude(finite)
         return finite
 
-    def _finite(self, parameters: list[StageParameter]) -> bool:
-        """Whether all gradients on all ranks are finite. Collective."""
+    def unscale(self, parameters: Iterable[StageParameter]) -> None:
+        """Divide gradients by the scale that their backward was seeded with."""
+        gradients = [p.gradient for p in parameters if p.gradient is not None]
+        if gradients and self.scale is not None:
+            torch._foreach_mul_(gradients, 1 / self.scale.value)
+
+    def conclude(self, finite: bool) -> None:
+        """Count a step, of which all ranks know whether its gradients were finite."""
+        self.skipped_steps += not finite
+        if self.scale is not None:
+            self.scale.update(finite)
+
+    def not_finite(self, parameters: Iterable[StageParameter]) -> torch.Tensor:
+        """1 where a gradient of this rank is not finite, else 0; a scalar on its device."""
+        parameters = [p for p in parameters if p.gradient is not None]
+        assert all(
+            p.gradient is not None and p.gradient.shape == p.stored.shape for p in parameters
+        )
         found_inf = torch.zeros((), device=self.place.device)
         norms = [p.norm for p in parameters if p.norm is not None]
         others = [p.gradient for p in parameters if p.norm is None and p.gradient is not None]
@@ -152,25 +168,25 @@ class StepGuard:
             found_inf += ~torch.stack(here).isfinite().all()
         for p in parameters:
             p.norm = None
-        if self.place.mesh is not None:
-            dist.all_reduce(found_inf)
-        return not read(found_inf, lambda: 0.0)
+        return found_inf
 
-    def _say_skipped(self, parameters: list[StageParameter]) -> None:
+    def say_skipped(self, parameters: list[StageParameter] | None) -> None:
         """Log a skipped step: fp16's search for a scale each time, others once, with the parameter
-        whose gradient was the first of the backward to be not finite. Collective."""
+        whose gradient was the first of the backward to be not finite, of those that are given.
+        Collective, if any are."""
         if self.scale is not None and self.scale.value > self.scale.floor:
             if not self.place.rank:
                 log.info("step skipped: gradients left fp16 at loss scale %g", self.scale.value)
         elif not self.warned:
             self.warned = True
-            name = self._first_not_finite(parameters)
+            name = self._first_not_finite(parameters) if parameters is not None else None
+            first = "" if name is None else f", first in the backward that of {name!r}"
             if not self.place.rank:
                 log.warning(
-                    "step skipped: gradients are not finite, first in the backward that of %r; "
+                    "step skipped: gradients are not finite%s; "
                     "look for a learning rate that is too high, or for NaN in the batch (said "
                     "once: skipped_steps counts the others)",
-                    name,
+                    first,
                 )
 
     def _first_not_finite(self, parameters: list[StageParameter]) -> str:

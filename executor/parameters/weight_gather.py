@@ -62,6 +62,11 @@ class WeightGather:
         self.started = self.finished = 0
         self._start()
 
+    def finish(self) -> None:
+        """Wait for what is under way, which no forward has waited for."""
+        while self.finished < self.started:
+            self._finish_next()
+
     def wait(self, block: str) -> None:
         """Before a block runs: wait until its weights are there."""
         self.aside.wait(self.arrived.pop(block, None))

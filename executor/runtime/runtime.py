@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules import Action, Instruction
+from meshwright.costmodel.schedules import Action
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.lowering import backend_of
@@ -33,8 +33,10 @@ from meshwright.executor.parameters import (
 from meshwright.executor.ranks import BatchCheck, check_equal, device_here, make_equal, progress
 from meshwright.executor.runtime.evaluation import check_evaluable
 from meshwright.executor.runtime.joined import join_plan, shared_seed, stages_of_ranks
+from meshwright.executor.runtime.losses import with_backward_done
 from meshwright.executor.runtime.state import RankState
-from meshwright.executor.runtime.step import Step
+from meshwright.executor.runtime.step import Step, unobserved
+from meshwright.executor.runtime.validation import Validation
 from meshwright.executor.stages import (
     BatchShape,
     Builder,
@@ -118,6 +120,7 @@ class Runtime(RankState):
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.pipeline = options.pipeline
+        self.validation = Validation(self)
         self.steps = 0
         self.seed = shared_seed(place)
         self.batch_check = BatchCheck()
@@ -140,6 +143,20 @@ class Runtime(RankState):
         Gradients are added to `.grad` if all of them are finite, on every rank, and dropped
         otherwise. `observe` runs each instruction and phase in the runtime's stead.
         """
+        self.validation.settle()
+        step, losses = self.passes(batch, observe, local=local)
+        with torch.no_grad():
+            (observe or unobserved)(Phase.DELIVER, self._accumulate_grads)
+            self.settle_buffers()
+            self.steps += 1
+            loss = step.mean_loss(losses)
+        return with_backward_done(loss)
+
+    def passes(
+        self, batch: Any, observe: Observer | None, *, local: bool
+    ) -> tuple[Step, list[torch.Tensor]]:
+        """Forward and backward of a batch: each stage's parameters have their gradients, reduced.
+        Returns the step, and the losses of the micro-batches on ranks of the last stage."""
         self._check_ready()
         if not torch.is_grad_enabled():
             raise StateError(
@@ -152,7 +169,7 @@ class Runtime(RankState):
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.begin()
-        observed = observe or _unobserved
+        observed = observe or unobserved
         observed(Phase.REFRESH, self._gather_weights)
         seed = self._step_seed()
         run = self.pipeline(
@@ -162,18 +179,21 @@ class Runtime(RankState):
             scale=self.guard.seed / step.plan.num_microbatches,
             weight_gradients=self.weight_gradients,
             observe=observe,
+            early=self.validation.early(step.early),
         )
         with look_ups_named():
             losses = run.run()
         progress.enter("reducing gradients", waits=True)
         with torch.no_grad():
             observed(Phase.REDUCE, self._finish_gradients)
-            observed(Phase.DELIVER, self._accumulate_grads)
-            self.settle_buffers()
-            self.steps += 1
-            loss = step.mean_loss(losses)
-        backward_is_done: Callable[[torch.Tensor], torch.Tensor] = _BackwardIsDone.apply
-        return backward_is_done(loss.requires_grad_())
+        return step, losses
+
+    def read_state(self) -> None:
+        """Within a step: read weights and buffers again, which were written since it began."""
+        for gather in self.gathers.values():
+            gather.finish()
+        self.follow_buffers()
+        self._gather_weights()
 
     def eval_step(
         self, batch: Any, observe: Observer | None = None, *, local: bool = False
@@ -194,6 +214,7 @@ class Runtime(RankState):
     ) -> tuple[torch.Tensor, Step]:
         """As `eval_step`, with the step that was run: it hands the `values` of the graph that it
         makes, as they are on this rank, to what `keep` makes for it."""
+        self.validation.settle()
         self._check_ready()
         step, inputs = self._prepared(batch, local)
         check_evaluable(step.graph, step.plan.num_microbatches)
@@ -355,7 +376,7 @@ class Runtime(RankState):
         )
 
     def _gather_weights(self) -> None:
-        """Start the all-gathers and casts of the weights that the optimizer updated."""
+        """Start the all-gathers and casts of weights."""
         refresh_frozen(self.stage_parameters, written_only=True)
         for gather in self.gathers.values():
             gather.begin()
@@ -376,25 +397,3 @@ class Runtime(RankState):
 
     def _step_seed(self) -> int:
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
-
-
-class _BackwardIsDone(torch.autograd.Function):
-    """A step's loss: `backward()` of it, or of what is made of it, says that it is done."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise StateError(
-            "train_step has run the backward already, and added the gradients to .grad",
-            place="loss.backward()",
-            legal="the loss' value",
-            way_out="drop this line (and a GradScaler: train_step scales and unscales), and step "
-            "the optimizer",
-        )
-
-
-def _unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
-    run()

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules import Action, Instruction, build_schedule, stages_of_devices
+from meshwright.costmodel.schedules import (
+    Action,
+    Early,
+    Instruction,
+    build_schedule,
+    early_parts,
+    stages_of_devices,
+)
 from meshwright.costmodel.sharding import loss_is_summed
 from meshwright.executor.lowering import row_weight
 from meshwright.executor.ranks import Place
-from meshwright.executor.stages import Batches, CheckedPlan, LoweredStage, Rows
+from meshwright.executor.stages import Batches, CheckedPlan, LoweredStage, Phase, Rows
 from meshwright.planner.plan import Plan, crossings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The stages of a rank, lowered for one shape of batches, and the instructions of a step in
-    order; `last` gives the micro-batch of each stage's last backward."""
+    order; `last` gives the micro-batch of each stage's last backward, `early` what may run before
+    the last step's verdict is known, where the plan validates it afterwards."""
 
     plan: Plan
     graph: Graph
@@ -31,11 +39,12 @@ class Step:
     last: Mapping[int, int]
     batches: Batches
     reads: Mapping[int, frozenset[str]]
+    early: Early | None
 
     @staticmethod
     def of(checked: CheckedPlan, place: Place, stages: Mapping[int, LoweredStage]) -> Step:
         plan, graph = checked.plan, checked.graph
-        stream = _stream(plan, graph, place)
+        stream, early = _stream(plan, graph, place)
         reductions = (i for i in stream if i.action is Action.REDUCE_GRADIENTS)
         return Step(
             plan=plan,
@@ -47,6 +56,7 @@ class Step:
             last={i.stage: i.microbatch for i in reductions},
             batches=Batches(plan, graph, place, checked.use.filling),
             reads={k: stage.reads for k, stage in stages.items()},
+            early=early,
         )
 
     @property
@@ -80,6 +90,21 @@ class Step:
 
     def mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean over micro-batches and data ranks, broadcast from the last stage."""
+        place, last = self.place, len(self.plan.stages) - 1
+        total = self._mean_here(losses)
+        if place.mesh is not None and last > 0:
+            dist.broadcast(total, src=place.meshes[last].ranks[0])
+        return total
+
+    def own_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's part of the mean loss, over all ranks: all of it on the first one of the last
+        stage, 0 on others."""
+        total = self._mean_here(losses)
+        speaks = self.place.rank == self.place.meshes[-1].ranks[0]
+        return total if speaks else torch.zeros_like(total)
+
+    def _mean_here(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The mean loss on ranks of the last stage, 0 on others."""
         place = self.place
         total = torch.zeros((), dtype=torch.float32, device=place.device)
         last = len(self.plan.stages) - 1
@@ -91,13 +116,16 @@ class Step:
             for axis, layout in zip(place.outer, self.stages[last].outer, strict=True):
                 if axis.size > 1 and loss_is_summed(layout, self.graph):
                     dist.all_reduce(total, group=axis.group)
-        if place.mesh is not None and last > 0:
-            dist.broadcast(total, src=place.meshes[last].ranks[0])
         return total
 
 
-def _stream(plan: Plan, graph: Graph, place: Place) -> tuple[Instruction, ...]:
-    """This rank's instructions of a step, in order."""
+def unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
+    """The observer of a step that nobody observes."""
+    run()
+
+
+def _stream(plan: Plan, graph: Graph, place: Place) -> tuple[tuple[Instruction, ...], Early | None]:
+    """This rank's instructions of a step, in order, and the early part of them."""
     counts = {"num_stages": len(plan.stages), "num_devices": len(plan.devices)}
     placed = stages_of_devices(plan.schedule, **counts)
     streams = build_schedule(
@@ -107,4 +135,5 @@ def _stream(plan: Plan, graph: Graph, place: Place) -> tuple[Instruction, ...]:
         paired=False,
         **counts,
     )
-    return streams[placed.index(place.stages)]
+    mine = placed.index(place.stages)
+    return streams[mine], early_parts(streams)[mine] if plan.post_validation else None

@@ -6,7 +6,14 @@ from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.lowered import LoweredStage
 from meshwright.executor.stages.parameters import replicated
-from meshwright.executor.stages.pipeline import Keep, Observer, Phase, PipelineRun, RunStage
+from meshwright.executor.stages.pipeline import (
+    EarlyForwards,
+    Keep,
+    Observer,
+    Phase,
+    PipelineRun,
+    RunStage,
+)
 from meshwright.executor.stages.stage import Pass
 from meshwright.executor.stages.totals import add_totals
 from meshwright.executor.stages.user_model import (
@@ -24,6 +31,7 @@ __all__ = [
     "Builder",
     "BuiltStage",
     "CheckedPlan",
+    "EarlyForwards",
     "Given",
     "HeldBuffer",
     "Keep",

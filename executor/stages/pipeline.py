@@ -2,7 +2,8 @@
 
 Receives are posted ahead of the instruction that needs them, sends are started and left to finish;
 a stage waits only for its own next message. Stages of one rank hand tensors to each other without
-one.
+one. Where the weights may turn out to be wrong (`EarlyForwards`), a stream begins anew before its
+first backward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshwright.costmodel.schedules import Action, Instruction
+from meshwright.costmodel.schedules import Action, Early, Instruction
 from meshwright.costmodel.target import POSTED_AHEAD
 from meshwright.executor.backward import WeightGradientQueue, accumulate
 from meshwright.executor.host_values import is_sent
@@ -58,6 +59,15 @@ class RunStage:
     last: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyForwards:
+    """The `part` of a rank's stream that runs before `holds` is asked, once, whether the weights
+    that it read were right; if not, which `holds` mends, it runs again."""
+
+    part: Early
+    holds: Callable[[PipelineRun], bool]
+
+
 class PipelineRun:
     """One training step of the stages of one rank."""
 
@@ -71,9 +81,10 @@ class PipelineRun:
         weight_gradients: WeightGradientQueue,
         observe: Observer | None = None,
         keep: Keep | None = None,
+        early: EarlyForwards | None = None,
     ) -> None:
         """`scale` multiplies the loss of a micro-batch; `observe` runs each instruction; `keep` is
-        handed what stages make of each micro-batch."""
+        handed what stages make of each micro-batch; `early` forwards may run twice."""
         self.stages = stages
         self.stream = stream
         self.rng = rng
@@ -81,25 +92,57 @@ class PipelineRun:
         self.weight_gradients = weight_gradients
         self.observe = observe
         self.keep = keep
+        self.early = early
+        self.sending: list[tuple[Any, torch.Tensor]] = []
+        self.leaving: list[torch.Tensor] = []  # of which all messages were begun
+        self._begin()
+
+    def _begin(self) -> None:
         self.passes: dict[Unit, Pass] = {}
         self.activations: dict[Unit, dict[str, torch.Tensor]] = {}
         self.gradients: dict[Unit, dict[str, torch.Tensor]] = {}
         self.input_gradients: dict[Unit, dict[str, torch.Tensor]] = {}
         self.put_off: dict[Unit, list[Any]] = {}
         self.posted: dict[Key, dict[str, list[Any]]] = {}
-        self.sending: list[tuple[Any, torch.Tensor]] = []
         self.handed: dict[Unit, list[torch.Tensor]] = {}  # outputs that are to be sent alone
-        self.leaving: list[torch.Tensor] = []  # of which all messages were begun
         self.losses: list[torch.Tensor] = []
-        receives = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
-        self.coming = deque(i for i in stream if i.action in receives)
+        self.coming: deque[Instruction] = deque()
         readers = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.SEND_ACTIVATION)
-        self.read = Counter((i.stage, i.microbatch) for i in stream if i.action in readers)
-        sends = (i for i in stream if i.action is Action.SEND_ACTIVATION)
+        self.read = Counter((i.stage, i.microbatch) for i in self.stream if i.action in readers)
+        sends = (i for i in self.stream if i.action is Action.SEND_ACTIVATION)
         self.sends = Counter((i.stage, i.microbatch) for i in sends)
 
     def run(self) -> list[torch.Tensor]:
         """Execute the stream; returns the micro-batches' losses (of the last stage) in order."""
+        count = 0
+        if self.early is not None:
+            count = self.early.part.count
+            self._play(self.stream[:count])
+            progress.enter("waiting for the last step's verdict", waits=True)
+            if not self.early.holds(self):
+                self._drop(self.early.part)
+                self._begin()
+                self._play(self.stream[:count])
+        self._play(self.stream[count:])
+        progress.enter("finishing sends", waits=True)
+        for work, _ in self.sending:
+            work.wait()
+        return self.losses
+
+    def _drop(self, part: Early) -> None:
+        """Take what others have sent, or will have, of what they made of wrong weights."""
+        taken = {i for i in self.stream[: part.count] if i.action is Action.RECV_ACTIVATION}
+        for instruction in part.arriving:
+            if instruction in taken:
+                continue
+            assert instruction.peer is not None
+            channels = self.stages[instruction.stage].channels[instruction.action, instruction.peer]
+            for channel in channels.values():
+                channel.finish(channel.post())
+
+    def _play(self, stream: Sequence[Instruction]) -> None:
+        receives = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+        self.coming.extend(i for i in stream if i.action in receives)
         handlers: dict[Action, Callable[[Instruction], None]] = {
             Action.FORWARD: self._forward,
             Action.BACKWARD: self._backward,
@@ -111,7 +154,7 @@ class PipelineRun:
             Action.RECV_GRADIENT: self._receive,
             Action.REDUCE_GRADIENTS: self._reduce,
         }
-        for instruction in self.stream:
+        for instruction in stream:
             handler = handlers[instruction.action]
             progress.enter(
                 instruction.action.value,
@@ -123,10 +166,6 @@ class PipelineRun:
                 handler(instruction)
             else:
                 self.observe(instruction, partial(handler, instruction))
-        progress.enter("finishing sends", waits=True)
-        for work, _ in self.sending:
-            work.wait()
-        return self.losses
 
     # --- compute ---
 

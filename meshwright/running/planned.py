@@ -59,7 +59,15 @@ class PlannedModel:
 
     @property
     def runtime(self) -> Runtime:
-        """This rank's running part; RuntimeError, with what to launch, where none can run."""
+        """This rank's running part, no step of which is to be validated yet; RuntimeError, with
+        what to launch, where none can run."""
+        runtime = self._going_on
+        runtime.validation.settle()
+        return runtime
+
+    @property
+    def _going_on(self) -> Runtime:
+        """`runtime`, whose last step may be to be validated yet."""
         if self._runtime is None:
             if self._why_not:
                 raise StateError(self._why_not)
@@ -72,7 +80,7 @@ class PlannedModel:
     @property
     def data_parallel(self) -> DataParallel:
         """Which rows of a global batch this rank feeds."""
-        return DataParallel.of(self.runtime)
+        return DataParallel.of(self._going_on)
 
     def _global_rows(self, own: Any) -> int:
         """The rows of a global batch of which a rank's own are given, as far as it knows."""

@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 from meshwright.executor.devices import Clock
 from meshwright.executor.parameters import clip_
 from meshwright.executor.ranks import launch
-from meshwright.executor.runtime import MeasuredStep, timed_step
+from meshwright.executor.runtime import MeasuredStep, Stopwatch, timed_step
 from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, TokenCount, logger_for
 from meshwright.planner.batch import batch_rows
-from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import is_number
 from meshwright.running.planned import PlannedModel
 
 
@@ -26,7 +27,15 @@ class Steps(PlannedModel):
 
     _monitor: Monitor | None = None
 
-    def train_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
+    def train_step(
+        self,
+        batch: Any,
+        targets: Any = None,
+        *,
+        local: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_grad_norm: float | None = None,
+    ) -> torch.Tensor:
         """One forward and backward over a global batch; the mean loss (fp32 scalar), on every rank.
 
         `batch` has the structure of `example_inputs` with `global_batch_size` rows; `targets` may
@@ -37,14 +46,55 @@ class Steps(PlannedModel):
         for attributes of the model that were changed since it was planned). Gradients are added to
         `.grad`: zero them before, step your optimizer after. Where any of them on any rank is not
         finite, all are dropped (`skipped_steps`).
+
+        With an `optimizer` the step is a whole one: gradients are zeroed, and clipped to
+        `max_grad_norm` (None doesn't), and the optimizer is stepped; a learning-rate schedule is
+        yours to step then. A plan with `post_validation` wants its steps so: this rank may be a
+        step ahead of others, of whose gradients it learns in the next step, and puts its own right
+        then. The loss is waited for when it is read; whatever else reads or writes the model's
+        state here (`settle()` does nothing else) waits for the step, and all ranks call it alike.
         """
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
-        runtime, given = self.runtime, with_targets(batch, targets)
+        check_step(optimizer, max_grad_norm)
+        given = with_targets(batch, targets)
+        if optimizer is not None:
+            return self._whole_step(given, optimizer, max_grad_norm, local=local)
+        runtime = self.runtime
         return self.monitor.train_step(
             lambda watch: runtime.train_step(given, observe=watch, local=local),
             lambda: self._size(given, local),
         )
+
+    def _whole_step(
+        self, given: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, *, local: bool
+    ) -> torch.Tensor:
+        """A step with the optimizer's."""
+        if not self.plan.post_validation:
+            optimizer.zero_grad()
+            loss = self.train_step(given, local=local)
+            if max_norm is not None:
+                self.clip_grad_norm_(max_norm)
+            optimizer.step()
+            return loss.detach()
+        validation, norms = self._going_on.validation, list[torch.Tensor]()
+
+        def run(watch: Stopwatch | None) -> torch.Tensor:
+            loss, norm = validation.step(
+                given, optimizer, max_norm=max_norm, observe=watch, local=local
+            )
+            norms.append(norm)
+            return loss
+
+        loss = self.monitor.train_step(run, lambda: self._size(given, local))
+        if max_norm is not None:
+            self.monitor.note(grad_norm=norms[0])
+        return loss
+
+    def settle(self) -> None:
+        """Wait until the last step is validated, where the plan does so afterwards: parameters and
+        optimizer states are those of the step then. Collective."""
+        assert self.runtime is not None
 
     def _size(self, given: Any, local: bool) -> BatchSize:
         """The size of the global batch that is given, or of which a rank's own rows are, as far as
@@ -60,7 +110,7 @@ class Steps(PlannedModel):
         """What this rank measures of its steps; `monitor.told` is how far they are from what was
         predicted, after 20 of them."""
         if self._monitor is None:
-            runtime, rank = self.runtime, launch.rank()
+            runtime, rank = self._going_on, launch.rank()
             self._monitor = Monitor(
                 Predicted.of(self.report, rank),
                 Clock(runtime.place.device),
@@ -71,9 +121,9 @@ class Steps(PlannedModel):
         return self._monitor
 
     def _guard_numbers(self) -> dict[str, float]:
-        scale = self.runtime.loss_scale
-        own = {} if scale is None else {"loss_scale": scale.value}
-        return {"skipped_steps": self.skipped_steps, **own}
+        guard = self._going_on.guard
+        own = {} if guard.scale is None else {"loss_scale": guard.scale.value}
+        return {"skipped_steps": guard.skipped_steps, **own}
 
     def metrics(self, *, grad_norm: bool = False) -> dict[str, float]:
         """Numbers of the last step, by name: `step` of the training, `loss`; this rank's seconds,
@@ -132,6 +182,27 @@ class Steps(PlannedModel):
         after `zero_grad()`, so that an optimizer does nothing. (After
         `zero_grad(set_to_none=False)` it still applies momentum and weight decay.)"""
         return self.runtime.guard.skipped_steps
+
+
+def check_step(optimizer: Any, max_grad_norm: Any) -> None:
+    """Raise ValueError for what steps nothing, and for a norm that is none."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise MeshwrightError(
+            f" is a {type(optimizer).__name__}, {shown(optimizer)}",
+            place="train_step: optimizer",
+            legal="an optimizer of torch, or None",
+            way_out="make one over result.parameters()",
+        )
+    norm = max_grad_norm
+    if norm is None:
+        return
+    if optimizer is None or not (norm == math.inf or (is_number(norm) and norm >= 0)):
+        raise MeshwrightError(
+            f"={shown(norm)}" + " without an optimizer" * (optimizer is None),
+            place="train_step: max_grad_norm",
+            legal="a number from 0, or None, beside an optimizer",
+            way_out="give optimizer=, or clip by clip_grad_norm_ yourself",
+        )
 
 
 def repeated(example: Any, rows: int) -> Any:

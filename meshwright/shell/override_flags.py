@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"part of each stage in host memory, from 0 to 1, of {', '.join(OFFLOADS)}",
     )
     flags.add_argument(
+        "--post-validation",
+        action="store_true",
+        default=None,
+        help="stages step their optimizers without waiting for each other, and validate it later",
+    )
+    flags.add_argument(
         "--forbid",
         action="append",
         default=[],
@@ -88,6 +94,7 @@ def overrides_of(args: argparse.Namespace) -> Overrides:
         stages=args.stage and [[name.strip() for name in s.split(",")] for s in args.stage],
         shardings=dict(map(_sharding, args.sharding)),
         offload=None if args.offload is None else dict(args.offload),
+        post_validation=args.post_validation,
         forbid=tuple(args.forbid),
     )
 

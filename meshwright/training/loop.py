@@ -97,6 +97,7 @@ class Loop:
         requests = StopRequests()
         with requests.listening():
             ended = self._run(requests)
+            self.result.settle()
             self.result.monitor.close()
             self._save()
             if ended == SIGNAL:
@@ -141,11 +142,12 @@ class Loop:
 
     def _step(self, batch: Any) -> None:
         result = self.result
-        self.optimizer.zero_grad()
-        self.loss = result.train_step(batch, local=is_local(self.loader))
-        if self.max_grad_norm is not None:
-            result.clip_grad_norm_(self.max_grad_norm)
-        self.optimizer.step()
+        self.loss = result.train_step(
+            batch,
+            local=is_local(self.loader),
+            optimizer=self.optimizer,
+            max_grad_norm=self.max_grad_norm,
+        )
         result.monitor.note(lr=self.optimizer.param_groups[0]["lr"])
         if self.schedule is not None:
             self.schedule.step()

@@ -78,7 +78,10 @@ def make_draft(
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
     ]
     costs = [d.levels.at(d.run, d.chosen) for d in stages]
-    priced = price_stages(_plan(coster, plans, pipeline), coster, costs)
+    plan = _plan(coster, plans, pipeline)
+    if stages[0].setup.validated and len(plan.devices) > 1:
+        plan = dataclasses.replace(plan, post_validation=True)
+    priced = price_stages(plan, coster, costs)
     fits = priced_fits(priced, coster.cluster, memory_bytes)
     return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits)
 

@@ -81,6 +81,7 @@ class EqualStages:
                     "quantized": quantized,
                     "chain": chain,
                     "host_states": self.space.host_states,
+                    "validated": bool(self.space.restrictions.post_validation),
                 }
                 yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 
@@ -282,7 +283,7 @@ class EqualStages:
         for h, chosen in zip(counts, chosen_levels, strict=True):
             costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
-            fill = filling_s(schedule, costs, shape)
+            fill = filling_s(schedule, costs, shape, setup.validated)
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))

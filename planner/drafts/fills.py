@@ -12,10 +12,14 @@ from meshwright.costmodel.stages import Floats, StageCosts
 from meshwright.planner.drafts.space import groups_of
 
 
-def filling_s(schedule: Schedule, costs: StageCosts[Any], shape: PipelineShape) -> Floats:
-    """Seconds that each device but one adds to fill and drain a pipeline of stages like these."""
+def filling_s(
+    schedule: Schedule, costs: StageCosts[Any], shape: PipelineShape, validated: bool = False
+) -> Floats:
+    """Seconds that each device but one adds to fill and drain a pipeline of stages like these.
+    `validated`: steps are, afterwards."""
     f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
-    return schedule.fill_s(f, b, w, shape)
+    fill = schedule.fill_s(f, b, w, shape)
+    return np.maximum(fill - f, 0.0) if validated and schedule.staggered else fill
 
 
 @lru_cache(maxsize=1024)

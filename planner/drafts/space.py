@@ -212,7 +212,8 @@ class Space:
         counts = [p for p in divisors(total) if p < len(self.cut_at)]
         own = self.restrictions.pp
         fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
-        return [p for p in (fits if own is None else counts) if own in (None, p)]
+        least = 2 if self.restrictions.post_validation else 1
+        return [p for p in (fits if own is None else counts) if own in (None, p) and p >= least]
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
         """Every mesh of so many devices for m micro-batches."""
@@ -280,6 +281,7 @@ class Space:
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [(0, 0)]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
+        stages -= {3} if over.post_validation else set()
         found = [(z, 0) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
         node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
@@ -331,7 +333,8 @@ class Space:
                 for name, schedule in left.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-            return [(name, 1) for name in sorted(alone, key=_held_alone)[:1]]
+            kept = 0 if over.post_validation else 1
+            return [(name, 1) for name in sorted(alone, key=_held_alone)[:kept]]
         return [
             (name, each)
             for name, schedule in left.items()

@@ -36,6 +36,13 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
             legal="target=None, what train_step runs",
             way_out="drop the override, or take that target",
         )
+    if overrides.post_validation and not target.gradients_come:
+        raise OverrideError(
+            f"=True: target {target.name!r} is not priced with it",
+            place="override post_validation",
+            legal="target=None, what train_step runs",
+            way_out="drop the override, or take that target",
+        )
     more = [name for name in excluded_by(target) if name not in overrides.forbid]
     try:
         left = replace(overrides, forbid=(*overrides.forbid, *more))
@@ -77,10 +84,11 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                     f"({', '.join(_others(target))})"
                 ),
             )
-    if any(any(stage.offload.values()) for stage in plan.stages) and not target.gradients_come:
+    offloads = any(any(stage.offload.values()) for stage in plan.stages)
+    if (offloads or plan.post_validation) and not target.gradients_come:
         raise PlanError(
             f"target {target.name!r} is not priced with it",
-            place="plan: offload",
+            place="plan: offload" if offloads else "plan: post_validation",
             legal="target=None, what train_step runs",
             way_out="drop it from the plan, or take that target",
         )

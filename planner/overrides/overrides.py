@@ -54,7 +54,9 @@ class Overrides:
     "ulysses". `stages` lists the blocks of each stage. `shardings` maps globs over modules,
     operators or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
     `offload` is the part of each stage's optimizer states, with their step, in host memory:
-    {"optimizer": 0.5}; free, there is none unless nothing fits without, or it is faster. `forbid`
+    {"optimizer": 0.5}; free, there is none unless nothing fits without, or it is faster. With
+    `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
+    `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. `forbid`
     lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
@@ -78,6 +80,7 @@ class Overrides:
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: Mapping[str, float] | None = None
+    post_validation: bool | None = None
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class Overrides:
         check_stages(self.stages)
         check_shardings(self.shardings)
         check_offloads(self.offload)
+        self._check_validation()
         for forbidden in self.forbid:
             self._check_forbidden(forbidden)
         self._check_meshes()
@@ -162,6 +166,28 @@ class Overrides:
                     legal=left or "none",
                     way_out=_DROP,
                 )
+
+    def _check_validation(self) -> None:
+        """Steps that are validated afterwards are of pipelines whose states lie on devices."""
+        if self.post_validation not in (True, False, None):
+            raise OverrideError(
+                f"={shown(self.post_validation)}",
+                place="override post_validation",
+                legal="True, False, or None to leave it free",
+            )
+        if not self.post_validation:
+            return
+        other = "forbid='pp'" * ("pp" in self.forbid) or "pp=1" * (self.pp == 1)
+        other = other or "zero=3" * (self.everywhere("zero") == 3)
+        other = other or f"offload={dict(self.offload or {})}" * bool(self.host_states)
+        if other:
+            raise OverrideError(
+                f"=True contradicts {other}: a pipeline is validated whose ranks have their own "
+                "weights and states",
+                place="override post_validation",
+                legal="with pp from 2, zero 0 to 2 and without offload",
+                way_out=_DROP,
+            )
 
     def _check_meshes(self) -> None:
         """Degrees that differ between blocks need stages of unequal meshes."""

@@ -51,6 +51,7 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         stages=[compress_names(stage.blocks) for stage in plan.stages],
         shardings=_shardings(plan, graph),
         offload=_offload(plan),
+        post_validation=plan.post_validation or None,
     )
 
 

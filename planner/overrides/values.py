@@ -43,8 +43,9 @@ FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
     | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}
 )
 FORBIDDABLE = (*FORBIDS, "unequal_meshes", "offload")
-# what changes a training's numbers, and is left out unless the user allows it by this name
-ALLOWABLE = ("quantized",)
+# what changes a training's numbers, or wants its steps made by `train_step(..., optimizer=)`: left
+# out unless the user allows it by this name
+ALLOWABLE = ("quantized", "post_validation")
 
 
 class OverrideError(MeshwrightError):

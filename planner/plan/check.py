@@ -48,6 +48,7 @@ def check_plan(
     _check_step(plan)
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
+    _check_validation(plan)
     _check_blocks(plan, graph)
     check_ranks(plan)
     check_context(plan, graph, factors)
@@ -177,6 +178,26 @@ def _check_step(plan: Plan) -> None:
     if not plan.stages:
         raise PlanError(
             "no stages", place="plan", legal="each block in a stage", way_out="plan again"
+        )
+
+
+def _check_validation(plan: Plan) -> None:
+    """Raise `PlanError` for steps that are validated afterwards where nothing is gained, or what
+    they change is not this rank's alone to undo."""
+    if not plan.post_validation:
+        return
+    why = "there is one device group, which waits for no other" * (len(plan.devices) == 1)
+    for k, stage in enumerate(plan.stages):
+        if stage.zero == 3:
+            why = why or f"stage {k} has zero=3, whose gathered weights would be the wrong ones"
+        if any(stage.offload.values()):
+            why = why or f"stage {k} steps in host memory"
+    if why:
+        raise PlanError(
+            f"=true: {why}",
+            place="plan: post_validation",
+            legal="false, or a pipeline with zero 0 to 2 and all states on devices",
+            way_out="drop post_validation",
         )
 
 

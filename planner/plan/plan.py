@@ -118,7 +118,9 @@ def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
 class Plan:
     """How to train one model: `num_microbatches` equal parts of a batch go through `stages`.
 
-    `model` is the fingerprint of the model it was made for.
+    `model` is the fingerprint of the model it was made for. With `post_validation`, steps that
+    `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so
+    that a device group begins the next one as soon as it is done with its own part.
     """
 
     model: str
@@ -127,6 +129,7 @@ class Plan:
     schedule: str
     precision: str
     stages: tuple[StagePlan, ...]
+    post_validation: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -197,6 +200,7 @@ class Plan:
             "num_microbatches": self.num_microbatches,
             "schedule": self.schedule,
             "precision": self.precision,
+            **({"post_validation": True} if self.post_validation else {}),
             "stages": stages,
         }
         text = json.dumps(top, indent=2)
@@ -234,6 +238,7 @@ def _plan(data: Any, name: str) -> Plan:
             legal=f"1 to {FORMAT}",
             way_out="upgrade meshwright, or plan again",
         )
+    data = {"post_validation": False} | data
     _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name)
     stages = data["stages"]
     if not isinstance(stages, list) or not stages:
@@ -247,6 +252,7 @@ def _plan(data: Any, name: str) -> Plan:
         schedule=_text(data["schedule"], f"{name}: schedule"),
         precision=_text(data["precision"], f"{name}: precision"),
         stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
+        post_validation=_flag(data["post_validation"], f"{name}: post_validation"),
     )
 
 
@@ -327,6 +333,12 @@ def _whole(value: Any, place: str, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_ROWS:
         legal = f"an integer from {least} to {MAX_ROWS}"
         raise PlanError(f"={shown(value)}", place=place, legal=legal)
+    return value
+
+
+def _flag(value: Any, place: str) -> bool:
+    if not isinstance(value, bool):
+        raise PlanError(f"={shown(value)}", place=place, legal="true, false")
     return value
 
 

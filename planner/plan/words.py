@@ -75,6 +75,8 @@ def describe(plan: Plan) -> str:
         words.insert(
             1, plan.schedule + (f" with {per_group} stages on each" if per_group > 1 else "")
         )
+    if plan.post_validation:
+        words.insert(2, "validated afterwards")
     words += [_zero_words(plan), _recompute_words(plan), _offload_words(plan)]
     return ", ".join(filter(None, words))
 

@@ -8,7 +8,13 @@ from dataclasses import replace
 from itertools import chain
 
 from meshwright.costmodel.blocks import REGATHER, Moment, PassPrice, parts_of
-from meshwright.costmodel.memory import Reduction, Trained, fixed_bytes, optimizer_temporary_bytes
+from meshwright.costmodel.memory import (
+    Reduction,
+    Trained,
+    fixed_bytes,
+    optimizer_temporary_bytes,
+    undo_bytes,
+)
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.schedules import SCHEDULES
@@ -126,6 +132,31 @@ def _stage(
     )
 
 
+def undone_bytes(
+    plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
+) -> list[float]:
+    """Bytes of a device of each device group that a step which is validated afterwards keeps to be
+    undone."""
+    found = dict.fromkeys(plan.devices, 0.0)
+    held: set[tuple[tuple[int, ...], str]] = set()
+    for k, stage in enumerate(plan.stages):
+        setting = stage_setting(plan, k, coster)
+        pricer = coster.pricer(replace(setting, zero=0))
+        for block, assignment, _ in coster.entered(stage, assignments[k]):
+            for value in block.parameters:
+                new = (stage.ranks, value) not in held
+                if setting.validated and new and coster.graph.values[value].requires_grad:
+                    state = assignment.states[value]
+                    found[stage.ranks] += undo_bytes(
+                        pricer.numel(value, state),
+                        pricer.parameters.shard_count(value, state),
+                        zero=setting.zero,
+                        optimizer=setting.optimizer,
+                    )
+                held.add((stage.ranks, value))
+    return list(found.values())
+
+
 def _reads_late(of: PassPrice) -> bool:
     """Whether weights' gradients that are put off read what is gathered again."""
     return any(moment.regathered for moment in of.course)
@@ -159,19 +190,27 @@ def _block(
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
-    """Bytes of weights, optimizer states, and of the secondary shards that a backward begins
-    with."""
+    """Bytes of weights, optimizer states, of the secondary shards that a backward begins with, and
+    of what a step that is validated afterwards may have to undo."""
     secondary = secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
-    return secondary + sum(
-        fixed_bytes(
-            p.numel,
-            p.shards,
-            precision=setting.precision,
-            zero=setting.zero,
-            optimizer=setting.optimizer,
-            host=p.host,
-        )
+    undone = setting.validated * sum(
+        undo_bytes(p.numel, p.shards, zero=setting.zero, optimizer=setting.optimizer)
         for p in trained
+    )
+    return (
+        secondary
+        + undone
+        + sum(
+            fixed_bytes(
+                p.numel,
+                p.shards,
+                precision=setting.precision,
+                zero=setting.zero,
+                optimizer=setting.optimizer,
+                host=p.host,
+            )
+            for p in trained
+        )
     )
 
 

@@ -9,9 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.intervals import Quantiles
-from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.kernels import collective_time, group_for, send_seconds
 from meshwright.costmodel.operators import Problem, Setting
-from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
+from meshwright.costmodel.schedules import (
+    StageTimes,
+    Streams,
+    Timeline,
+    build_schedule,
+    in_flight,
+    simulate,
+)
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.stages import (
     Peak,
@@ -26,8 +33,16 @@ from meshwright.costmodel.stages import (
     stage_costs,
 )
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan import Known, Plan, PlanError, StagePlan, check_plan, crossings
-from meshwright.planner.pricing.course import plan_peaks
+from meshwright.planner.plan import (
+    Known,
+    Plan,
+    PlanError,
+    StagePlan,
+    check_plan,
+    crossings,
+    stages_of_parameters,
+)
+from meshwright.planner.pricing.course import plan_peaks, undone_bytes
 from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
@@ -200,13 +215,19 @@ def evaluate(
 
 
 def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
-    """Of a device of each device group, the part of its peak that no tensor of a step has: what
-    the device reserves, and buffers of communicators."""
+    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
+    has: what the device reserves, buffers of communicators, and what steps that are validated
+    afterwards keep from the one before."""
     found = []
-    for ranks in plan.devices:
+    undone = [0.0] * len(plan.devices)
+    if plan.post_validation:
+        assignments = check_plan(plan, coster.graph, coster.problem.factors)
+        undone = undone_bytes(plan, coster, assignments)
+    for ranks, kept in zip(plan.devices, undone, strict=True):
         stage = next(stage for stage in plan.stages if stage.ranks == ranks)
         setting = stage_setting(plan, plan.stages.index(stage), coster)
-        found.append(coster.cluster.device.reserved_bytes + communicator_bytes(setting))
+        more = communicator_bytes(setting) + math.ceil(kept)
+        found.append(coster.cluster.device.reserved_bytes + more)
     return found
 
 
@@ -217,16 +238,21 @@ def price_stages(
     multiplies the seconds of sends."""
     cluster = coster.cluster
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
-    timeline = _simulate(plan, coster, stages, send_scale)
+    timeline, streams = _simulate(plan, coster, stages, send_scale)
+    step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
+    if plan.post_validation and not _meets(plan, coster):
+        everyone = group_for(cluster, size=plan.num_ranks, stride=1)
+        step_s = timeline.validated_s(streams, collective_time("all_reduce", 24, everyone, cluster))
+        bubble = timeline.validated_bubble(step_s)
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     prediction = Prediction(
-        step_time_s=timeline.step_time_s,
+        step_time_s=step_s,
         peak_memory_bytes=peak_bytes(
             stages, cluster, schedule=plan.schedule, num_microbatches=m, num_devices=devices
         ),
-        bubble_fraction=timeline.bubble_fraction,
-        mfu=flops / (timeline.step_time_s * peak),
+        bubble_fraction=bubble,
+        mfu=flops / (step_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
         host_memory_bytes=_host_bytes(plan, stages, cluster),
@@ -295,9 +321,16 @@ def stage_sums(
     return setting, sums, stage_recompute(stage, blocks, pricer)
 
 
+def _meets(plan: Plan, coster: StageCoster) -> bool:
+    """Whether a parameter of stages on different ranks sums its gradients before the step, which
+    ends together there."""
+    held = stages_of_parameters(plan, coster.graph).values()
+    return any(len({plan.stages[k].ranks for k in stages}) > 1 for stages in held)
+
+
 def _simulate(
     plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float
-) -> Timeline:
+) -> tuple[Timeline, Streams]:
     edges = crossings(plan, coster.graph)
     transfer = {
         edge: send_scale * transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()
@@ -330,7 +363,7 @@ def _simulate(
         num_devices=len(plan.devices),
         paired=target.overlap_passes,
     )
-    return simulate(streams, times, transfer)
+    return simulate(streams, times, transfer), streams
 
 
 def _busiest(source: StagePlan, target: StagePlan) -> float:

@@ -362,7 +362,8 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         quantized=stage.quantized,
         spread=spread_of(stage),
     )
-    return replace(setting, host_states=stage.offload.get("optimizer", 0.0))
+    states = stage.offload.get("optimizer", 0.0)
+    return replace(setting, host_states=states, validated=plan.post_validation)
 
 
 def mesh_key(setting: Setting) -> MeshKey:

@@ -32,7 +32,8 @@ def held_by_hosts(search: Search) -> float:
     problem = search.problem
     host, given = problem.cluster.host, search.restrictions.host_states
     known = host is not None and problem.cluster.device.kind == "cuda"
-    if not known or given is not None or not problem.target.gradients_come:
+    validated = search.restrictions.post_validation
+    if not known or given is not None or validated or not problem.target.gradients_come:
         return 0.0
     assert host is not None
     graph = problem.graph

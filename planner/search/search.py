@@ -32,6 +32,7 @@ from meshwright.planner.search.least_memory import least_memory_choices, memory_
 from meshwright.planner.search.offload import if_it_pays
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
+from meshwright.planner.search.validated import if_validated_pays
 from meshwright.planner.stages import boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
@@ -134,7 +135,9 @@ class Search(Drafter):
         the time limit a first plan is still looked for where it is likely."""
         with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
             found = self.attempt()
-            return without_refused(self) if found is None else if_it_pays(self, found)
+            if found is None:
+                return without_refused(self)
+            return if_validated_pays(self, if_it_pays(self, found))
 
     def attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""
@@ -195,6 +198,8 @@ class Search(Drafter):
     def equal_bound_s(self, result: SearchResult) -> float:
         """No plan with equal stages takes less, but for the chosen one: a closer bound than that of
         the result, which takes seconds to find."""
+        if result.best.plan.post_validation:  # its devices don't begin together
+            return result.bound_s
         found_s = min([result.best.step_time_s, *(d.step_time_s for d in result.drafts if d.fits)])
         bounds = Bounds(space=self.space, equal=self.equal)
         return bounds.of_equal(result.meshes, found_s, self.programs.time.over)

@@ -32,5 +32,7 @@ def test_what_is_allowed_is_left() -> None:
     assert restrict(Overrides(), layers(), allow=ALLOWABLE).quantizations == QUANTIZED
     assert check_allow(["quantized", "quantized"]) == ("quantized",)
     for wrong in ("quantized", ["fp4"], None, [1]):
-        with pytest.raises(OverrideError, match=r"allow=.*legal: a list of quantized"):
+        with pytest.raises(
+            OverrideError, match=r"allow=.*legal: a list of quantized, post_validation"
+        ):
             check_allow(wrong)

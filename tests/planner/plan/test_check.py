@@ -212,6 +212,12 @@ BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"zero": 3, "quantized": "both"},
         "quantized='both' with precision='fp16'.*or precision bf16",
     ),
+    (
+        "validated alone",
+        {"post_validation": True},
+        {},
+        "post_validation=true: there is one device group.*legal: false, .*drop post_validation",
+    ),
     ("quantized zero", {}, {"zero": 2, "quantized": "both"}, "with zero=2.*legal: none, or zero=3"),
     ("hpz zero", {}, {"zero": 2, "hpz": 2, "dp": 4, "tp": 1}, "hpz=2 with zero=2.*zero=3 and ep"),
     ("recompute", {}, {"recompute": "some"}, "recompute='some'; legal: none, .*selective, .*full"),

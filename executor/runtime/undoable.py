@@ -1,0 +1,96 @@
+"""An optimizer's step that can be undone: weights and states put back, and the step made again."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshwright.executor.parameters import local_of
+
+Options = list[dict[str, Any]]  # of each group of an optimizer, parameters apart
+
+
+@dataclass(slots=True, kw_only=True)
+class UndoableStep:
+    """One step of an optimizer on the gradients that are there. `options` are learning rates and
+    the like of this step, whatever a schedule makes of them; `tensors` what `step` changed, each
+    with its copy, and `states` what there was of each parameter."""
+
+    optimizer: torch.optim.Optimizer
+    options: Options
+    left: Options = field(default_factory=list)
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> UndoableStep:
+        return UndoableStep(optimizer=optimizer, options=_options(optimizer))
+
+    def step(self) -> None:
+        """Step, and keep a copy of the weights and states of all that has a gradient."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for p in held:
+            if p.grad is None:
+                continue
+            state = self.optimizer.state.get(p, {})
+            for x in (p, *state.values()):
+                if isinstance(x, torch.Tensor):
+                    self.tensors.append((x, local_of(x.detach()).clone()))
+            self.states[p] = {
+                name: x if isinstance(x, torch.Tensor) else copy.deepcopy(x)
+                for name, x in state.items()
+            }
+        self.optimizer.step()
+        self.left = _options(self.optimizer)
+
+    def undo(self) -> None:
+        """Put back what was kept."""
+        self.optimizer.state.update(self.states)
+        here = [local_of(x.detach()) for x, _ in self.tensors]
+        if here:
+            torch._foreach_copy_(here, [kept for _, kept in self.tensors])
+
+    def step_again(self) -> None:
+        """Step with the options of this step; what a schedule made of them since stays."""
+        now = _options(self.optimizer)
+        _write(self.optimizer, self.options)
+        self.optimizer.step()
+        newer = [
+            {name: x for name, x in own.items() if name not in was or not _same(x, was[name])}
+            for own, was in zip(now, self.left, strict=True)
+        ]
+        _write(self.optimizer, newer)
+
+    def forget(self) -> None:
+        """Let go of the copies."""
+        self.tensors, self.states = [], {}
+
+
+def _options(optimizer: torch.optim.Optimizer) -> Options:
+    return [
+        {
+            name: x.clone() if isinstance(x, torch.Tensor) else copy.copy(x)
+            for name, x in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _write(optimizer: torch.optim.Optimizer, options: Options) -> None:
+    """Set options of each group; tensors in place, as a schedule holds them."""
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor) and isinstance(group[name], torch.Tensor):
+                group[name].copy_(x)
+            else:
+                group[name] = x
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,218 @@
+"""Optimizer steps that are validated afterwards, so that a pipeline's ranks have no common end.
+
+Clipping by the norm of all gradients, and the rule that a step without finite gradients is none,
+need those of every rank: a rank that waited for them would wait for the last stage. So it steps its
+optimizer with the gradients as they are, keeps a copy of what that changed, and begins the next
+step. What all ranks together have is on its way in one all-reduce of three numbers,
+
+    (loss, ranks with a gradient that is not finite, Σ |g|² / copies),
+
+the *verdict*. It is waited for before the first backward of the next step
+(`costmodel/schedules/early.py`), or before anything else that reads or writes the state (`settle`).
+Where it does not hold, all ranks put weights and states back, step again with clipped gradients (or
+without any), and make the forwards again that read the wrong weights. Weights, states and losses
+are those of clipping first, whatever the verdicts.
+
+After a verdict that did not hold the next one probably doesn't, either: that step waits for its own
+at once, as does the first, until one holds. So do steps with another optimizer than the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.costmodel.schedules import Early
+from meshwright.executor.devices import has_streams, module_of
+from meshwright.executor.errors import StateError
+from meshwright.executor.parameters import WholeTensors, accumulate_grads, local_of, norm_share
+from meshwright.executor.ranks import launch, progress
+from meshwright.executor.runtime.losses import PendingScalar
+from meshwright.executor.runtime.undoable import UndoableStep
+from meshwright.executor.stages import EarlyForwards, Observer, PipelineRun
+
+if TYPE_CHECKING:
+    from meshwright.executor.runtime.runtime import Runtime
+
+ROOM = 1e-6  # that clipping adds to a norm, as torch's does
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """Three numbers of one step, summed over all ranks: on their way while there is `work`."""
+
+    numbers: torch.Tensor
+    work: dist.Work | None
+    max_norm: float | None
+
+    def wait(self) -> torch.Tensor:
+        """The numbers, when all ranks have ended their backwards."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.numbers
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients on all ranks are."""
+        return not self.wait()[1]
+
+    @property
+    def coefficient(self) -> torch.Tensor:
+        """What clipping multiplies gradients by."""
+        if self.max_norm is None:
+            return torch.ones(())
+        return (self.max_norm / (self.norm() + ROOM)).clamp(max=1.0)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the gradients were right as they are."""
+        return self.finite and float(self.coefficient) == 1.0
+
+    def loss(self) -> torch.Tensor:
+        return self.wait()[0].float()
+
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients; 0 where they are dropped."""
+        found = (self.wait()[2] ** 0.5).float()
+        return found if self.finite else torch.zeros_like(found)
+
+
+class Validation:
+    """The steps of a runtime that are validated afterwards."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.group: Any = None
+        self.outstanding: tuple[Verdict, UndoableStep] | None = None
+        self.sure = False  # the last verdict held
+        self.repeats = False  # the next step's early forwards run twice, on all ranks
+        self.optimizer: torch.optim.Optimizer | None = None  # of the last step
+        self.ahead_steps = 0  # that were made before their verdict was known
+        self.undone_steps = 0  # of them
+
+    @progress.during("preparing the step", waits=True, is_step=True)
+    def step(
+        self,
+        batch: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float | None,
+        observe: Observer | None = None,
+        local: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step, the optimizer's included: the loss and the norm of the gradients, which are
+        waited for when they are read. Collective."""
+        if isinstance(optimizer, WholeTensors):
+            raise StateError(
+                " sends whole tensors to their owners in each step, which is not undone",
+                place="train_step: optimizer",
+                legal="an optimizer over result.parameters()",
+                way_out="take a plan without post_validation",
+            )
+        step, losses = self.runtime.passes(batch, observe, local=local)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            verdict = self._delivered(max_norm, step.own_loss(losses))
+        made = UndoableStep.of(optimizer)
+        ahead = self.sure and optimizer is self.optimizer
+        self.optimizer = optimizer
+        if ahead:
+            made.step()
+            self.ahead_steps += 1
+            self.outstanding = verdict, made
+        else:
+            self._conclude(verdict, made, stepped=False)
+        return PendingScalar.of(verdict.loss), PendingScalar.of(verdict.norm)
+
+    def _delivered(self, max_norm: float | None, loss: torch.Tensor) -> Verdict:
+        """Give the gradients to `.grad`, and start the sum of what all ranks have of them."""
+        runtime, parameters = self.runtime, self.runtime.stage_parameters
+        bad = runtime.guard.not_finite(parameters)
+        runtime.guard.unscale(parameters)
+        accumulate_grads(parameters, runtime.place.device)
+        share = torch.zeros(())
+        if max_norm is not None:
+            held = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
+            share = norm_share(held, runtime.place)
+        numbers = torch.stack([x.detach().double().cpu().reshape(()) for x in (loss, bad, share)])
+        runtime.settle_buffers()
+        runtime.steps += 1
+        work = None
+        if runtime.place.mesh is not None:
+            if self.group is None:
+                timeout = timedelta(seconds=launch.timeout_s())
+                self.group = dist.new_group(backend="gloo", timeout=timeout)
+            work = dist.all_reduce(numbers, group=self.group, async_op=True)
+        return Verdict(numbers=numbers, work=work, max_norm=max_norm)
+
+    def settle(self) -> None:
+        """Wait for the verdict that is outstanding, if any, and do what it asks for."""
+        if self.outstanding is not None:
+            with progress.during("waiting for the last step's verdict", waits=True):
+                self._settle()
+
+    def _settle(self) -> None:
+        if self.outstanding is not None:
+            (verdict, step), self.outstanding = self.outstanding, None
+            self._conclude(verdict, step, stepped=True)
+
+    def _conclude(self, verdict: Verdict, step: UndoableStep, *, stepped: bool) -> None:
+        """Do what a verdict asks for, of a step that was made already or not."""
+        finite, self.sure = verdict.finite, verdict.holds
+        with torch.no_grad():
+            if stepped and not self.sure:
+                step.undo()
+                self.repeats, self.undone_steps = True, self.undone_steps + 1
+            if not finite:
+                for p in self.runtime.stage_parameters:
+                    p.api.grad = None
+            elif not self.sure:
+                self._clip(verdict.coefficient)
+        if not stepped:
+            step.optimizer.step()
+        elif not self.sure:
+            step.step_again()
+        step.forget()
+        if not finite:
+            self.runtime.guard.say_skipped(None)
+        self.runtime.guard.conclude(finite)
+
+    def _clip(self, coefficient: torch.Tensor) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for p in self.runtime.stage_parameters:
+            if p.api.grad is not None:
+                gradient = local_of(p.api.grad)
+                by_device.setdefault(gradient.device, []).append(gradient)
+        for device, here in by_device.items():
+            torch._foreach_mul_(here, coefficient.to(device))
+
+    def early(self, part: Early | None) -> EarlyForwards | None:
+        """What a run does before it is known that its weights hold; None where it is. Buffers and
+        random states that forwards write are kept for the second time."""
+        if part is None or not (self.repeats or self.outstanding):
+            return None
+        runtime, device = self.runtime, self.runtime.place.device
+        buffers = [(b.whole, b.whole.clone()) for b in runtime.held_buffers.values() if b.updated]
+        host, there = torch.get_rng_state(), None
+        if has_streams(device):
+            there = module_of(device).get_rng_state(device)
+
+        def holds(run: PipelineRun) -> bool:
+            self._settle()
+            run.scale = runtime.guard.seed / runtime.plan.num_microbatches
+            repeats, self.repeats = self.repeats, False
+            if repeats:
+                for whole, kept in buffers:
+                    whole.copy_(kept)
+                torch.set_rng_state(host)
+                if there is not None:
+                    module_of(device).set_rng_state(there, device)
+                runtime.read_state()
+            return not repeats
+
+        return EarlyForwards(part=part, holds=holds)

@@ -1,0 +1,44 @@
+"""Steps that are validated afterwards: where they are allowed, and make the found plan faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from meshwright.planner.drafts import Candidate
+
+if TYPE_CHECKING:
+    from meshwright.planner.search.search import Search, SearchResult
+
+ALLOWED = "post_validation"
+PAYS = 0.98  # of the step without: within it, the simpler plan wins
+
+
+def if_validated_pays(search: Search, found: SearchResult) -> SearchResult:
+    """The result, or a faster plan on the best one's meshes whose steps are validated afterwards,
+    under any schedule, where the user allows it and leaves it open."""
+    problem, best = search.problem, found.best
+    plan = best.plan
+    alike = {(s.dp, s.tp, s.cp, s.ep) for s in plan.stages}
+    groups, m = len(plan.devices), plan.num_microbatches
+    free = search.restrictions.post_validation is None and ALLOWED in problem.allow
+    if not free or not problem.target.gradients_come or groups == 1 or len(alike) > 1:
+        return found
+    if found.host_states or search.programs.time.over():
+        return found
+    there = search.like(overrides=dataclasses.replace(search.overrides, post_validation=True))
+    dp, tp, cp, ep = next(iter(alike))
+    meshes = there.space.meshes(dp * tp * cp, m)
+    own = [mesh for mesh in meshes if (mesh.dp, mesh.tp, mesh.cp, mesh.ep) == (dp, tp, cp, ep)]
+    written = there.of_meshes([c for mesh in own for c in there.equal.placed(mesh, m, groups)])
+    if not written:
+        return found
+    other = written[0]
+    assert isinstance(other, Candidate)  # the first is written out
+    if other.step_time_s >= PAYS * best.step_time_s:
+        return found
+    return dataclasses.replace(
+        found,
+        candidates=(other, *found.candidates[1:]),
+        bound_s=min(found.bound_s, other.step_time_s),
+    )
