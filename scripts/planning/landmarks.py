@@ -1,6 +1,6 @@
 """What the search chooses where sequences are long or memory is short: eight cases, a row for each.
 
-    python -m scripts.landmarks [CASE ...]
+    python -m scripts.planning.landmarks [CASE ...]
 
 Nothing is forced but what the case says; models are on meta, hardware is the catalog's. The same
 file runs in older checkouts, to compare what they chose. Seconds of planning are wall time.
