@@ -30,7 +30,8 @@ class Setting:
     contiguous, more where other stages lie between them. Under ZeRO-3 `hpz` neighbours keep a
     secondary shard of the weights from the forward to the backward, which gathers from it; 0 for
     none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`). `host_states` is
-    the part of the optimizer states that lies in host memory.
+    the part of the optimizer states that lies in host memory, `host_activations` of the blocks
+    those that send what they save there.
     """
 
     cluster: Cluster
@@ -51,6 +52,7 @@ class Setting:
     target: Target = EAGER
     profile: OpProfile | None = None
     host_states: float = 0.0
+    host_activations: float = 0.0
 
     def group(self, *, size: int, stride: int) -> Group:
         """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own

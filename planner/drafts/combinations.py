@@ -16,7 +16,7 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
     and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs; `host_states` as in `Setting`."""
+    gives its costs; `host_states` and `host_activations` as in `Setting`."""
 
     mesh: Mesh
     zero: int
@@ -25,12 +25,23 @@ class StageSetup:
     hpz: int = 0
     quantized: str = "none"
     host_states: float = 0.0
+    host_activations: float = 0.0
 
     @property
     def setting(self) -> Setting:
         return replace(
-            self.chain.setting, zero=self.zero, hpz=self.hpz, host_states=self.host_states
+            self.chain.setting,
+            zero=self.zero,
+            hpz=self.hpz,
+            host_states=self.host_states,
+            host_activations=self.host_activations,
         )
+
+    @property
+    def offload(self) -> dict[str, float]:
+        """What a plan says of it."""
+        parts = {"optimizer": self.host_states, "activations": self.host_activations}
+        return {name: part for name, part in parts.items() if part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

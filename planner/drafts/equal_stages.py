@@ -80,7 +80,7 @@ class EqualStages:
                     "dp_shard": shard,
                     "quantized": quantized,
                     "chain": chain,
-                    "host_states": self.space.host_states,
+                    **self.space.in_host_memory,
                 }
                 yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -101,8 +102,8 @@ class MemoryFloor:
         found = []
         for zero, shard in self.space.zeros(mesh):
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            states = self.space.host_states
-            own = replace(setting, zero=zero, dp_shard=shard, host_states=states)
+            there: dict[str, Any] = self.space.in_host_memory
+            own = replace(setting, zero=zero, dp_shard=shard, **there)
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))

@@ -44,7 +44,8 @@ class Restrictions:
     Free blocks take one of `zeros`, `policies` and `quantizations`, and divide ZeRO among a part of
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
-    free, as is `host_states`, the part of the optimizer states in host memory. Without
+    free, as are `host_states`, the part of the optimizer states in host memory, and
+    `host_activations`, of the blocks those that send what they save there. Without
     `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
     stages end, where the user gave them.
     """
@@ -76,6 +77,7 @@ class Restrictions:
     cuts: tuple[int, ...] | None
     shardings: Mapping[str, str]
     host_states: float | None = None
+    host_activations: float | None = None
 
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
@@ -158,6 +160,7 @@ def restrict(
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,
         host_states=wanted.host_states,
+        host_activations=wanted.host_activations,
     )
 
 

@@ -24,6 +24,7 @@ from meshwright.costmodel.stages import (
     secondary_bytes,
 )
 from meshwright.planner.plan import Plan, crossings, offloaded_parameters
+from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
@@ -78,7 +79,6 @@ def _stage(
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))
     entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
-    entering: list[float] = []  # bytes of what each block is the first to read
     read: set[tuple[str, Placement]] = set()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
@@ -86,7 +86,6 @@ def _stage(
     for at, (block, assignment, inputs) in enumerate(coster.entered(stage, assignments)):
         entered.append(Entered.of(coster, pricer, block, assignment, inputs))
         passes.append(coster.passes(pricer, block, assignment, inputs))
-        entering.append(sum(pricer.nbytes(*each) for each in inputs.items() - read))
         read |= inputs.items()
         for number, value in enumerate(block.parameters):
             if (parameter := (value, assignment.states[value])) in readers:
@@ -101,6 +100,7 @@ def _stage(
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
     gathered = _gathered(trained, among, len(entered), setting)
+    entering = entering_bytes(entered, pricer)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, made, policy) in enumerate(zip(entered, passes, stage.policies, strict=True)):
         course = [
@@ -112,12 +112,13 @@ def _stage(
         if parts_of(policy)[1]:
             found = _gathering(found, again, alone=policy == REGATHER, late=late)
         blocks.append(found)
+    blocks = in_segments(blocks, entering, stage, entered, pricer)
     return StageBytes(
         fixed=frozen + _fixed_bytes(trained, setting),
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=problem.optimizer, device=coster.cluster.device.kind
         ),
-        blocks=in_segments(blocks, entering, stage, entered, pricer),
+        blocks=sending(blocks, stage, entered, pricer),
         leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
         sent={j: sum(pricer.nbytes(v, states[v]) for v in to) for j, to in targets.items()},
         received={j: sum(map(pricer.nbytes, values)) for (j, i), values in edges.items() if i == k},

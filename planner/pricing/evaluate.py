@@ -16,6 +16,7 @@ from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.stages import (
     Peak,
     Recompute,
+    Sent,
     StageCosts,
     Sums,
     communicator_bytes,
@@ -27,6 +28,7 @@ from meshwright.costmodel.stages import (
 )
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, PlanError, StagePlan, check_plan, crossings
+from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.course import plan_peaks
 from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -220,6 +222,10 @@ def price_stages(
     timeline = _simulate(plan, coster, stages, send_scale)
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
+    active = tuple(
+        in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
+        for k in range(p)
+    )
     prediction = Prediction(
         step_time_s=timeline.step_time_s,
         peak_memory_bytes=peak_bytes(
@@ -229,29 +235,28 @@ def price_stages(
         mfu=flops / (timeline.step_time_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
-        host_memory_bytes=_host_bytes(plan, stages, cluster),
+        host_memory_bytes=_host_bytes(plan, stages, active, cluster),
     )
     return Evaluation(
         plan=plan,
         prediction=prediction,
         stages=tuple(stages),
-        in_flight=tuple(
-            in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
-            for k in range(p)
-        ),
+        in_flight=active,
         timeline=timeline,
         target=coster.problem.target,
     )
 
 
 def _host_bytes(
-    plan: Plan, stages: Sequence[StageCosts[float]], cluster: Cluster
+    plan: Plan, stages: Sequence[StageCosts[float]], active: Sequence[int], cluster: Cluster
 ) -> tuple[int, ...]:
-    """Bytes in the host memory of each node; none where nothing lies there."""
+    """Bytes in the host memory of each node; none where nothing lies there. `active` are the
+    micro-batches in flight of each stage."""
     nodes = [0.0] * cluster.num_nodes
-    for stage, costs in zip(plan.stages, stages, strict=True):
-        for rank in stage.ranks if costs.host_bytes else ():
-            nodes[rank // cluster.devices_per_node] += costs.host_bytes
+    for stage, costs, count in zip(plan.stages, stages, active, strict=True):
+        there = costs.host_bytes + count * costs.away_bytes
+        for rank in stage.ranks if there else ():
+            nodes[rank // cluster.devices_per_node] += there
     return tuple(map(math.ceil, nodes)) if any(nodes) else ()
 
 
@@ -271,8 +276,8 @@ def _stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> StageCosts[float]:
     """Costs of stage k."""
-    setting, sums, repeated = stage_sums(plan, k, coster, assignments)
-    return of_one(stage_costs(sums, setting, repeated))
+    setting, sums, repeated, sent = _stage_parts(plan, k, coster, assignments)
+    return of_one(stage_costs(sums, setting, repeated, sent))
 
 
 def stage_sums(
@@ -280,6 +285,13 @@ def stage_sums(
 ) -> tuple[Setting, Sums, Recompute]:
     """What the costs of stage k are made of: a parameter that several blocks read alike is held
     once, and every block repeats what its own policy says."""
+    return _stage_parts(plan, k, coster, assignments)[:3]
+
+
+def _stage_parts(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> tuple[Setting, Sums, Recompute, Sent | None]:
+    """The same, and what it sends to host memory."""
     stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
@@ -292,7 +304,8 @@ def stage_sums(
         for value, state in stored.intersection(parameters):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(parameters)
-    return setting, sums, stage_recompute(stage, blocks, pricer)
+    sent = sent_of(stage, blocks, pricer, setting)
+    return setting, sums, stage_recompute(stage, blocks, pricer), sent
 
 
 def _simulate(

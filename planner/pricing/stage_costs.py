@@ -51,6 +51,7 @@ from meshwright.costmodel.sharding import (
 from meshwright.costmodel.stages import Floats, Sums, block_sums
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import (
+    OFFLOADS,
     Plan,
     StagePlan,
     expert_weights,
@@ -362,7 +363,8 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         quantized=stage.quantized,
         spread=spread_of(stage),
     )
-    return replace(setting, host_states=stage.offload.get("optimizer", 0.0))
+    states, activations = (stage.offload.get(name, 0.0) for name in OFFLOADS)
+    return replace(setting, host_states=states, host_activations=activations)
 
 
 def mesh_key(setting: Setting) -> MeshKey:
