@@ -50,6 +50,12 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     return host.copy_(x, non_blocking=True)
 
 
+def on_device_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the host's (pinned) memory on the device, only started."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=device)
+    return made.copy_(x, non_blocking=True)
+
+
 def _pinned(x: torch.Tensor) -> torch.Tensor:
     """Pinned memory for a tensor; not by `pin_memory()`, which fake tensors lack."""
     return torch.empty_like(x, device=HOST, pin_memory=True)

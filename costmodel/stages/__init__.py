@@ -1,5 +1,6 @@
 """The price of a stage: the sums of its blocks, its memory, whether it fits."""
 
+from meshwright.costmodel.stages.away import Sent, sent_by_block
 from meshwright.costmodel.stages.course import BlockBytes, Peak, StageBytes, course_peaks
 from meshwright.costmodel.stages.peak import (
     fits,
@@ -29,8 +30,8 @@ from meshwright.costmodel.stages.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "Peak", "Recompute", "StageBytes",
+    "NO_RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "Peak", "Recompute", "Sent", "StageBytes",
     "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes", "course_peaks", "fits",
     "held_bytes", "of_one", "of_policy", "parameter_sums", "peak_bytes", "room_bytes",
-    "secondary_bytes", "shortfall_bytes", "stage_bytes", "stage_costs",
+    "secondary_bytes", "sent_by_block", "shortfall_bytes", "stage_bytes", "stage_costs",
 ]  # fmt: skip

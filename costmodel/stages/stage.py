@@ -19,7 +19,8 @@ ZeRO-1's and 2's gathering of updated weights behind the first forward. The last
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
 reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
 nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
-memory is on its way like what ZeRO gathers and scatters (`offload.py`).
+memory is on its way like what ZeRO gathers and scatters (`offload.py`); of activations that lie
+there see `away.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from meshwright.costmodel.memory import (
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
+from meshwright.costmodel.stages.away import Sent, sent_evenly
 from meshwright.costmodel.stages.offload import HostCosts, host_costs
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
@@ -55,7 +57,8 @@ class StageCosts(Generic[A]):
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
     the part that is not hidden; `optimizer_s`); bytes in all (`static_bytes`, of which
     `passing_bytes` only during a backward, or for all stages of a device together) and per
-    micro-batch in flight (`activation_bytes`), and of the host's memory (`host_bytes`).
+    micro-batch in flight (`activation_bytes`), and of the host's memory (`host_bytes`, and
+    `away_bytes` per micro-batch in flight).
     """
 
     forward_s: A
@@ -72,6 +75,7 @@ class StageCosts(Generic[A]):
     activation_bytes: A
     parameters: A
     host_bytes: A
+    away_bytes: A
 
     @property
     def kept_bytes(self) -> A:
@@ -276,9 +280,12 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
     )
 
 
-def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> StageCosts[Floats]:
+def stage_costs(
+    sums: Sums, setting: Setting, recompute: str | Recompute, sent: Sent | None = None
+) -> StageCosts[Floats]:
     """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
-    what they run again: by several, or with a leading axis of alternatives."""
+    what they run again: by several, or with a leading axis of alternatives. `sent` is what goes to
+    host memory, where it is known by block."""
     target = setting.target
     repeated = sums.recompute(recompute) if isinstance(recompute, str) else recompute
     forward = sums.forward_s - _hidden(sums.forward_s, sums.forward_exchange_s, target)
@@ -296,13 +303,24 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
     again_s = repeated.gather_s if setting.zero == 3 else np.zeros(())  # before it, nothing hides
     held = held_bytes(sums, setting, repeated)
     states = held.weights + held.gradients + held.optimizer + held.frozen
-    passing = held.transient + held.communicators
+    kept = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
+    if sent is None:
+        busy = host.fetched_s * (setting.zero == 3)  # the link, in a backward
+        alone = np.maximum(backward + repeated.seconds - busy, 0.0)
+        sent = sent_evenly(kept, sums.blocks, forward, alone, setting)
+    # as it comes back, what the micro-batch kept on the device of later blocks is let go
+    back = np.maximum(sent.passing_bytes - (kept - sent.nbytes), 0.0)
+    passing = held.transient + held.communicators + back
     return StageCosts(
-        forward_s=passes.forward_s,
-        backward_s=passes.backward_s + again_s,
+        forward_s=passes.forward_s + sent.forward_s,
+        backward_s=passes.backward_s + again_s + sent.backward_s,
         weight_s=np.minimum(sums.weight_s, passes.backward_s),
-        forward_comm_s=sums.forward_comm_s + passes.forward_comm_s,
-        backward_comm_s=sums.backward_comm_s + repeated.comm_s + passes.backward_comm_s + again_s,
+        forward_comm_s=sums.forward_comm_s + passes.forward_comm_s + sent.forward_s,
+        backward_comm_s=sums.backward_comm_s
+        + repeated.comm_s
+        + passes.backward_comm_s
+        + again_s
+        + sent.backward_s,
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,
@@ -312,7 +330,8 @@ def stage_costs(sums: Sums, setting: Setting, recompute: str | Recompute) -> Sta
         + host.step_s,
         static_bytes=states + held.buffers + passing,
         passing_bytes=passing,
-        activation_bytes=sums.saved_bytes + sums.input_bytes - repeated.freed_bytes,
+        activation_bytes=kept - sent.nbytes,
         parameters=sums.parameters,
         host_bytes=host.nbytes,
+        away_bytes=sent.nbytes,
     )

@@ -7,7 +7,8 @@ the nodes run again that notes are of, and those before them, once: nothing else
 
 A gather is begun with the block's backward, if what it reads is held, and waited for by the first
 note of it that is read: what lies between hides it where communication has streams of its own. A
-product that puts its weight's gradient off reads its input when that is computed (`later`).
+product that puts its weight's gradient off reads its input when that is computed (`later`). What is
+held may go to host memory meanwhile (`away.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.executor.backward.away import Saved, packer, unpack
 from meshwright.executor.host_values import window_on
 
 
@@ -45,7 +47,7 @@ class _Note:
 
 
 _Key: TypeAlias = tuple[fx.Node, int, bool]
-_Held: TypeAlias = torch.Tensor | _Note
+_Held: TypeAlias = torch.Tensor | Saved | _Note
 
 
 @runtime_checkable
@@ -116,7 +118,10 @@ class _Pass(fx.Interpreter):
         self.leaving = {node.name for node in graph.graph.output_node().all_input_nodes}
         self.made: dict[int, tuple[StorageWeakRef, fx.Node, int]] = {}  # by address of the storage
         self.operands: dict[fx.Node, Any] = {}
-        self.parts: dict[fx.Node, torch.Tensor] = {}  # that gathers read, and nothing makes again
+        self.pack = packer()
+        self.parts: dict[
+            fx.Node, torch.Tensor | Saved
+        ] = {}  # that gathers read, and nothing makes again
         self.early: list[fx.Node] = []  # gathers to begin with the backward
         self.begun: dict[fx.Node, Callable[[], torch.Tensor]] = {}
         self.asked: set[_Key] = set()  # what autograd holds notes of
@@ -133,6 +138,7 @@ class _Pass(fx.Interpreter):
         finally:
             _RUNNING.reset(token)
         self.env.clear()
+        self.args_iter = iter(())  # what was given may go away
         early, needed = self._needed(self.asked), self._needed(self.asked | self.put_off)
         self.operands = {n: own for n, own in self.operands.items() if n in needed}
         for node in [n for n, own in self.operands.items() if self._gathers(n, own)]:
@@ -182,21 +188,21 @@ class _Pass(fx.Interpreter):
                 self.asked.add(note.key)
                 return note
         held = self._held(t)
-        if isinstance(held, torch.Tensor):
-            return t
-        self.asked.add(held.key)
-        return held
+        if isinstance(held, _Note):
+            self.asked.add(held.key)
+        return t if isinstance(held, torch.Tensor) else held
 
     def _held(self, t: torch.Tensor) -> _Held:
         if _address(t) not in self.made:
-            return t.detach().requires_grad_(t.requires_grad)
+            held = t if self.pack is None else self.pack(t)
+            return held if held is not t else t.detach().requires_grad_(t.requires_grad)
         _, node, k = self.made[_address(t)]
         window = t.storage_offset(), t.shape, t.stride()
         return _Note(node, k, False, window, t.dtype, t.requires_grad)
 
     def later(self, t: torch.Tensor) -> Later | None:
         held = self._held(t)
-        if isinstance(held, torch.Tensor):
+        if not isinstance(held, _Note):
             return None
         self.put_off.add(held.key)
         return Later(self, held)
@@ -207,13 +213,15 @@ class _Pass(fx.Interpreter):
         """Start the gathers among these nodes that are not under way."""
         for node in [n for n in nodes if n in self.parts]:
             with torch.no_grad():
-                self.begun[node] = self.fetch_attr(str(node.target)).start(self.parts.pop(node))
+                self.begun[node] = self.fetch_attr(str(node.target)).start(
+                    unpack(self.parts.pop(node))
+                )
 
     def _read(self, held: _Held) -> torch.Tensor:
         if self.early:
             self.start(self.early)
             self.early = []
-        return held if isinstance(held, torch.Tensor) else self.tensor(held)
+        return self.tensor(held) if isinstance(held, _Note) else unpack(held)
 
     def tensor(self, note: _Note) -> torch.Tensor:
         """What a note stands for, made again if it is the first that is read of it."""
@@ -236,6 +244,7 @@ class _Pass(fx.Interpreter):
         last = {note.key: n for n, own in self.operands.items() for note in _notes(own)}
         asked = self.asked | self.put_off
         for node, operands in self.operands.items():
+            operands = tree_map_only(Saved, Saved.read, operands)
             args, kwargs = tree_map_only(_Note, self.tensor, operands)
             packed: list[torch.Tensor] = []
             with torch.enable_grad(), saved_tensors_hooks(_into(packed), _unread):

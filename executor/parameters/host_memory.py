@@ -43,10 +43,10 @@ class Aside:
         self.stream: Any = None  # made when it is first entered
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self, *, host_waits: bool = True) -> Iterator[None]:
         """Context in which work is given to the stream, after all that the current one was given.
-        Without gradients (an evaluation) the host waits for it: nothing later says that the host's
-        memory may be written again."""
+        Without gradients (an evaluation) the host waits for it, if it `host_waits`: nothing later
+        says that the host's memory may be written again."""
         if self.module is None:
             yield
             return
@@ -55,7 +55,7 @@ class Aside:
         self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
             yield
-        if not torch.is_grad_enabled():
+        if host_waits and not torch.is_grad_enabled():
             self.stream.synchronize()
 
     def mark(self) -> Any:

@@ -28,7 +28,7 @@ from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
 from meshwright.executor.transfers import Channels, stage_channels
-from meshwright.planner.plan import crossings, segments_of, stage_of, updates_of
+from meshwright.planner.plan import away_blocks, crossings, segments_of, stage_of, updates_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,7 @@ class StageLowering:
             differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
             outputs=tuple(handed),
             segments=tuple(segments_of(blocks, self.plan.stages[k].segments, graph.loss)),
+            away=away_blocks(self.plan.stages[k]),
         )
         return LoweredStage(
             graphs=graphs,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.executor.backward import Away
 from meshwright.executor.devices import to_device
 from meshwright.executor.lowering import Lowered, block_salt
+from meshwright.executor.parameters import Aside
 from meshwright.executor.stages.segments import run_segment
 
 _Values: TypeAlias = Mapping[str, torch.Tensor]
@@ -65,6 +69,7 @@ class StageGraphs:
     are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the values
     that replace them after each micro-batch; `differentiable` have a gradient. `outputs` are kept
     for the caller of an evaluation. `segments` are positions of blocks that run again together.
+    What the first `away` blocks save goes to host memory until their backward.
     """
 
     prologue: Lowered
@@ -76,6 +81,7 @@ class StageGraphs:
     differentiable: frozenset[str]
     outputs: tuple[str, ...] = ()
     segments: tuple[range, ...] = ()
+    away: int = 0
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -119,6 +125,7 @@ class StageProgram(nn.Module):
         self.graphs = graphs
         self.device = device
         self.ready: Callable[[str], None] | None = None
+        self.aside = Aside(device)  # what is saved goes to the host there, and comes back
 
     def take(self, graphs: StageGraphs) -> None:
         """Run these graphs from now on, on the same parameters and buffers."""
@@ -159,13 +166,15 @@ class StageProgram(nn.Module):
             made = prologue.module(*[values[n] for n in prologue.arguments])
         values |= dict(zip(prologue.outputs, made, strict=True))
         random = self._random_states(rng)
+        staying = (*values.values(), *counts.values(), *random.values())
+        away = Away(self.aside, self.device, staying) if self._sends else None
         for span in self.graphs.spans:
-            if len(span) > 1 and torch.is_grad_enabled():
-                values |= self._segment(span, values, counts, random)
-                continue
-            for block in self.blocks[span.start : span.stop]:
-                self._announce(block)
-                values |= _run(block, values, counts, random)
+            with self._saving(away, span):
+                self._span(span, values, counts, random)
+            if away is not None:
+                self._let_go(values, span.stop)
+        if away is not None:
+            away.settle()
         if self.training:
             with torch.no_grad():
                 for (
@@ -176,6 +185,44 @@ class StageProgram(nn.Module):
                     assert values[update].shape == new.shape, f"a part of the update of {buffer}"
                     self.tensors[buffer] = new.copy_(values[update])
         return {n: values[n] for n in self.graphs.kept}
+
+    @property
+    def _sends(self) -> bool:
+        """Whether a forward sends what it saves to host memory."""
+        return self.graphs.away > 0 and torch.is_grad_enabled()
+
+    def _saving(self, away: Away | None, span: range) -> AbstractContextManager[None]:
+        """Context of a span's forward: what it saves goes to the host, or what the one before it
+        sent comes back beside its backward."""
+        sends = span.start < self.graphs.away
+        if away is None or not (sends or away.before):
+            return nullcontext()
+        blocks = self.blocks[span.start : span.stop]
+
+        def own() -> Iterator[torch.Tensor]:
+            return chain.from_iterable(block.parameters() for block in blocks)
+
+        return away.saving(own, sends=sends)
+
+    def _let_go(self, values: dict[str, torch.Tensor], stop: int) -> None:
+        """Forget what the first blocks made and no later one reads."""
+        later = {n for block in self.blocks[stop:] for n in block.given}
+        later.update(self.graphs.kept, self.graphs.updates.values())
+        for block in self.blocks[:stop]:
+            for name in block.lowered.outputs:
+                if name not in later:
+                    values.pop(name, None)
+
+    def _span(
+        self, span: range, values: dict[str, torch.Tensor], counts: _Values, random: _Values
+    ) -> None:
+        """Run a span of blocks, and add to the values what it makes."""
+        if len(span) > 1 and torch.is_grad_enabled():
+            values |= self._segment(span, values, counts, random)
+            return
+        for block in self.blocks[span.start : span.stop]:
+            self._announce(block)
+            values |= _run(block, values, counts, random)
 
     def _announce(self, block: BlockModule) -> None:
         if self.ready is not None:

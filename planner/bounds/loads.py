@@ -123,7 +123,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     once = once + forward_once * forward.seconds + backward_once * backward.seconds
     once = once + (sums.shard_s if zero else sums.optimizer_s)
     passing = backward.again_s * (1 + backward.factor)
-    m = setting.num_microbatches
+    m, kept = setting.num_microbatches, 1 - setting.host_activations  # on devices
     return Loads(
         count=count,
         forward_s=np.maximum(forward.taken_s - more, 0.0),
@@ -132,9 +132,9 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
         once_s=once,
         again_s=passing,
         again_step_s=m * passing + backward_once * backward.again_s,
-        freed_bytes=sums.recompute_by(policies).freed_bytes.T,
+        freed_bytes=kept * sums.recompute_by(policies).freed_bytes.T,
         static_bytes=_states(sums, setting) + sums.frozen_bytes,
-        active_bytes=sums.saved_bytes + sums.input_bytes,
+        active_bytes=kept * (sums.saved_bytes + sums.input_bytes),
         fixed_bytes=_fixed(chain, setting, total if single else None),
     )
 

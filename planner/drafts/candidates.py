@@ -17,7 +17,8 @@ from meshwright.costmodel.graph import Block
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits, stage_costs
 from meshwright.planner.drafts.combinations import StageDraft
-from meshwright.planner.drafts.space import Mesh, groups_of
+from meshwright.planner.drafts.mesh import Mesh
+from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
 from meshwright.planner.stages import choose_policies
@@ -161,7 +162,7 @@ def _stage_plan(
         quantized=draft.setup.quantized,
         recompute=recompute_of(names, policies),
         segments=draft.segments,
-        offload={"optimizer": draft.setup.host_states} if draft.setup.host_states else {},
+        offload=draft.setup.offload,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages import StageCosts, combined, stage_costs
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
 
@@ -16,7 +16,7 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
     and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs; `host_states` and `validated` as in `Setting`."""
+    gives its costs; `host_states`, `host_activations` and `validated` as in `Setting`."""
 
     mesh: Mesh
     zero: int
@@ -25,6 +25,7 @@ class StageSetup:
     hpz: int = 0
     quantized: str = "none"
     host_states: float = 0.0
+    host_activations: float = 0.0
     validated: bool = False
 
     @property
@@ -34,8 +35,15 @@ class StageSetup:
             zero=self.zero,
             hpz=self.hpz,
             host_states=self.host_states,
+            host_activations=self.host_activations,
             validated=self.validated,
         )
+
+    @property
+    def offload(self) -> dict[str, float]:
+        """What a plan says of it."""
+        parts = {"optimizer": self.host_states, "activations": self.host_activations}
+        return {name: part for name, part in parts.items() if part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

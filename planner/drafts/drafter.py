@@ -74,7 +74,8 @@ class Drafter:
             precision=problem.precision,
         )
         given = self.restrictions.host_states
-        if given and problem.cluster.host is None:
+        sends = self.restrictions.host_activations
+        if (given or sends) and problem.cluster.host is None:
             raise OverrideError(
                 f"cluster {problem.cluster.name!r} says nothing of its hosts' memory",
                 place=f"override offload={dict(overrides.offload or {})!r}",
@@ -91,6 +92,7 @@ class Drafter:
             memory_margin=memory_margin,
             segmented=segmented,
             host_states=given or 0.0,
+            host_activations=sends or 0.0,
         )
         at = self.space.cut_at
         if programs is None:
@@ -106,21 +108,21 @@ class Drafter:
         programs = None if "problem" in changes else self.programs
         made = type(self)(**{**self._arguments(), "programs": programs, **changes})
         made.programs.time = self.programs.time
-        if made.restrictions.host_states is None and self.space.host_states:
-            made.offload(self.space.host_states)
+        if made.restrictions.host_states is None and any(self.space.in_host_memory.values()):
+            made.offload(**self.space.in_host_memory)
         return made
 
-    def offload(self, part: float) -> None:
-        """Draft with this part of the optimizer states in host memory, where the overrides leave it
-        free."""
-        self.space = replace(self.space, host_states=part)
+    def offload(self, host_states: float, host_activations: float = 0.0) -> None:
+        """Draft with these parts of the optimizer states and of the blocks' activations in host
+        memory, where the overrides leave it free."""
+        self.space = replace(self.space, host_states=host_states, host_activations=host_activations)
         self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
-    def offloading(self, part: float) -> Self:
-        """The same with this part of the optimizer states in host memory."""
+    def offloading(self, host_states: float, host_activations: float = 0.0) -> Self:
+        """The same with these parts in host memory."""
         made = self.like()
-        made.offload(part)
+        made.offload(host_states, host_activations)
         return made
 
     def _arguments(self) -> dict[str, Any]:

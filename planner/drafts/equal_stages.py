@@ -23,8 +23,9 @@ from meshwright.costmodel.stages import Sums, of_one, stage_bytes, stage_costs
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import given_segments
-from meshwright.planner.drafts.space import Mesh, Space, groups_of
+from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.transports import Transport, transports
 from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
@@ -80,7 +81,7 @@ class EqualStages:
                     "dp_shard": shard,
                     "quantized": quantized,
                     "chain": chain,
-                    "host_states": self.space.host_states,
+                    **self.space.in_host_memory,
                     "validated": bool(self.space.restrictions.post_validation),
                 }
                 yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_bytes, stage_costs
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import may_segment
-from meshwright.planner.drafts.space import Mesh, Space
+from meshwright.planner.drafts.space import Space
 from meshwright.planner.stages import BlockPrograms
 
 SLACK = 0.9  # of the extrapolated bytes: other states than the typical ones may need less
@@ -101,8 +103,8 @@ class MemoryFloor:
         found = []
         for zero, shard in self.space.zeros(mesh):
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            states = self.space.host_states
-            own = replace(setting, zero=zero, dp_shard=shard, host_states=states)
+            there: dict[str, Any] = self.space.in_host_memory
+            own = replace(setting, zero=zero, dp_shard=shard, **there)
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))

@@ -5,14 +5,12 @@ Left out, because something in the space is never worse under the cost model:
     cp > 1 where the micro-batch divides by dp·cp    dp·cp ranks on the batch compute the same
                                                      share of it and gather no keys and values
     a larger cp than the batch needs                 likewise; fewer rows at a time need it
-    GPipe beside 1F1B in the stage DP                1F1B takes no longer and holds less (the
-                                                     simulator still judges the two)
+    GPipe beside 1F1B in the stage DP                1F1B is as fast, holds less (both are judged)
 
 Left out for other reasons, unless asked for: sequences cut into pieces of less than 4,096 tokens,
 in which attention kernels lose more than the price knows; stages that straddle nodes without
 filling them; different meshes with numbers of micro-batches far from the best equal ones; tensor
-parallelism across nodes; and what a schedule's record excludes
-(`costmodel/schedules/table.py`): itself, ZeRO stages, recompute.
+parallelism across nodes; what a schedule's record excludes (itself, ZeRO stages, recompute).
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ import numpy as np
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
-from meshwright.costmodel.sharding import ULYSSES, ContextKind, FactorTable
+from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
@@ -46,24 +45,6 @@ MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Mesh:
-    """Devices of one stage: (dp, cp, tp) with tp innermost, `ep` neighbours sharing the experts;
-    `cp_kind` is that of attention over tokens, None for the cheapest; `spread` > 1 where so many
-    stages lie between neighbours on the data axis."""
-
-    dp: int
-    tp: int
-    cp: int = 1
-    ep: int = 1
-    spread: int = 1
-    cp_kind: ContextKind | None = None
-
-    @property
-    def devices(self) -> int:
-        return self.dp * self.cp * self.tp
-
-
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """The choices for one model, cluster and batch, within the user's restrictions."""
@@ -76,7 +57,12 @@ class Space:
     segmented: bool = False
     """Whether stages may run again in segments, where single blocks don't free enough."""
     host_states: float = 0.0
-    """Part of each stage's optimizer states that lies in host memory."""
+    host_activations: float = 0.0
+    """Parts of each stage's optimizer states, and of its blocks' activations, in host memory."""
+
+    @property
+    def in_host_memory(self) -> dict[str, float]:
+        return {"host_states": self.host_states, "host_activations": self.host_activations}
 
     @property
     def memory_bytes(self) -> float:

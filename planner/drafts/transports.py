@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from meshwright.costmodel.quantized import QUANTIZED, quantizes_gradients
-from meshwright.planner.drafts.space import Mesh, Space
+from meshwright.planner.drafts.mesh import Mesh
+from meshwright.planner.drafts.space import Space
 
 # ranks that ZeRO divides among, those that keep a secondary shard, what is quantised
 Transport: TypeAlias = tuple[int, int, str]

@@ -29,7 +29,7 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
                     ),
                 )
     _check_zero(overrides, target)
-    if overrides.host_states and not target.gradients_come:
+    if (overrides.host_states or overrides.host_activations) and not target.gradients_come:
         raise OverrideError(
             f"target {target.name!r} is not priced with it",
             place=f"override offload={dict(overrides.offload or {})!r}",

@@ -53,11 +53,12 @@ class Overrides:
     node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
     "ulysses". `stages` lists the blocks of each stage. `shardings` maps globs over modules,
     operators or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
-    `offload` is the part of each stage's optimizer states, with their step, in host memory:
-    {"optimizer": 0.5}; free, there is none unless nothing fits without, or it is faster. With
-    `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
-    `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. `forbid`
-    lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
+    `offload` is the part of each stage's optimizer states, with their step, in host memory, and of
+    its blocks those that send what they save for the backward there: {"optimizer": 0.5,
+    "activations": 1}, what isn't named 0; free, there is none unless nothing fits without, or it is
+    faster. With `post_validation` stages of a pipeline step their optimizers without waiting for
+    each other, in `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and
+    pays. `forbid` lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
     tp: int | Mapping[str, int] | None = None
@@ -137,6 +138,13 @@ class Overrides:
             return float(self.offload.get("optimizer", 0.0))
         return 0.0 if "offload" in self.forbid else None
 
+    @property
+    def host_activations(self) -> float | None:
+        """The part of the blocks that send what they save there; None where it is free."""
+        if self.offload is not None:
+            return float(self.offload.get("activations", 0.0))
+        return 0.0 if "offload" in self.forbid else None
+
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
         if self.virtual_stages is not None:
@@ -151,7 +159,7 @@ class Overrides:
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))
-        if forbidden == "offload" and self.host_states:
+        if forbidden == "offload" and (self.host_states or self.host_activations):
             raise OverrideError(
                 " contradicts forbid='offload'",
                 place=f"override offload={shown(dict(self.offload or {}))}",

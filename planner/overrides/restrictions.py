@@ -45,7 +45,8 @@ class Restrictions:
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
     free, as are `host_states`, the part of the optimizer states in host memory, and
-    `post_validation`. Without
+    `host_activations`, of the blocks those that send what they save there, and `post_validation`.
+    Without
     `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
     stages end, where the user gave them.
     """
@@ -77,6 +78,7 @@ class Restrictions:
     cuts: tuple[int, ...] | None
     shardings: Mapping[str, str]
     host_states: float | None = None
+    host_activations: float | None = None
     post_validation: bool | None = None
 
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
@@ -160,6 +162,7 @@ def restrict(
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,
         host_states=wanted.host_states,
+        host_activations=wanted.host_activations,
         post_validation=wanted.post_validation,
     )
 

@@ -13,7 +13,7 @@ from meshwright.planner.plan.expert_parallel import (
 )
 from meshwright.planner.plan.flow import crossings, spread_of, stage_of, stages_of_parameters
 from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
-from meshwright.planner.plan.offload import check_offload, offloaded_parameters
+from meshwright.planner.plan.offload import away_blocks, check_offload, offloaded_parameters
 from meshwright.planner.plan.plan import (
     OFFLOADS,
     PLACEMENTS,
@@ -52,9 +52,10 @@ from meshwright.planner.plan.written_buffers import inseparable, updates_of
 
 __all__ = [
     "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known",
-    "Plan", "PlanError", "Relaxation", "StagePlan", "check_experts_run", "check_offload",
-    "check_plan", "check_runs", "compress_names", "compress_ranks", "counted", "crossings",
-    "describe", "divisors", "expand_names", "expand_ranks", "expert_weights", "express_shardings",
+    "Plan", "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_experts_run",
+    "check_offload", "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
+    "crossings", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
+    "express_shardings",
     "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together",
     "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "placement_of",
     "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",

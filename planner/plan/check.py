@@ -220,7 +220,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             way_out="give segments=1, or a schedule that doesn't split the backward",
         )
     check_offload(stage.offload, f"{place}: offload")
-    if any(stage.offload.values()) and (stage.hpz or stage.quantized != "none"):
+    if stage.offload.get("optimizer") and (stage.hpz or stage.quantized != "none"):
         raise PlanError(
             f"={dict(stage.offload)!r} with hpz={stage.hpz}, quantized={stage.quantized!r}: what "
             "comes from the host is neither kept twice nor sent in blocks",

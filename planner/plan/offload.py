@@ -64,6 +64,12 @@ def offloaded_parameters(stage: StagePlan, graph: Graph) -> frozenset[str]:
     return frozenset(v for v in after if v not in before and graph.values[v].requires_grad)
 
 
+def away_blocks(stage: StagePlan) -> int:
+    """How many of a stage's blocks send what they save to host memory, from the first one on."""
+    part = stage.offload.get("activations", 0.0)
+    return math.ceil(part * len(stage.blocks) * (1 - ROUNDING))
+
+
 def check_offload(
     offload: Mapping[str, Any], place: str, error: type[MeshwrightError] = PlanError
 ) -> None:

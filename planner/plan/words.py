@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.sharding import Meeting
-from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan.plan import OFFLOADS, Plan, StagePlan
 
 GIB = 2**30
 MARGIN_STEPS = 1000  # a memory margin is said to so many parts
@@ -116,10 +116,12 @@ def _recompute_words(plan: Plan) -> str:
 
 
 def _offload_words(plan: Plan) -> str:
-    """62 % of the optimizer states in host memory, of the stage with the most; nothing where there
-    are none."""
-    part = max(stage.offload.get("optimizer", 0.0) for stage in plan.stages)
-    return f"{offload_part(part)} optimizer states in host memory" if part else ""
+    """62 % of the optimizer states in host memory, activations of 50% of the blocks in host
+    memory, of the stage with the most; nothing where there are none."""
+    states, blocks = (max(s.offload.get(n, 0.0) for s in plan.stages) for n in OFFLOADS)
+    found = [f"{offload_part(states)} optimizer states"] if states else []
+    found += [f"activations of {offload_part(blocks)} blocks"] if blocks else []
+    return " and ".join(found) + " in host memory" if found else ""
 
 
 def offload_part(part: float) -> str:

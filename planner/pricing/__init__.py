@@ -1,12 +1,12 @@
 """Prices of given decisions: of blocks, of stages, of a whole plan, simulated."""
 
 from meshwright.planner.pricing.amounts import Amount, AxisAndKind, step_amounts
+from meshwright.planner.pricing.course import bytes_beside_tensors
 from meshwright.planner.pricing.evaluate import (
     Evaluation,
     Evaluator,
     Prediction,
     RehearsedMemory,
-    bytes_beside_tensors,
     evaluate,
     price_stages,
 )

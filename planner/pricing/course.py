@@ -29,7 +29,8 @@ from meshwright.costmodel.stages import (
     course_peaks,
     secondary_bytes,
 )
-from meshwright.planner.plan import Plan, crossings, offloaded_parameters
+from meshwright.planner.plan import Plan, check_plan, crossings, offloaded_parameters
+from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
@@ -84,7 +85,6 @@ def _stage(
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))
     entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
-    entering: list[float] = []  # bytes of what each block is the first to read
     read: set[tuple[str, Placement]] = set()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
@@ -92,7 +92,6 @@ def _stage(
     for at, (block, assignment, inputs) in enumerate(coster.entered(stage, assignments)):
         entered.append(Entered.of(coster, pricer, block, assignment, inputs))
         passes.append(coster.passes(pricer, block, assignment, inputs))
-        entering.append(sum(pricer.nbytes(*each) for each in inputs.items() - read))
         read |= inputs.items()
         for number, value in enumerate(block.parameters):
             if (parameter := (value, assignment.states[value])) in readers:
@@ -107,6 +106,7 @@ def _stage(
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
     gathered = _gathered(trained, among, len(entered), setting)
+    entering = entering_bytes(entered, pricer)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, made, policy) in enumerate(zip(entered, passes, stage.policies, strict=True)):
         course = [
@@ -118,12 +118,13 @@ def _stage(
         if parts_of(policy)[1]:
             found = _gathering(found, again, alone=policy == REGATHER, late=late)
         blocks.append(found)
+    blocks = in_segments(blocks, entering, stage, entered, pricer)
     return StageBytes(
         fixed=frozen + _fixed_bytes(trained, setting),
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=problem.optimizer, device=coster.cluster.device.kind
         ),
-        blocks=in_segments(blocks, entering, stage, entered, pricer),
+        blocks=sending(blocks, stage, entered, pricer),
         leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
         sent={j: sum(pricer.nbytes(v, states[v]) for v in to) for j, to in targets.items()},
         received={j: sum(map(pricer.nbytes, values)) for (j, i), values in edges.items() if i == k},
@@ -155,6 +156,23 @@ def undone_bytes(
                     )
                 held.add((stage.ranks, value))
     return list(found.values())
+
+
+def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
+    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
+    has: what the device reserves, buffers of communicators, and what steps that are validated
+    afterwards keep from the one before."""
+    found = []
+    undone = [0.0] * len(plan.devices)
+    if plan.post_validation:
+        assignments = check_plan(plan, coster.graph, coster.problem.factors)
+        undone = undone_bytes(plan, coster, assignments)
+    for ranks, kept in zip(plan.devices, undone, strict=True):
+        stage = next(stage for stage in plan.stages if stage.ranks == ranks)
+        setting = stage_setting(plan, plan.stages.index(stage), coster)
+        more = communicator_bytes(setting) + math.ceil(kept)
+        found.append(coster.cluster.device.reserved_bytes + more)
+    return found
 
 
 def _reads_late(of: PassPrice) -> bool:

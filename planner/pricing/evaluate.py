@@ -23,9 +23,9 @@ from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.stages import (
     Peak,
     Recompute,
+    Sent,
     StageCosts,
     Sums,
-    communicator_bytes,
     of_one,
     parameter_sums,
     peak_bytes,
@@ -42,7 +42,8 @@ from meshwright.planner.plan import (
     crossings,
     stages_of_parameters,
 )
-from meshwright.planner.pricing.course import plan_peaks, undone_bytes
+from meshwright.planner.pricing.away import sent_of
+from meshwright.planner.pricing.course import plan_peaks
 from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
@@ -214,23 +215,6 @@ def evaluate(
     return replace(priced, prediction=prediction)
 
 
-def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
-    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
-    has: what the device reserves, buffers of communicators, and what steps that are validated
-    afterwards keep from the one before."""
-    found = []
-    undone = [0.0] * len(plan.devices)
-    if plan.post_validation:
-        assignments = check_plan(plan, coster.graph, coster.problem.factors)
-        undone = undone_bytes(plan, coster, assignments)
-    for ranks, kept in zip(plan.devices, undone, strict=True):
-        stage = next(stage for stage in plan.stages if stage.ranks == ranks)
-        setting = stage_setting(plan, plan.stages.index(stage), coster)
-        more = communicator_bytes(setting) + math.ceil(kept)
-        found.append(coster.cluster.device.reserved_bytes + more)
-    return found
-
-
 def price_stages(
     plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float = 1.0
 ) -> Evaluation:
@@ -246,6 +230,10 @@ def price_stages(
         bubble = timeline.validated_bubble(step_s)
     peak = cluster.device.flops(plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
+    active = tuple(
+        in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
+        for k in range(p)
+    )
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=peak_bytes(
@@ -255,29 +243,28 @@ def price_stages(
         mfu=flops / (step_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
-        host_memory_bytes=_host_bytes(plan, stages, cluster),
+        host_memory_bytes=_host_bytes(plan, stages, active, cluster),
     )
     return Evaluation(
         plan=plan,
         prediction=prediction,
         stages=tuple(stages),
-        in_flight=tuple(
-            in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
-            for k in range(p)
-        ),
+        in_flight=active,
         timeline=timeline,
         target=coster.problem.target,
     )
 
 
 def _host_bytes(
-    plan: Plan, stages: Sequence[StageCosts[float]], cluster: Cluster
+    plan: Plan, stages: Sequence[StageCosts[float]], active: Sequence[int], cluster: Cluster
 ) -> tuple[int, ...]:
-    """Bytes in the host memory of each node; none where nothing lies there."""
+    """Bytes in the host memory of each node; none where nothing lies there. `active` are the
+    micro-batches in flight of each stage."""
     nodes = [0.0] * cluster.num_nodes
-    for stage, costs in zip(plan.stages, stages, strict=True):
-        for rank in stage.ranks if costs.host_bytes else ():
-            nodes[rank // cluster.devices_per_node] += costs.host_bytes
+    for stage, costs, count in zip(plan.stages, stages, active, strict=True):
+        there = costs.host_bytes + count * costs.away_bytes
+        for rank in stage.ranks if there else ():
+            nodes[rank // cluster.devices_per_node] += there
     return tuple(map(math.ceil, nodes)) if any(nodes) else ()
 
 
@@ -297,8 +284,8 @@ def _stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> StageCosts[float]:
     """Costs of stage k."""
-    setting, sums, repeated = stage_sums(plan, k, coster, assignments)
-    return of_one(stage_costs(sums, setting, repeated))
+    setting, sums, repeated, sent = _stage_parts(plan, k, coster, assignments)
+    return of_one(stage_costs(sums, setting, repeated, sent))
 
 
 def stage_sums(
@@ -306,6 +293,13 @@ def stage_sums(
 ) -> tuple[Setting, Sums, Recompute]:
     """What the costs of stage k are made of: a parameter that several blocks read alike is held
     once, and every block repeats what its own policy says."""
+    return _stage_parts(plan, k, coster, assignments)[:3]
+
+
+def _stage_parts(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> tuple[Setting, Sums, Recompute, Sent | None]:
+    """The same, and what it sends to host memory."""
     stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
@@ -318,7 +312,8 @@ def stage_sums(
         for value, state in stored.intersection(parameters):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(parameters)
-    return setting, sums, stage_recompute(stage, blocks, pricer)
+    sent = sent_of(stage, blocks, pricer, setting)
+    return setting, sums, stage_recompute(stage, blocks, pricer), sent
 
 
 def _meets(plan: Plan, coster: StageCoster) -> bool:

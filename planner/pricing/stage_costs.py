@@ -51,6 +51,7 @@ from meshwright.costmodel.sharding import (
 from meshwright.costmodel.stages import Floats, Sums, block_sums
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import (
+    OFFLOADS,
     Plan,
     StagePlan,
     expert_weights,
@@ -362,8 +363,10 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         quantized=stage.quantized,
         spread=spread_of(stage),
     )
-    states = stage.offload.get("optimizer", 0.0)
-    return replace(setting, host_states=states, validated=plan.post_validation)
+    states, activations = (stage.offload.get(name, 0.0) for name in OFFLOADS)
+    return replace(
+        setting, host_states=states, host_activations=activations, validated=plan.post_validation
+    )
 
 
 def mesh_key(setting: Setting) -> MeshKey:

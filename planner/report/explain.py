@@ -157,7 +157,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "recompute": recompute_words(stage),
             "segments": stage.segments,
             "offload": dict(stage.offload),
-            "host_bytes": float(costs.host_bytes),
+            "host_bytes": float(costs.host_bytes + in_flight * costs.away_bytes),
             "forward_s": float(costs.forward_s),
             "backward_s": float(costs.backward_s),
             "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),

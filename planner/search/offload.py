@@ -106,7 +106,10 @@ def _may_pay(search: Search, best: Candidate) -> bool:
             stage,
             recompute="none",
             segments=1,
-            offload={"optimizer": parts(trained_sizes(stage, search.problem.graph))[1]},
+            offload={
+                **stage.offload,
+                "optimizer": parts(trained_sizes(stage, search.problem.graph))[1],
+            },
         )
         for stage in best.plan.stages
     ]
@@ -126,6 +129,7 @@ def _first(found: SearchResult, best: Candidate, part: float) -> SearchResult:
         candidates=(best, *found.candidates[1:]),
         bound_s=min(found.bound_s, best.step_time_s),
         host_states=part,
+        host_activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
     )
 
 
@@ -150,7 +154,8 @@ def _at(search: Search, best: Candidate, k: int, part: float) -> Candidate:
     """The plan with another part of stage k's states in host memory."""
     plan: Plan = best.plan
     stages = list(plan.stages)
-    stages[k] = dataclasses.replace(stages[k], offload={"optimizer": part} if part else {})
+    own = {name: part for name, part in stages[k].offload.items() if name != "optimizer"}
+    stages[k] = dataclasses.replace(stages[k], offload=own | {"optimizer": part} if part else own)
     other = dataclasses.replace(plan, stages=tuple(stages))
     priced = evaluate(other, search.problem, best.assignments, search.programs.coster)
     fits = priced_fits(priced, search.problem.cluster, search.space.memory_bytes)

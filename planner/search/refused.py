@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.drafts import Combination, PlanDraft
 from meshwright.planner.plan import InfeasibleError, sized
+from meshwright.planner.search.activations import if_activations_pay, with_activations
 from meshwright.planner.search.failure import failure
 from meshwright.planner.search.offload import with_host
 from meshwright.planner.search.relaxations import relaxations, way_out
@@ -38,9 +39,11 @@ def kind_of_draft(draft: PlanDraft) -> Hashable:
 
 def without_refused(search: Search) -> SearchResult:
     """The result of a search that wrote out no plan that fits, of searches without what it refused,
-    then of one that runs segments again, then with host memory. Raises as `Search.run` does."""
+    then of one that runs segments again, with host memory then. Raises as `Search.run` does."""
     found, excess = _without(search) if search.refused else (None, math.inf)
-    found = found or _segmented(search) or with_host(search, _segmented)
+    if found is None and (segments := _segmented(search)):
+        return if_activations_pay(search, segments)
+    found = found or with_host(search, _segmented) or with_activations(search)
     if found is not None:
         return found
     if not search.refused or search.programs.time.over():

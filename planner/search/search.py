@@ -26,6 +26,7 @@ from meshwright.planner.drafts import Candidate, Drafter, Given, Mesh, MeshChoic
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import check_plan
+from meshwright.planner.search.activations import if_activations_pay
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
@@ -52,7 +53,8 @@ class SearchResult:
 
     No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
     there was no time to bound them all. `complete`
-    says that no time limit cut the search, or a block's program, short. `host_states` as in
+    says that no time limit cut the search, or a block's program, short. `host_states` and
+    `host_activations` as in
     `Space`, of the space that the plan was found in.
     """
 
@@ -65,6 +67,7 @@ class SearchResult:
     bound_s: float
     complete: bool = True
     host_states: float = 0.0
+    host_activations: float = 0.0
 
     @property
     def best(self) -> Candidate:
@@ -111,8 +114,8 @@ class Search(Drafter):
         self.drafts = self._explorer.drafts
         self.excess_bytes = math.inf  # of the closest plan that was written out
 
-    def offload(self, part: float) -> None:
-        super().offload(part)
+    def offload(self, host_states: float, host_activations: float = 0.0) -> None:
+        super().offload(host_states, host_activations)
         self._explorer.equal = self.equal
 
     def again(self, overrides: Overrides) -> SearchResult:
@@ -137,7 +140,8 @@ class Search(Drafter):
             found = self.attempt()
             if found is None:
                 return without_refused(self)
-            return if_validated_pays(self, if_it_pays(self, found))
+            found = if_it_pays(self, if_activations_pay(self, found))
+            return if_validated_pays(self, found)
 
     def attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""
@@ -183,7 +187,7 @@ class Search(Drafter):
             drafts=tuple(self.drafts),
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete and not self.programs.unproved,
-            host_states=self.space.host_states,
+            **self.space.in_host_memory,
         )
 
     def _unproved(self) -> list[str]:

@@ -19,7 +19,8 @@ from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts.candidates import place_stages
-from meshwright.planner.drafts.space import Mesh, groups_of
+from meshwright.planner.drafts.mesh import Mesh
+from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
 from meshwright.planner.pricing.stage_costs import StageCoster

@@ -1,9 +1,9 @@
 """Two memories on one CPU, each with a counted budget, that tell where every tensor lies.
 
-The executor crosses between device and host by two functions alone, `to_host` and `on_device`; all
-else stays where its operands lie. So on a CPU, where both memories are one, they can be told apart:
-what `to_host` makes is the host's, what an operator makes is where its tensors are, and made of no
-tensor it is the device's. An operator on tensors of both is an error, as it would be on a GPU; only
+The executor crosses between device and host by a few functions alone, `to_host` and the ways back;
+all else stays where its operands lie. So on a CPU, where both memories are one, they can be told
+apart: what `to_host` makes is the host's, what an operator makes is where its tensors are, and made
+of no tensor it is the device's. An operator on tensors of both is an error, as on a GPU; only
 copies cross. An allocation beyond a budget is an error where it is made.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from meshwright.executor.parameters import parameters as crossing
+from meshwright.executor.backward import away
+from meshwright.executor.parameters import parameters
 
 DEVICE, HOST = "device", "host"
 COPIES = ("copy", "detach", "c10d", "set_", "alias")  # in the names of operators that may cross
@@ -57,7 +58,10 @@ class MemoryPools(TorchDispatchMode):
     def crossing(self) -> Iterator[None]:
         """Context in which the executor's `to_host` makes tensors of the host, and all is
         counted."""
-        with mock.patch.object(crossing, "to_host", self._to_host), self:
+        with ExitStack() as stack:
+            for crossing in (parameters, away):
+                stack.enter_context(mock.patch.object(crossing, "to_host", self._to_host))
+            stack.enter_context(self)
             yield
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from meshwright.costmodel.sharding.strategies import (
     indivisible,
     transition,
 )
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from tests.helpers.planning import Traced, case, large_gpt2, odd_cluster, programs_of
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
-from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Mesh, Space, groups_of
+from meshwright.planner.drafts.mesh import Mesh
+from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Space, groups_of
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from tests.helpers.planning import Traced, cluster, linears, problem_of

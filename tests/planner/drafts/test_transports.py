@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.transports import quantizations, secondaries, transports
 from tests.planner.drafts.test_space import space
 

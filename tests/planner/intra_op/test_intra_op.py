@@ -18,7 +18,7 @@ from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.intra_op.program import BlockProgram
 from meshwright.planner.intra_op.table import BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.costmodel.sharding.strategies import Placement, Strategy
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import (
     Recorder,

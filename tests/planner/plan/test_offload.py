@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.offload import (
+    away_blocks,
     first_offloaded,
     offloaded_parameters,
     parts,
     trained_sizes,
 )
-from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
+from meshwright.planner.plan.words import describe
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 
 SIZES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=12).filter(any)
@@ -93,3 +95,24 @@ def test_what_comes_from_the_host_is_not_kept_twice_or_quantised(
     plan = with_stage(plan_for(graph, dp=2, tp=1), zero=3, offload={"optimizer": 0.5}, **changes)
     with pytest.raises(PlanError, match="neither kept twice nor sent in blocks"):
         check_plan(plan, graph, table)
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_a_part_of_the_blocks_sends_from_the_first_one_on(blocks: int, count: int) -> None:
+    names = tuple(f"layers.{k}" for k in range(blocks))
+    stage = StagePlan(
+        blocks=names, ranks=(0,), dp=1, tp=1, offload={"activations": min(1.0, count / blocks)}
+    )
+    assert away_blocks(stage) == min(count, blocks)
+
+
+def test_activations_there_are_no_matter_of_how_weights_are_gathered() -> None:
+    graph, table = cut(net())
+    offload = {"activations": 1.0}
+    plan = with_stage(plan_for(graph, dp=2, tp=1), zero=3, quantized="both", offload=offload)
+    assert check_plan(plan, graph, table)
+    assert offloaded_parameters(plan.stages[0], graph) == frozenset()
+    assert "activations of all blocks in host memory" in describe(plan)
+    half = with_stage(plan, offload={"activations": 0.5, "optimizer": 0.25})
+    said = "25% of the optimizer states and activations of 50% of the blocks in host memory"
+    assert said in describe(half)

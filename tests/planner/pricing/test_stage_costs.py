@@ -21,7 +21,7 @@ from meshwright.planner.drafts.candidates import (
     make_draft,
 )
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.chain import Chain

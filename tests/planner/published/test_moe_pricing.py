@@ -27,7 +27,7 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy, strategies
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan

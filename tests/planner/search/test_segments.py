@@ -55,11 +55,25 @@ def test_they_are_chosen_where_nothing_else_fits() -> None:
     full, segments = best(recompute="full"), best(recompute="full", segments=4)
     between = (peak(full) + peak(segments)) / 2
     with pytest.raises((InfeasibleError, OverrideError)):
-        best(between, segments=1)
-    found = best(between)
+        best(between, segments=1, forbid=["offload"])
+    found = best(between, forbid=["offload"])
     assert found.plan.stages[0].segments > 1 and peak(found) <= between
     assert "segments of" in describe(found.plan)
     assert best(peak(full) * 1.01).plan.stages[0].segments == 1
+
+
+def test_activations_in_host_memory_take_their_place_where_that_is_faster() -> None:
+    full, segments = best(recompute="full"), best(recompute="full", segments=4)
+    between = (peak(full) + peak(segments)) / 2
+    on = cluster(1, memory_bytes=between)
+    assert on.host is not None
+    at_no_cost = dataclasses.replace(on.host, link_bandwidth=1e15)
+    given = {"dp": 1, "tp": 1, "pp": 1, "num_microbatches": 2, "batch": ROWS}
+    found = search(dataclasses.replace(on, host=at_no_cost), model(), **given).best
+    stage = found.plan.stages[0]
+    assert stage.segments == 1 and stage.offload["activations"] > 0
+    assert peak(found) <= between
+    assert found.step_time_s < best(between, forbid=["offload"]).step_time_s
 
 
 def test_a_pipeline_with_segments_is_pinned_and_survives_its_file() -> None:

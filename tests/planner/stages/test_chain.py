@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.stages.sums import MAXIMA, Sums
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.stages.chain import Chain
 from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, programs_of
 

@@ -12,7 +12,7 @@ from meshwright.costmodel.blocks.price import price_block
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, translate
 from meshwright.costmodel.sharding.strategies import Placement, R, can_hold
 from meshwright.costmodel.stages.stage import stage_costs
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.programs import BlockPrograms
 from tests.helpers.planning import case, large_gpt2, odd_cluster, programs_of

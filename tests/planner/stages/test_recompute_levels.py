@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.stages.stage import StageCosts, of_one, of_policy, stage_costs
 from meshwright.costmodel.stages.sums import Floats
-from meshwright.planner.drafts.space import Mesh
+from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.recompute_levels import (
     ChosenLevel,

@@ -1,0 +1,47 @@
+"""Activations in host memory train as on one device, and lie where the plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.executor.stages.away_worker import CELLS, RESIDENT, WORLD
+from tests.helpers.launching import Results, results_of
+from tests.parity.parity_cells import Cell
+from tests.parity.parity_reference import store
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("away")
+    store(folder, [*CELLS, *RESIDENT])
+    worker = Path(__file__).with_name("away_worker.py")
+    return results_of(worker, folder, ranks=WORLD, timeout_s=400, name="")
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_training_equals_one_device(cell: Cell, results: Results) -> None:
+    found, tolerance = results[cell.name], TOLERANCE[cell.precision]
+    assert found["names"] == []
+    assert found["loss"] <= tolerance
+    assert found["gradient"][0] <= tolerance, found["gradient"]
+    assert found["state"][0] <= tolerance, found["state"]
+    assert found["host"] > 0
+
+
+@pytest.mark.parametrize("cell", RESIDENT, ids=lambda cell: cell.name)
+def test_activations_lie_in_host_memory_as_priced_and_come_back(
+    cell: Cell, results: Results
+) -> None:
+    found = results[cell.name]
+    assert found["left"] == 0
+    assert found["host"] == pytest.approx(found["priced"], rel=0.03)
+    with_it, without = found["device"]
+    assert without - with_it > 0.4 * found["host"] / WORLD
+
+
+def test_budgets_prove_where_activations_lie(results: Results) -> None:
+    assert results["budget"]["said"] == ["device", "host"]
