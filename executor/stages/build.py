@@ -19,6 +19,7 @@ from meshwright.executor.stages.lowered import LoweredStage, StageLowering
 from meshwright.executor.stages.parameters import RankParameters
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.executor.stages.user_model import UserModel
+from meshwright.planner.plan import PlanError
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,6 +55,13 @@ class Builder:
         splits = SCHEDULES[self.plan.schedule].splits_backward and backend is None
         self.weight_gradients = WeightGradientQueue() if splits else None
         self.lowering = self.at(checked)
+        if self.plan.precision not in COMPUTE:
+            raise PlanError(
+                f"={self.plan.precision!r} is priced, and can't be run yet",
+                place="plan: precision",
+                legal=", ".join(COMPUTE),
+                way_out="plan for another precision",
+            )
         self.dtype = COMPUTE[self.plan.precision]
         self.parameters = RankParameters(checked, user.module, place, self.dtype)
         self.shared = self.parameters.shared
