@@ -1,7 +1,8 @@
 """What a lowered block's backward does besides autograd's own: operators repeated, gradients of
-weights put off."""
+weights put off, products in 8 bits."""
 
 from meshwright.executor.backward.deferred import DeferredProduct, WeightGradientQueue, accumulate
+from meshwright.executor.backward.eight_bits import EightBitProduct
 from meshwright.executor.backward.repeated import repeated
 
-__all__ = ["DeferredProduct", "WeightGradientQueue", "accumulate", "repeated"]
+__all__ = ["DeferredProduct", "EightBitProduct", "WeightGradientQueue", "accumulate", "repeated"]

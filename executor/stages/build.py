@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules import SCHEDULES, backward_follows_forward
 from meshwright.executor.backward import WeightGradientQueue
@@ -19,7 +20,6 @@ from meshwright.executor.stages.lowered import LoweredStage, StageLowering
 from meshwright.executor.stages.parameters import RankParameters
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.executor.stages.user_model import UserModel
-from meshwright.planner.plan import PlanError
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,14 +55,7 @@ class Builder:
         splits = SCHEDULES[self.plan.schedule].splits_backward and backend is None
         self.weight_gradients = WeightGradientQueue() if splits else None
         self.lowering = self.at(checked)
-        if self.plan.precision not in COMPUTE:
-            raise PlanError(
-                f"={self.plan.precision!r} is priced, and can't be run yet",
-                place="plan: precision",
-                legal=", ".join(COMPUTE),
-                way_out="plan for another precision",
-            )
-        self.dtype = COMPUTE[self.plan.precision]
+        self.dtype = COMPUTE[wide(self.plan.precision)]
         self.parameters = RankParameters(checked, user.module, place, self.dtype)
         self.shared = self.parameters.shared
         self.tied = self.parameters.tied
