@@ -47,7 +47,7 @@ def test_a_run_learns_as_in_bf16_within_the_noise_of_seeds(
     wide, narrow = (launched[way]["losses"] for way in ("bf16", precision))
     assert len(wide) == len(narrow) == len(SEEDS)
     ends = [[statistics.fmean(losses[-5:]) for losses in runs] for runs in (wide, narrow)]
-    assert all(end < losses[0] / 4 for end, losses in zip(ends[0], wide, strict=True))
+    assert all(end < losses[0] / 3 for end, losses in zip(ends[0], wide, strict=True))
     noise = max(ends[0]) - min(ends[0])
     assert abs(statistics.fmean(ends[0]) - statistics.fmean(ends[1])) < noise
 
