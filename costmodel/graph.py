@@ -151,6 +151,13 @@ class Graph:
         reads = Counter(v for block in self.blocks for op in block.ops for v in op.operands)
         return frozenset(value for value, count in reads.items() if count == 1)
 
+    @cached_property
+    def in_layers(self) -> frozenset[str]:
+        """Operators of blocks of which there are several: the same program on other parameters."""
+        alike = Counter(block.class_id for block in self.blocks)
+        layers = (block for block in self.blocks if alike[block.class_id] > 1)
+        return frozenset(op.name for block in layers for op in block.ops)
+
     def num_parameters(self) -> int:
         """Elements of all parameters; tied ones count once."""
         return sum(self.values[name].numel for name in self.parameters)

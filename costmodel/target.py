@@ -37,10 +37,11 @@ class Target:
     path (counting, sorting, splitting). `tuned_attention`: fused attention is the kernel written
     for each device (cuDNN's); `attention_scale` is its speed relative to the device's.
     `fused_accumulation`: the product that makes a weight's gradient adds it to those of earlier
-    micro-batches. `counter_dropout`: masks are a function of global indices, as this project's
-    executor draws them, kept as numbers, and attention with dropout is written out; else kernels
-    keep bytes, and fused attention draws its own. `defers_weights`: whether a backward can put
-    weight gradients off, for schedules that split it; else its first part takes all the time.
+    micro-batches. `delayed_scaling`: operands in 8 bits are cast with the scales of earlier steps,
+    in one pass, both ways round. `counter_dropout`: masks are a function of global indices, as this
+    project's executor draws them, kept as numbers, and attention with dropout is written out; else
+    kernels keep bytes, and fused attention draws its own. `defers_weights`: whether a backward can
+    put weight gradients off, for schedules that split it; else its first part takes all the time.
 
     Memory: `loss_in_place`: a cross-entropy writes its logits' gradient over what it kept of them.
     `gathers_again`: of an activation gathered from tensor-parallel ranks a backward keeps this
@@ -98,6 +99,7 @@ class Target:
     attention_scale: float = 1.0
     tuned_attention: bool = False
     fused_accumulation: bool = False
+    delayed_scaling: bool = False
     zero_bandwidth: float = 1.0
     hidden_zero3: float = 1.0
     copies_weights: bool = False

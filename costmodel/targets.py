@@ -96,6 +96,7 @@ MEGATRON = Target(
     overlap_tensor=IN_PARTS,
     tuned_attention=True,
     fused_accumulation=True,
+    delayed_scaling=True,
     bucket_bytes=160_000_000,
     bucket_bytes_per_rank=4_000_000,
     bucket_copies=0,

@@ -19,7 +19,15 @@ from meshwright.arguments import (
 )
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
-from meshwright.decisions import Request, check_world, in_tf32, one_at_a_time, take_plan
+from meshwright.decisions import (
+    Request,
+    check_products,
+    check_units,
+    check_world,
+    in_tf32,
+    one_at_a_time,
+    take_plan,
+)
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
@@ -73,7 +81,8 @@ def auto_parallelize(
     raises.
 
     `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
-    torch.autocast does); None means fp32 on CPUs, else bf16. `tf32` lets fp32 products and
+    torch.autocast does), or "fp8" or "fp8_rowwise": bf16 with the layers' products in 8-bit floats,
+    scaled by tensor or by row; None means fp32 on CPUs, else bf16. `tf32` lets fp32 products and
     convolutions on GPUs round their operands to TF32, in all of this process, and prices them so;
     it is off as torch's own flag is. `compile` runs the model's blocks through torch.compile, by
     its default backend or the one named.
@@ -103,6 +112,7 @@ def auto_parallelize(
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
     precision = precision or default_precision(cluster)
     check_values(global_batch_size, precision, optimizer, time_limit_s, tf32)
+    check_units(precision, cluster)
     check_search(objective, memory_margin, rows_meet, cluster)
     if target is None:
         target = "compiled" if backend_of(compile) else "eager"
@@ -154,7 +164,7 @@ def problem_of(
 ) -> Problem:
     """What is planned, from arguments of `auto_parallelize`."""
     run = RunKind(precision=precision, target=target)
-    return Problem(
+    problem = Problem(
         graph=traced.graph,
         factors=traced.factors,
         cluster=cluster,
@@ -164,3 +174,4 @@ def problem_of(
         profile=load_profile(cluster, run=run) if profile else None,
         meetings=traced.use.meetings if rows_meet == "exact" else (),
     )
+    return check_products(problem)

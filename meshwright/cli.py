@@ -27,7 +27,7 @@ from meshwright.arguments import (
     default_precision,
     unwrapped,
 )
-from meshwright.decisions import in_tf32, planned_to_run
+from meshwright.decisions import check_units, in_tf32, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel
@@ -229,6 +229,7 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
     model, example, *rest = model_named(args.model)
     precision = args.precision or default_precision(cluster)
     check_values(args.batch, precision, args.optimizer, args.time_limit, args.tf32)
+    check_units(precision, cluster)
     check_search(args.objective, args.memory_margin, args.rows_meet, cluster)
     problem = problem_of(
         TracedModel(unwrapped(model), example, rest[0] if rest else None, precision),

@@ -36,7 +36,9 @@ def add_model(
         required=not optional,
         help="global batch size, rows per optimizer step",
     )
-    parser.add_argument("--precision", help="fp32, bf16 or fp16 (default: fp32 on CPUs)")
+    parser.add_argument(
+        "--precision", help="fp32, bf16, fp16, fp8 or fp8_rowwise (default: fp32 on CPUs)"
+    )
     if not optional:
         add_prices(parser)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decisions import Decision, Request, in_tf32, planned_to_run
+from meshwright.decisions import Decision, Request, check_units, in_tf32, planned_to_run
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_advice
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
@@ -52,6 +52,7 @@ def search_plan(
 def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan:
     """The best plan of a problem on another cluster, searched by one rank for all, for ranks that
     will run there. Raises `OverrideError` and `InfeasibleError`."""
+    check_units(problem.precision, cluster)
     profile = problem.profile
     if profile is not None:
         run = RunKind(precision=problem.products, target=problem.target.name)

@@ -211,7 +211,7 @@ class Cluster:
 
     def describe(self) -> str:
         """One line for people."""
-        device, dtype = self.device, max(self.device.peak_flops, key=self.device.flops)
+        device, dtype = self.device, self.device.fastest
         return (
             f"{self.name}: {self.num_nodes} x {self.devices_per_node} {device.name} "
             f"({device.memory_bytes / 2**30:.0f} GiB, {device.flops(dtype) / 1e12:.4g} TFLOP/s "

@@ -3,13 +3,13 @@
     python -m scripts.validate_costmodel [--data DIR] [--source TEXT] [--rows] [--errors]
                                          [--plot FILE]
 
-DIR holds `step_times.csv` (default: the compact table beside this script). Constants that were
+DIR holds `step_times.csv` (default: the compact tables beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
-... (`fit`); the others are scored (`score`). A second table has the same rows by GPU, by dense
-models and mixtures of experts, by framework, and by target, of those that `target=` takes. Errors
-are (predicted - measured) / measured, with no shift and no constant per row. `regret` is the
-measured time of the plan predicted to be best, over the best measured one, within groups of the
-same model, GPUs and batch.
+... (`fit`); the others are scored (`score`), and all steps in fp8, on which nothing is fitted.
+A second table has the same rows by GPU, by dense models and mixtures of experts, by framework, and
+by target, of those that `target=` takes. Errors are (predicted - measured) / measured, with no
+shift and no constant per row. `regret` is the measured time of the plan predicted best, over the
+best measured one, within groups of the same model, GPUs and batch.
 
 `--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
 which communication is less than 5 % of the predicted step, for `costmodel/errors.py`, and of the
@@ -31,13 +31,30 @@ from pathlib import Path
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.pricing import Evaluation
 from meshwright.planner.published import Unpriced, evaluate_row
-from scripts.experts.rows import published_rows
+from scripts.experts.rows import fp8_rows, published_rows
 from scripts.experts.scatter import Point, scatter
 from scripts.ranks.rank_correlation import spearman
 
 MOSTLY_COMPUTE = 0.05  # communication's part of a step below which its error does not count
+
+
+def _in_fp8(row: Mapping[str, str]) -> bool:
+    return "fp8" in row["precision"]
+
+
 # family -> (text in the row's source, test on the row)
 FAMILIES = (
+    ("fp8: NeMo, long sequences", "NeMo docs long-sequence", _in_fp8),
+    ("fp8: NeMo", "NeMo docs", _in_fp8),
+    ("fp8: DGXC", "DGXC", _in_fp8),
+    ("fp8: Megatron-Bridge", "Megatron-Bridge", _in_fp8),
+    (
+        "fp8: torchtitan, contexts split",
+        "torchtitan",
+        lambda row: _in_fp8(row) and row["cp"] != "1",
+    ),
+    ("fp8: torchtitan", "torchtitan", _in_fp8),
+    ("fp8: FlagPerf", "FlagPerf", _in_fp8),
     ("vTrain multi-node", "vTrain", lambda row: int(row["num_gpus"]) > 8),
     ("vTrain single-node", "vTrain", lambda row: int(row["num_gpus"]) <= 8),
     ("Megatron SC21", "SC21", lambda row: True),
@@ -81,7 +98,7 @@ def halves(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, bool, Mappi
     for row in rows:
         families[family_of(row)].append(row)
     for name, members in families.items():
-        fitted = used_to_fit(members)
+        fitted = used_to_fit(members) if not name.startswith("fp8") else set()
         for row in sorted(members, key=lambda row: (row["model"], row["seq_len"])):
             yield name, row["model"] in fitted, row
 
@@ -184,9 +201,9 @@ def main() -> None:
     refused: collections.Counter[str] = collections.Counter()
     parts: dict[str, list[Scored]] = {"fit": [], "score": []}
     heading()
-    for name, members in itertools.groupby(
-        halves(published_rows(args.source, args.data)), key=lambda each: each[0]
-    ):
+    rows = published_rows(args.source, args.data)
+    rows += fp8_rows(args.source) if args.data is None else []
+    for name, members in itertools.groupby(halves(rows), key=lambda each: each[0]):
         found: dict[str, list[Scored]] = {"fit": [], "score": []}
         for _, fitted, row in members:
             try:

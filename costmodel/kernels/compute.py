@@ -41,13 +41,14 @@ def matmul_seconds(
 ) -> float:
     """Seconds of `batch` products (m × k)·(k × n) that move `nbytes`, without the launch.
 
-    `dtype` is "fp32", "bf16" or "fp16"; one the device has no rate for (bf16 on a V100) is priced
-    at the fp32 rate, because that is how such a device computes it. Raises ValueError for another.
+    `dtype` is "fp32", "bf16", "fp16" or "fp8"; one the device has no rate for (bf16 on a V100) is
+    priced at the fp32 rate, because that is how such a device computes it. Raises ValueError for
+    another.
     """
     flops = 2 * m * n * k * batch
     if not flops:
         return stream_seconds(device, nbytes)
-    rate = device.flops(dtype) * device.matmul_efficiency(flops)
+    rate = device.product_rate(dtype, flops)
     best_s, parts = math.inf, 1
     while parts == 1 or k >= parts * LEAST_DEPTH:
         busy_s = flops / (rate * filling(device, m, n, batch * parts))

@@ -15,7 +15,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.steps import DATA_AXIS, linked
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp8_rowwise": 2}  # of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwright.costmodel.fp8 import cast_calls
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators.communication import (
     batch_statistics,
@@ -146,6 +147,8 @@ class Pricer(ReshardPricer):
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
         if traits.leaf:
             issued = float(leaf_of(op).work.kernels)
+        if self.in_fp8(op):
+            issued += cast_calls(target)
         host = issued * device.host_overhead_s * target.host_scale * self.setting.correction(HOST)
         return host * target.expert_host if traits.experts else host
 
@@ -155,6 +158,8 @@ class Pricer(ReshardPricer):
         if op.name in fusion.joined or not fusion.internal.isdisjoint(op.results):
             return None
         if setting.profile is None or setting.cp > 1 or setting.ep > 1:  # not in signatures
+            return None
+        if self.in_fp8(op):  # timed in 16 bits
             return None
         found = signature(self.graph, self.table, op, strategy, rows=setting.rows, tp=setting.tp)
         return setting.profile.op(str(found)) if found else None

@@ -1,13 +1,15 @@
 """Seconds of matrix products and of fused attention.
 
-matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted
+matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted;
+                 in 8 bits with what casts its operands move (`costmodel/fp8.py`)
 attention        backward 2.5 × the forward's FLOPs (scores are computed again)
 """
 
 from __future__ import annotations
 
+from meshwright.costmodel.fp8 import casts_of
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.kernels import attention_seconds, matmul_seconds
+from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
 from meshwright.costmodel.operators.context import merge_seconds, pieces
 from meshwright.costmodel.operators.cost import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
@@ -26,7 +28,8 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float
     first = _left(op)
     pair = list(zip(op.operands, strategy.operands, strict=True))[first : first + 2]
     moved = sizes.nbytes(op.results[0], strategy.results[0])
-    moved += sum(sizes.nbytes(v, p) for v, p in pair)
+    narrow = 0.5 if dtype == "fp8" else 1.0  # of operands, 8 bits of 16
+    moved += narrow * sum(sizes.nbytes(v, p) for v, p in pair)
 
     def seconds(rows: float, columns: float, inner: float) -> float:
         busy_s = matmul_seconds(device, dtype, rows, columns, inner, batch, moved)
@@ -34,9 +37,22 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float
 
     left, right = (sizes.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
     second = seconds(k, n, m) * right
+    casts = (0.0, 0.0, 0.0) if dtype != "fp8" else _casts(sizes, m, n, k)
+    second += casts[2] * right
     # a product of two activations has no gradient that could wait
     weight = 0.0 if sizes.table.has_batch(pair[-1][0]) else second
-    return seconds(m, n, k), seconds(m, k, n) * left + second, weight
+    return casts[0] + seconds(m, n, k), (casts[1] + seconds(m, k, n)) * left + second, weight
+
+
+def _casts(sizes: LocalSizes, m: float, n: float, k: float) -> tuple[float, float, float]:
+    """Seconds to round a product's operands to 8 bits: of the forward, and for each gradient."""
+    setting = sizes.setting
+    device = setting.cluster.device
+    forward, of_input, of_weight = (
+        stream_seconds(device, cast.nbytes) + cast.calls * device.launch_overhead_s
+        for cast in casts_of(setting.precision, setting.target, m * k, n * k, m * n)
+    )
+    return forward, of_input, of_weight
 
 
 def split_product_seconds(sizes: LocalSizes, op: Op) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
+from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import (
     ContextLayout,
     FactorTable,
@@ -82,6 +84,12 @@ class LocalSizes:
         return sum(self.nbytes(value, placement) for value, placement in placed)
 
     def dtype(self, op: Op) -> str:
-        """The precision an operator computes in: "bf16", "fp32", ..."""
+        """The precision an operator computes in: "bf16", "fp32", "fp8", ..."""
         itemsize = self.graph.values[op.results[0]].dtype.itemsize if op.results else 4
-        return self.setting.precision if itemsize == DTYPE_BYTES[self.setting.precision] else "fp32"
+        if itemsize != DTYPE_BYTES[self.setting.precision]:
+            return "fp32"
+        return "fp8" if self.in_fp8(op) else wide(self.setting.precision)
+
+    def in_fp8(self, op: Op) -> bool:
+        """Whether an operator is a product in 8 bits."""
+        return self.setting.precision in FP8 and is_fp8(self.graph, op)

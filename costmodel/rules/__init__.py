@@ -1,6 +1,7 @@
 """Sharding rules: one line per operator, in a language of named factors; special operators."""
 
 from meshwright.costmodel.rules.auto import VIEWS, is_pointwise
+from meshwright.costmodel.rules.eight_bits import is_fp8
 from meshwright.costmodel.rules.language import (
     Dims,
     Kind,
@@ -45,7 +46,8 @@ __all__ = [
     "EXPERT_FACTOR", "IMPLEMENTATIONS", "LEAF", "LEAVES", "PERMUTATIONS", "RANDOM_LEAF",
     "TOKEN_FACTORS", "TRAITS", "VIEWS", "Dims", "Draw", "Kind", "Leaf", "Misfit", "OpFactors",
     "Product", "RuleError", "UserRule", "Work", "copies_of", "divided", "draws", "draws_anew",
-    "factors_of", "factors_of_spec", "inside_experts", "is_causal", "is_pointwise", "leaf_of",
-    "permutation", "place_of", "row_reduction", "runs_as_reshape", "signature_of", "summable",
-    "takes_batch_statistics", "traits_of", "traits_of_target", "updates_statistics", "words",
+    "factors_of", "factors_of_spec", "inside_experts", "is_causal", "is_fp8", "is_pointwise",
+    "leaf_of", "permutation", "place_of", "row_reduction", "runs_as_reshape", "signature_of",
+    "summable", "takes_batch_statistics", "traits_of", "traits_of_target", "updates_statistics",
+    "words",
 ]  # fmt: skip

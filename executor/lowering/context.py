@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.fp8 import FP8
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import (
     ContextLayout,
     DataLayout,
@@ -37,7 +39,7 @@ class Context:
     up and count m times, `totals` values that are handed in for the whole batch. `weight_gradients`
     takes the weight gradients of `deferrable` parameters where the schedule splits the backward.
     `exchange` are the ranks that share the experts out. `context` and its axis are None where the
-    sequence is whole.
+    sequence is whole. `precision` is the plan's.
     """
 
     graph: Graph
@@ -54,6 +56,12 @@ class Context:
     deferrable: frozenset[str] = frozenset()
     context: ContextLayout | None = None
     context_axis: Axis | None = None
+    precision: str = ""
+
+    def rowwise(self, op: Op) -> bool | None:
+        """Whether a product in 8 bits is scaled by rows; None if it isn't one."""
+        eight = self.precision in FP8 and is_fp8(self.graph, op)
+        return self.precision == "fp8_rowwise" if eight else None
 
     @property
     def axes(self) -> tuple[Axis, ...]:

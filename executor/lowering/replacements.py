@@ -20,7 +20,7 @@ from meshwright.costmodel.rules import (
     updates_statistics,
 )
 from meshwright.costmodel.sharding import BY_BLOCKS, BY_HALO, Strategy, shift_of, token_dim
-from meshwright.executor.backward import DeferredProduct
+from meshwright.executor.backward import DeferredProduct, EightBitProduct
 from meshwright.executor.context import ContextAttention, Halo
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.draws import Cut, DropoutAttention, IndexGrid, drawn, single_rows
@@ -84,7 +84,7 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     statistics = traits_of(op).statistics
     if statistics is not None and updates_statistics(op):
         return RunningNorm(module, callable_of(op), statistics.training), args
-    return (module, args) if module else _deferred(call, context)
+    return (module, args) if module else _deferred(call, context) or _in_8_bits(call, context)
 
 
 def callable_of(op: Op) -> Any:
@@ -113,7 +113,16 @@ def _deferred(call: Call, context: Context) -> Replacement | None:
     if not stored[weight] or sizes[weight] != 2 or (biased and sizes[bias] != 1):
         return None
     defer_bias = biased and stored[bias]
-    return DeferredProduct(op.short, context.weight_gradients, defer_bias=defer_bias), args
+    module = DeferredProduct(
+        op.short, context.weight_gradients, defer_bias=defer_bias, rowwise=context.rowwise(op)
+    )
+    return module, args
+
+
+def _in_8_bits(call: Call, context: Context) -> Replacement | None:
+    """A product in 8 bits."""
+    rowwise = context.rowwise(call.op)
+    return None if rowwise is None else (EightBitProduct(call.op.short, rowwise=rowwise), call.args)
 
 
 def _drawn(call: Call, context: Context) -> Replacement | None:

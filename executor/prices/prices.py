@@ -43,7 +43,8 @@ _NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
     "detach", "alias", "lift_fresh", "record_stream",
 }  # fmt: skip
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmm_": 1}  # place of the left operand
+# place of the left operand
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmm_": 1, "_scaled_mm": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class Prices:
         device = self.cluster.device
         if not flops:
             return stream_seconds(device, moved)
-        dtype = _DTYPES.get(made[0].dtype, "fp32")
+        dtype = "fp8" if name == "_scaled_mm" else _DTYPES.get(made[0].dtype, "fp32")
         if "attention" in name:
             keys = args[2 if "backward" in name else 1].shape[-2]
             return attention_seconds(device, dtype, flops, keys, moved)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules import SCHEDULES, backward_follows_forward
 from meshwright.executor.backward import WeightGradientQueue
@@ -54,7 +55,7 @@ class Builder:
         splits = SCHEDULES[self.plan.schedule].splits_backward and backend is None
         self.weight_gradients = WeightGradientQueue() if splits else None
         self.lowering = self.at(checked)
-        self.dtype = COMPUTE[self.plan.precision]
+        self.dtype = COMPUTE[wide(self.plan.precision)]
         self.parameters = RankParameters(checked, user.module, place, self.dtype)
         self.shared = self.parameters.shared
         self.tied = self.parameters.tied

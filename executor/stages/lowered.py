@@ -185,6 +185,7 @@ class StageLowering:
             totals=frozenset(r for op in self.graph.derived for r in self._kinds(op)),
             weight_gradients=self.weight_gradients,
             deferrable=self._deferrable(blocks),
+            precision=self.plan.precision,
         )
         return Lowering(
             context=context,

@@ -35,7 +35,7 @@ PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
 OFFLOADS = ("optimizer", "activations")  # what may lie in host memory
 RUNS = {"recompute": RECOMPUTE}
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_rowwise")
 _PARTS = ("dp_shard", "hpz")  # of the data axis
 
 

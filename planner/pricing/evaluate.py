@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.kernels import collective_time, group_for, send_seconds
 from meshwright.costmodel.operators import Problem, Setting
@@ -228,7 +229,7 @@ def price_stages(
         everyone = group_for(cluster, size=plan.num_ranks, stride=1)
         step_s = timeline.validated_s(streams, collective_time("all_reduce", 24, everyone, cluster))
         bubble = timeline.validated_bubble(step_s)
-    peak = cluster.device.flops(plan.precision) * plan.num_ranks
+    peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     active = tuple(
         in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)

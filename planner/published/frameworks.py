@@ -39,6 +39,9 @@ FLEX_ATTENTION = ((r"A100", 0.86), (r"", 1.08))
 # on EFA (0 to 0.3) and Qwen3-30B-A3B on InfiniBand (0.6). What CUDA graphs leave is assumed.
 GRAPHED_HOST = 0.3
 EXCHANGE_HIDDEN = 0.4
+# Transformer Engine of early 2024 ran FlashAttention-2 on Hopper, cuDNN's kernel later: steps of a
+# million tokens of NeMo 24.03, nearly all attention, take what that takes
+EARLY_ENGINE = r"NeMo 24\.03"
 # what libraries that send a token once to each node are called, and their seconds a message
 MESSAGE_S = ((r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6), (r"DeepEP|HybridEP|Hybrid-EP", 0.0))
 
@@ -166,7 +169,7 @@ _KNOWN = (
     (r"llm-foundry", _FOUNDRY),
     (r"Automodel.*\bTE\b", _AUTOMODEL),
     (r"FSDP", _FSDP),
-    (r"NeMo/|Megatron-Bridge", _CORE),
+    (r"NeMo\b(?! Megatron launcher)|Megatron-Bridge", _CORE),
     (r"Megatron-Core|Mcore|core_r\d", _CORE_SCRIPT),
     (r"NeMo Megatron launcher", _NEMO_LAUNCHER),
     (r"ZeRO-3", _ZERO_3),
@@ -197,6 +200,11 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
         target = replace(framework.target, fusion="full", host_scale=COMPILED_HOST)
         framework = replace(
             framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
+        )
+    if re.search(EARLY_ENGINE, name):
+        target = replace(framework.target, tuned_attention=False)
+        framework = replace(
+            framework, target=target, assumptions=(*framework.assumptions, "FlashAttention-2")
         )
     if "flash" in notes:
         framework = replace(framework, attention="fused")

@@ -247,12 +247,14 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
 
 def _precision(cells: _Cells) -> str:
     text = cells.text("precision").lower()
-    if "fp8" in text or "fp4" in text:
-        raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16")
+    if "mx" in text or "fp4" in text:
+        raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16, fp8")
+    if "fp8" in text:
+        return "fp8_rowwise" if "row" in text else "fp8"
     for known, precision in _PRECISIONS.items():
         if known in text:
             return precision
-    raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16")
+    raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16, fp8")
 
 
 def _zero(cells: _Cells) -> int:
@@ -280,6 +282,9 @@ def _recompute(cells: _Cells) -> tuple[str, float]:
         return "full", 0.5
     if "fraction of blocks" in text:
         return "full", _repeated_part(cells)
+    some = re.search(r"recompute_num_layers=(\d+)", cells.text("notes"))
+    if text.startswith("full (partial") and some:
+        return "full", min(1.0, int(some[1]) / cells.whole("layers"))
     for known in ("none", "full", "selective"):
         if text.startswith(known):
             if text not in ("none", "full", "selective"):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
@@ -145,7 +146,7 @@ class Details:
             sum(getattr(w, name) * len(r) for w, r in zip(self._works, plan.devices, strict=True))
             for name in ("flops", "repeated_flops")
         )
-        peak = self.problem.cluster.device.flops(plan.precision)
+        peak = self.problem.cluster.device.flops(wide(plan.precision))
         rows_per_s, length = plan.global_batch_size / step_s, sequence_length(self.problem)
         fastest_s, slowest_s = prediction.step_interval_s
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.fp8 import FP8, wide
+from meshwright.costmodel.operators import Problem, op_flops
+from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import Assignment, data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
@@ -186,6 +188,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
             "operators is of fp32, and not used"
         )
+    if evaluation.plan.precision in FP8:
+        lines.append(_in_fp8(problem, evaluation.plan.precision))
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
@@ -220,12 +224,25 @@ def _software(target: Target, *, hides: bool) -> str:
     return f"target {target.name}: kernels fused: {target.fusion}; {', '.join(words)}{without}"
 
 
+def _in_fp8(problem: Problem, precision: str) -> str:
+    """What is in 8 bits, and how it is scaled."""
+    graph, table = problem.graph, problem.factors
+    whole = sum(op_flops(table, op) for op in graph.ops if table.ops[op.name].flops)
+    part = sum(op_flops(table, op) for op in graph.ops if is_fp8(graph, op)) / whole
+    by = "row" if precision == "fp8_rowwise" else "tensor"
+    where = "" if "fp8" in problem.cluster.device.peak_flops else ", emulated on this device"
+    return (
+        f"layers' products, {part:.0%} of the FLOPs, are in 8-bit floats scaled by {by}{where}; "
+        "attention, embedding, head and all else in bf16, whose peak MFU is of"
+    )
+
+
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Notes on a precision without units, on operators without a sharding rule, on all-gathers over
     the data axis, and on operators in which rows of a batch meet."""
     graph, factors, notes = problem.graph, problem.factors, []
     precision, device = evaluation.plan.precision, problem.cluster.device
-    faster = max(device.peak_flops, key=device.flops)
+    precision, faster = wide(precision), device.fastest
     if precision not in device.peak_flops and device.flops(faster) > device.flops(precision):
         times = device.flops(faster) / device.flops(precision)
         notes.append(

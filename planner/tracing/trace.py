@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
@@ -63,7 +64,12 @@ from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    **dict.fromkeys(FP8, torch.bfloat16),
+}
 SYMBOLIC = "traced by torch.fx.symbolic_trace, not torch.export alone"
 
 

@@ -4,10 +4,19 @@ import csv
 from pathlib import Path
 
 PUBLISHED = Path(__file__).with_name("published.csv")
+PUBLISHED_FP8 = Path(__file__).with_name("published_fp8.csv")  # on which nothing is fitted
 
 
 def published_rows(source: str = "", folder: Path | None = None) -> list[dict[str, str]]:
     """Rows whose source contains a text, of `published.csv` or of a folder's `step_times.csv`."""
-    path = folder / "step_times.csv" if folder else PUBLISHED
+    return _read(folder / "step_times.csv" if folder else PUBLISHED, source)
+
+
+def fp8_rows(source: str = "") -> list[dict[str, str]]:
+    """Rows of steps with products in 8 bits, of dense models."""
+    return _read(PUBLISHED_FP8, source)
+
+
+def _read(path: Path, source: str) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return [row for row in csv.DictReader(file) if source in row["source"]]

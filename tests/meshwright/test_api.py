@@ -256,7 +256,7 @@ def test_a_cluster_too_small_says_how_much_is_missing() -> None:
         ({"global_batch_size": True}, "global_batch_size=True; legal"),
         ({"time_limit_s": -1}, "time_limit_s=-1; legal: seconds, 0 or more"),
         ({"time_limit_s": "1"}, "time_limit_s='1'; legal: seconds"),
-        ({"precision": "fp8"}, "precision='fp8'; legal: fp32, bf16, fp16"),
+        ({"precision": "fp4"}, "precision='fp4'; legal: fp32, bf16, fp16, fp8"),
         ({"optimizer": "foo"}, "optimizer='foo'.*adam.*sgd"),
         ({"cluster": "h100-sxm"}, "cluster='h100-sxm' is a str; legal: a Cluster"),
         ({"overrides": {"tp": 2}}, "overrides=.*is a dict; legal: Overrides"),

@@ -83,8 +83,8 @@ class TestValues:
     def test_missing_dtype_runs_at_fp32_rate(self) -> None:
         assert _device().flops("bf16") == 20.0
         assert _device().flops("fp16") == 10.0
-        with pytest.raises(ValueError, match="dtype 'fp8' is unknown"):
-            _device().flops("fp8")
+        with pytest.raises(ValueError, match="dtype 'fp4' is unknown"):
+            _device().flops("fp4")
 
     def test_equal_by_value_and_hashable(self) -> None:
         one, two = (Cluster.from_catalog("h100-sxm", num_nodes=n) for n in (1, 2))

@@ -196,7 +196,7 @@ BLOCKS = ("embed", "layers.0", "layers.1", "layers.2", "head")
 BAD_PLANS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("model", {"model": "feed"}, {}, "made for model=feed, but this model is .*plan again"),
     ("schedule", {"schedule": "1b1f"}, {}, "schedule='1b1f'; legal: .*1f1b"),
-    ("precision", {"precision": "fp8"}, {}, "precision='fp8'; legal: fp32, bf16, fp16"),
+    ("precision", {"precision": "fp4"}, {}, "precision='fp4'; legal: fp32, bf16, fp16, fp8"),
     ("m", {"num_microbatches": 3}, {}, "num_microbatches=3 does not divide.*=16; legal: 1, 2, 4"),
     ("m zero", {"num_microbatches": 0}, {}, "num_microbatches=0; legal: an integer from 1"),
     ("batch", {"global_batch_size": True}, {}, "global_batch_size=True; legal"),

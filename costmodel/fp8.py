@@ -1,0 +1,87 @@
+"""Products in 8-bit floats: which there are, how operands are scaled, and what casting them moves.
+
+Precision "fp8" (one scale for each tensor) and "fp8_rowwise" (one for each row of what is summed
+over) is bf16 but for products x·Wᵀ with a parameter in layers: in blocks that are the same program
+as another one. The embedding and the head have no such twin, and stay. A tensor x is rounded to
+8 bits by the largest number in it,
+
+    s = the least power of two with  max |x| <= s · M,    q = fp8(x / s),    x ≈ s q
+
+M = 448 for e4m3, in which operands are, and 57344 for e5m2, in which gradients are where scales are
+of tensors. A scale that is a power of two moves no element on the grid of a floating-point format
+but those below its least normal number: of the same tensor in parts, each with a scale of its own,
+every element is rounded as if the scale were of the whole, but for those below
+
+    2^-6 / 448 · max |x| = 3.5e-5 max |x|  (e4m3),    2^-14 / 57344 · max |x| = 1.1e-9 max |x|
+
+whose error is at most 2^-10 s < 4.4e-6 max |x| (e4m3). So ranks, and micro-batches, scale what they
+have by themselves, and nothing is sent.
+
+The largest number, the quotient and the cast are three kernels in eager torch, two passes where
+they are fused; a product whose operand lies the other way round (fp8 units take rows by columns)
+copies it in 8 bits. Where scales are those of earlier steps (`Target.delayed_scaling`: Transformer
+Engine's), a tensor is read once, for both ways, and a weight once a step, which is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.costmodel.target import Target
+
+FP8 = ("fp8", "fp8_rowwise")
+WIDE = "bf16"  # what all but the products is in
+SIDE = 16  # fp8 units take products whose columns and depth are multiples of it
+# kernels for each tensor cast: the largest, the scale in a few, the quotient, the cast
+EAGER_CALLS, FUSED_CALLS = 11, 2
+# bytes moved for each element, of 2 bytes before
+EAGER_CAST = 2.0 + 4.0 + 3.0
+FUSED_CAST = 2.0 + 3.0
+DELAYED_CAST = 4.0  # read, written both ways
+TRANSPOSED = 2.0  # 8 bits, read and written
+
+
+def wide(precision: str) -> str:
+    """The precision of all that is no product in 8 bits."""
+    return WIDE if precision in FP8 else precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Bytes that casts move, and how many kernels they take."""
+
+    nbytes: float
+    calls: float
+
+
+def casts_of(
+    precision: str, target: Target, x: float, w: float, y: float
+) -> tuple[Cast, Cast, Cast]:
+    """What is cast for a product of x and w, whose result's gradient is y, elements each: in the
+    forward, for the gradient of x, and for that of w. With scales by rows each product casts its
+    operands anew, along what it sums over; with one for each tensor y is cast once."""
+    if target.delayed_scaling:
+        return (
+            Cast(nbytes=DELAYED_CAST * x, calls=0),
+            Cast(nbytes=DELAYED_CAST * y, calls=0),
+            Cast(nbytes=0.0, calls=0),
+        )
+    eager = target.fusion == "none"
+    each, turning = (EAGER_CAST, TRANSPOSED) if eager else (FUSED_CAST, 0.0)
+    calls = EAGER_CALLS if eager else FUSED_CALLS
+    again = precision == "fp8_rowwise"
+    return (
+        Cast(nbytes=each * (x + w), calls=2 * calls),
+        Cast(nbytes=each * (y + w) + turning * w, calls=2 * calls + eager),
+        Cast(
+            nbytes=each * (x + again * y) + turning * (x + y), calls=(1 + again) * calls + 2 * eager
+        ),
+    )
+
+
+def cast_calls(target: Target) -> float:
+    """Operators that the host issues beside a product's own, of a forward; a backward has twice as
+    many, at most."""
+    if target.delayed_scaling:
+        return 0.0
+    return 2 * (EAGER_CALLS if target.fusion == "none" else FUSED_CALLS)

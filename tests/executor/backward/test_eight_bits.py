@@ -1,0 +1,158 @@
+"""Products in 8 bits against rounding by definition in double precision; scales of parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from meshwright.executor.backward import EightBitProduct, eight_bits
+from meshwright.executor.backward.eight_bits import rounded
+
+FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
+few = settings(deadline=None, max_examples=30)
+KINDS = pytest.mark.parametrize("dtype", FORMATS)
+BY_ROWS = pytest.mark.parametrize("rowwise", [False, True])
+M, K, N = 24, 48, 32
+
+
+def numbers(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Of both signs and many magnitudes, in bf16."""
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=drawn) * torch.randn(shape, generator=drawn).mul(3).exp2()
+    return (scale * x).bfloat16()
+
+
+def by_definition(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All of x rounded to the nearest on the grid of one scale, in double precision."""
+    most, bits, least = FORMATS[dtype]
+    x = x.double()
+    largest = float(x.abs().max())
+    if largest == 0:
+        return x
+    scale = 2.0 ** math.ceil(math.log2(largest / most))
+    assert largest / most <= scale < 2 * largest / most
+    exponent = (x / scale).abs().clamp(min=2.0**-200).log2().floor().clamp(min=least)
+    step = (exponent - bits).exp2()
+    return (x / scale / step).round() * step * scale  # half to even
+
+
+def wanted(x: torch.Tensor, dtype: torch.dtype, *, rowwise: bool) -> torch.Tensor:
+    if not rowwise:
+        return by_definition(x, dtype)
+    return torch.stack([by_definition(row, dtype) for row in x])
+
+
+@KINDS
+@BY_ROWS
+@few
+@given(seed=st.integers(0, 1000), power=st.integers(-60, 60))
+def test_rounding_is_to_the_nearest_on_the_least_scale(
+    dtype: torch.dtype, rowwise: bool, seed: int, power: int
+) -> None:
+    x = numbers(seed, 5, 33, scale=2.0**power)
+    x[1] = 0
+    found = rounded(x, dtype, rowwise=rowwise)
+    assert torch.equal(found.wide().double(), wanted(x, dtype, rowwise=rowwise))
+
+
+@KINDS
+@few
+@given(seed=st.integers(0, 1000), parts=st.integers(1, 6))
+def test_parts_with_scales_of_their_own_are_rounded_as_the_whole(
+    dtype: torch.dtype, seed: int, parts: int
+) -> None:
+    """But far below the largest: there the error is a subnormal's half step."""
+    most, bits, least = FORMATS[dtype]
+    x = numbers(seed, 12, 40)
+    whole = rounded(x, dtype, rowwise=False).wide()
+    apart = torch.cat([rounded(part, dtype, rowwise=False).wide() for part in x.chunk(parts)])
+    largest = float(x.float().abs().max())
+    normal = x.float().abs() >= 2 * 2.0**least / most * largest
+    assert torch.equal(whole[normal], apart[normal])
+    assert float((whole - apart).abs().max()) <= 2 * 2.0 ** (least - bits - 1) / most * 2 * largest
+
+
+@BY_ROWS
+@KINDS
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, rowwise: bool, value: str) -> None:
+    x = numbers(1, 3, 5)
+    x[1, 2] = float(value)
+    assert not bool(rounded(x, dtype, rowwise=rowwise).wide()[1].isfinite().all())
+
+
+def test_zeros_and_the_least_and_largest_numbers_have_scales() -> None:
+    for value in (0.0, 1e-38, 3e38):
+        x = torch.full((2, 2), value, dtype=torch.bfloat16)
+        found = rounded(x, torch.float8_e4m3fn, rowwise=False)
+        assert 0 < float(found.scale) < math.inf
+        assert torch.allclose(found.wide(), x.float(), rtol=0.07, atol=2.0**-126)
+
+
+@BY_ROWS
+@pytest.mark.parametrize(
+    ("operator", "biased"),
+    [("linear", True), ("linear", False), ("addmm", True), ("matmul", False)],
+)
+def test_products_and_their_gradients_are_those_of_rounded_operands(
+    operator: str, biased: bool, rowwise: bool
+) -> None:
+    """In fp32 results would be exact; they are rounded to bf16, once or, with a vector, twice."""
+    shape = (N, K) if operator == "linear" else (K, N)
+    x = nn.Parameter(numbers(1, M, K))
+    w, b = nn.Parameter(numbers(2, *shape)), nn.Parameter(numbers(3, N))
+    grad = numbers(4, M, N)
+    given = {"linear": (x, w, b), "addmm": (b, x, w), "matmul": (x, w)}[operator]
+    found = EightBitProduct(operator, rowwise=rowwise)(*given[: 3 if biased else 2])
+    found.backward(grad)
+    e4m3, e5m2 = FORMATS
+    gradients = e4m3 if rowwise else e5m2
+
+    def round_(t: torch.Tensor, dtype: torch.dtype = e4m3) -> torch.Tensor:
+        return wanted(t.detach(), dtype, rowwise=rowwise)
+
+    lying = w.detach() if operator == "linear" else w.detach().t()
+    y = round_(x) @ round_(lying).t() + (b.detach().double() if biased else 0.0)
+    of_x = round_(grad, gradients) @ round_(lying.t()).t()
+    of_w = round_(grad.t(), gradients) @ round_(x.detach().t()).t()
+    assert x.grad is not None and w.grad is not None
+    of_w = of_w if operator == "linear" else of_w.t()
+    for made, exact in ((found, y), (x.grad, of_x), (w.grad, of_w)):
+        off = (made.detach().double() - exact).abs()
+        assert float((off / (exact.abs() + 2**-4 * exact.abs().max())).max()) < 2**-6
+    assert (b.grad is not None) is biased
+
+
+@BY_ROWS
+def test_units_give_what_emulation_gives(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch._scaled_mm` on this CPU, for an uneven number of rows, too."""
+    for m in (M, 32, 7):
+        both = []
+        for units in (False, True):
+            monkeypatch.setattr(eight_bits, "has_units", lambda device, units=units: units)
+            x, w = nn.Parameter(numbers(1, m, K)), nn.Parameter(numbers(2, N, K))
+            try:
+                y = EightBitProduct("linear", rowwise=rowwise)(x, w)
+            except RuntimeError as error:
+                if "only supports per-tensor scaling for CPU" not in str(error):
+                    raise
+                pytest.skip("this torch has no such product on CPUs")
+            y.backward(numbers(4, m, N))
+            both.append((y.detach(), x.grad, w.grad))
+        for emulated, unit in zip(*both, strict=True):
+            assert emulated is not None and unit is not None
+            off = (emulated - unit).float().abs().max() / emulated.float().abs().max()
+            assert float(off) < 2**-7
+
+
+def test_nothing_but_operands_is_kept() -> None:
+    kept: list[torch.Tensor] = []
+    x, w = nn.Parameter(numbers(1, M, K)), nn.Parameter(numbers(2, N, K))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        EightBitProduct("linear", rowwise=False)(x, w)
+    assert {t.data_ptr() for t in kept} == {x.data_ptr(), w.data_ptr()}
