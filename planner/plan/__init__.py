@@ -11,7 +11,13 @@ from meshwright.planner.plan.expert_parallel import (
     has_experts,
     runs_experts,
 )
-from meshwright.planner.plan.flow import crossings, spread_of, stage_of, stages_of_parameters
+from meshwright.planner.plan.flow import (
+    crossings,
+    shared_apart,
+    spread_of,
+    stage_of,
+    stages_of_parameters,
+)
 from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
 from meshwright.planner.plan.offload import away_blocks, check_offload, offloaded_parameters
 from meshwright.planner.plan.plan import (
@@ -59,6 +65,6 @@ __all__ = [
     "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together",
     "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "placement_of",
     "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
-    "seconds", "segments_of", "sized", "slower", "spread_of", "stage_of", "stages_of_parameters",
-    "ulysses_degrees", "updates_of",
+    "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of", "stage_of",
+    "stages_of_parameters", "ulysses_degrees", "updates_of",
 ]  # fmt: skip

@@ -43,3 +43,12 @@ def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]
         for value in block.parameters:
             holders.setdefault(value, {})[owner[block.name]] = None
     return {value: tuple(sorted(stages)) for value, stages in holders.items()}
+
+
+def shared_apart(plan: Plan, graph: Graph) -> tuple[str, ...]:
+    """Parameters that stages on different ranks hold, whose gradients meet before a step."""
+    return tuple(
+        graph.parameters[value]
+        for value, stages in stages_of_parameters(plan, graph).items()
+        if len({plan.stages[k].ranks for k in stages}) > 1
+    )

@@ -41,7 +41,7 @@ from meshwright.planner.plan import (
     StagePlan,
     check_plan,
     crossings,
-    stages_of_parameters,
+    shared_apart,
 )
 from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.course import plan_peaks
@@ -225,10 +225,12 @@ def price_stages(
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     timeline, streams = _simulate(plan, coster, stages, send_scale)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.post_validation and not _meets(plan, coster):
+    if plan.post_validation and not shared_apart(plan, coster.graph):
         everyone = group_for(cluster, size=plan.num_ranks, stride=1)
-        step_s = timeline.validated_s(streams, collective_time("all_reduce", 24, everyone, cluster))
-        bubble = timeline.validated_bubble(step_s)
+        verdict_s = collective_time("all_reduce", 24, everyone, cluster)
+        # where it takes too long, no more than a common end does, whose own sums have no price
+        step_s = min(step_s, timeline.validated_s(streams, verdict_s))
+        bubble = min(bubble, timeline.validated_bubble(step_s))
     peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     active = tuple(
@@ -315,13 +317,6 @@ def _stage_parts(
         stored.update(parameters)
     sent = sent_of(stage, blocks, pricer, setting)
     return setting, sums, stage_recompute(stage, blocks, pricer), sent
-
-
-def _meets(plan: Plan, coster: StageCoster) -> bool:
-    """Whether a parameter of stages on different ranks sums its gradients before the step, which
-    ends together there."""
-    held = stages_of_parameters(plan, coster.graph).values()
-    return any(len({plan.stages[k].ranks for k in stages}) > 1 for stages in held)
 
 
 def _simulate(

@@ -21,6 +21,7 @@ from meshwright.planner.plan import (
     meeting_words,
     mesh_words,
     recompute_words,
+    shared_apart,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
@@ -259,6 +260,11 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
         notes.append(
             "the whole micro-batch is gathered on every data-parallel rank for "
             f"{_several(layout.gathered)}"
+        )
+    if evaluation.plan.post_validation and (apart := shared_apart(evaluation.plan, graph)):
+        notes.append(
+            f"stages on different ranks share {_several(apart)}: its gradients meet before the "
+            "optimizer's step, so that validating it afterwards gains nothing"
         )
     meetings, count = row_use(graph, factors).meetings, evaluation.plan.num_microbatches
     if meetings:

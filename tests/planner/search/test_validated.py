@@ -13,8 +13,10 @@ from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing.evaluate import Evaluator
+from meshwright.planner.report.explain import explain_plan
 from tests.helpers.enumeration import limited
-from tests.helpers.planning import linears
+from tests.helpers.planning import cluster, linears, problem_of
+from tests.parity.parity_cells import Cell, plan_of
 from tests.planner.search.test_search import BATCH, CLUSTERS, search, searching
 
 ON, OF = CLUSTERS["fast wires"], linears(512, 8, BATCH, 64)
@@ -68,6 +70,18 @@ def test_what_it_saves_and_what_it_costs() -> None:
     ]
     assert sum(more) / 4 == pytest.approx(12 * parameters, rel=0.1)
     assert one.stages[0].optimizer_s == pytest.approx(two.stages[0].optimizer_s * (1 + 24 / 28))
+
+
+@pytest.mark.parametrize(("schedule", "gains"), [("zb_h2", False), ("zb_v", True)])
+def test_a_parameter_of_two_stages_ends_a_step_together(schedule: str, gains: bool) -> None:
+    """Unless both lie on the same ranks, as a pipeline's ends do under ZB-V."""
+    plan, of = plan_of(Cell.parse(f"gpt2_tied pp2 {schedule} m8"))
+    evaluator = Evaluator(problem_of(of, cluster(2, flops=1e9, bandwidth=1e12), precision="fp32"))
+    priced = evaluator.price(replace(plan, post_validation=True))
+    if not gains:
+        assert priced.prediction.step_time_s == priced.timeline.step_time_s
+    notes = " ".join(explain_plan(priced, evaluator.problem, {}).notes)
+    assert ("gains nothing" in notes) == (not gains)
 
 
 def test_a_plan_file_keeps_it() -> None:
