@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright import Cluster, auto_parallelize
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
-from tests.helpers.memory_pools import HOST, MemoryPools, PoolError
+from tests.helpers.memory_pools import HOST, MemoryPools
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_launch import on_ranks, run_all
@@ -97,32 +97,11 @@ def resident(folder: Path, cell: Cell) -> dict[str, Any]:
     return {"host": sum(held), "priced": priced, "device": device, "left": pools.live[HOST]}
 
 
-def budget(folder: Path) -> dict[str, Any]:
-    """With activations in host memory a step passes a budget of the device that it does not pass
-    without; a host of too small a budget is an error."""
-    measured = MemoryPools()
-    _stepped(measured, folder, RESIDENT[0])
-    room = measured.peak["device"] * 1.02
-    _stepped(MemoryPools(device_bytes=room), folder, RESIDENT[0])
-    refused = []
-    for pools, cell in (
-        (MemoryPools(device_bytes=room), replace(RESIDENT[0], away=0)),
-        (MemoryPools(host_bytes=measured.peak[HOST] // 2), RESIDENT[0]),
-    ):
-        try:
-            _stepped(pools, folder, cell)
-        except PoolError as error:
-            refused.append(str(error).split(":")[0])
-        launch.agree_on(lambda: None)
-    return {"said": refused}
-
-
 def main(folder: Path) -> None:
     work: dict[str, Callable[[], dict[str, Any]]] = {
         cell.name: partial(run_cell, folder, cell) for cell in CELLS
     }
     work |= {cell.name: partial(resident, folder, cell) for cell in RESIDENT}
-    work["budget"] = partial(budget, folder)
     run_all(work, folder, "")
 
 
