@@ -5,8 +5,10 @@ memory, 4 + 4 + moments bytes each, and the optimizer steps there: it reads and 
 on a device, at the rank's part of the bandwidth that the host's cores reach. Over the host link go,
 in fp32,
 
-    ZeRO-0 to 2   once a step: gradients after the last backward, exposed; weights beside the first
-                  forward, as ZeRO's gathers are hidden
+    ZeRO-0 to 2   once a step weights, beside the first forward, as ZeRO's gathers are hidden;
+                  gradients beside the backward that makes them whole: that of every micro-batch
+                  where no ranks sum them, or ZeRO-2 scatters them (the host adds up those of
+                  several, and is waited for), else the last; after it among replicas of shards
     ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
                   scattered, beside compute; where there are several micro-batches, torch waits for
                   each gradient and adds it up on the host
@@ -55,6 +57,20 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
         step_s=step_bytes * moved / bandwidth,
         nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved,
     )
+
+
+def sends_each(setting: Setting) -> bool:
+    """Whether every backward sends its gradients to the host, below ZeRO-3: no rank adds to them,
+    or ZeRO-2 has scattered them."""
+    if setting.dp * setting.cp == 1:
+        return True
+    return setting.zero == 2 and setting.shards == setting.dp * setting.cp
+
+
+def sent_gradients(setting: Setting) -> float:
+    """The part of the gradients that goes to the host as backwards make it, below ZeRO-3."""
+    last = setting.num_microbatches == 1 and setting.shards == setting.dp * setting.cp
+    return setting.host_states if last or sends_each(setting) else 0.0
 
 
 def link_bandwidth(setting: Setting, kind: str) -> float:

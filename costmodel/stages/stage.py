@@ -39,7 +39,7 @@ from meshwright.costmodel.memory import (
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
-from meshwright.costmodel.stages.offload import HostCosts, host_costs
+from meshwright.costmodel.stages.offload import HostCosts, host_costs, sends_each, sent_gradients
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 
@@ -165,16 +165,20 @@ def _with_data_axis(
     elif setting.zero:
         reduce = replicated(backward, scatter, replicate, gradients)
         reduce = reduce + added(forward, gather, parameters) + _copy_s(sums, setting)
+        comm = scatter
         if setting.zero == 2:
             to_backward = added(backward, scatter, gradients)
         else:
             reduce = reduce + added(backward, scatter, gradients)
     else:
-        reduce = added(backward, sums.reduce_s, gradients)
+        comm = sums.reduce_s
+        reduce = added(backward, comm, gradients)
     if setting.zero < 3 and setting.host_states:
         gather = sums.gather_s if setting.zero else np.zeros(())
         fetched = added(forward, gather + host.fetched_s, True) - added(forward, gather, True)
-        reduce = reduce + fetched + host.returned_s
+        sent = added(backward, comm + host.returned_s, True) - added(backward, comm, True)
+        each, once = _of_gradients(sent, setting, host)
+        to_backward, reduce = to_backward + each, reduce + fetched + once
     return _Passes(
         forward_s=forward + to_forward,
         backward_s=backward + to_backward,
@@ -182,6 +186,15 @@ def _with_data_axis(
         backward_comm_s=to_backward,
         reduce_s=reduce,
     )
+
+
+def _of_gradients(sent: Floats, setting: Setting, host: HostCosts) -> tuple[Floats, Floats]:
+    """Seconds that gradients on their way to the host add to each backward and to a step, of which
+    `sent` beside one backward."""
+    if sends_each(setting):
+        return sent + host.added_s * (setting.num_microbatches > 1), np.zeros(())
+    divided = setting.shards < setting.dp * setting.cp  # among replicas, after all
+    return np.zeros(()), host.returned_s if divided else sent
 
 
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
@@ -251,6 +264,7 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         optimizer=setting.optimizer,
         target=target,
         host=setting.host_states,
+        sent=sent_gradients(setting),
     )
     kept = sums.parameters * secondary_bytes(setting)
     undone = setting.validated * undo_bytes(

@@ -287,7 +287,9 @@ def refresh_frozen(parameters: Iterable[StageParameter], *, written_only: bool =
 def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:
     """Keep this rank's ZeRO shard of gradients that were all-reduced whole."""
     for p in parameters:
-        if p.gradient is not None and p.shard_placement.sharded and not p.scattered:
+        if p.gradient is None or p.gradient.shape == p.stored.shape:  # on one rank, or already
+            continue
+        if p.shard_placement.sharded and not p.scattered:
             shard = place.holders(experts=p.experts).shard
             local = local_part(p.gradient, p.shard_placement, shard.size, shard.rank)
             p.gradient = local.contiguous()

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages import Floats, Sums, communicator_bytes
+from meshwright.costmodel.stages import Floats, Sums, communicator_bytes, sent_gradients
 from meshwright.planner.drafts import StageSetup
 from meshwright.planner.stages import Chain
 
@@ -199,6 +199,7 @@ def _states(sums: Sums, setting: Setting) -> Floats:
         optimizer=setting.optimizer,
         target=setting.target,
         host=setting.host_states,
+        sent=sent_gradients(setting),
     )
 
 

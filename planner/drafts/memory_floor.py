@@ -88,6 +88,7 @@ class MemoryFloor:
                 optimizer=problem.optimizer,
                 target=problem.target,
                 host=self.space.host_states,
+                sent=self.space.host_states,
             )
             for zero, shard in self.space.zeros(mesh)
         )

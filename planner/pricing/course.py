@@ -263,4 +263,5 @@ def _reduction(setting: Setting) -> Reduction:
         bucket_bytes=target.bucket_bytes,
         alone_bytes=target.alone_bytes,
         received=setting.cluster.device.kind == "cpu",
+        replicated=setting.shards < setting.dp * setting.cp,
     )

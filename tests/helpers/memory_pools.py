@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from meshwright.executor.parameters import gradients_to_host
 from meshwright.executor.parameters import parameters as crossing
 
 DEVICE, HOST = "device", "host"
@@ -57,7 +58,11 @@ class MemoryPools(TorchDispatchMode):
     def crossing(self) -> Iterator[None]:
         """Context in which the executor's `to_host` makes tensors of the host, and all is
         counted."""
-        with mock.patch.object(crossing, "to_host", self._to_host), self:
+        with (
+            mock.patch.object(crossing, "to_host", self._to_host),
+            mock.patch.object(gradients_to_host, "to_host", self._to_host),
+            self,
+        ):
             yield
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.executor import stand_in
-from meshwright.executor.parameters import whole_of
+from meshwright.executor import devices, stand_in
+from meshwright.executor.parameters import parameters, whole_of
 from meshwright.executor.parameters.host_memory import Aside, fill
 from meshwright.executor.rehearsal import Rehearsal
 
@@ -42,3 +43,6 @@ def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) 
             leaf = torch.empty(4, device=device)
             fill(leaf, torch.empty(4))
         aside.wait(aside.mark())
+        waits = SimpleNamespace(offload=True, gradient=torch.empty(4, device=device))
+        parameters._to_host([waits], device)  # type: ignore[list-item]
+        assert waits.gradient.device == devices.HOST
