@@ -96,8 +96,9 @@ def _searched(
             result = search.run()
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
-    if result.host_states != search.space.host_states:
-        search = search.offloading(result.host_states)  # the space of what is compared
+    there = (result.host_states, result.host_weights)
+    if there != (search.space.host_states, search.space.host_weights):
+        search = search.offloading(*there)  # the space of what is compared
     report = explain_search(result, problem, phases_s)
     given = restrict(request.overrides, problem.graph, allow=problem.allow)
     unheeded = without_effect(given, result.best.plan, result.best.assignments)

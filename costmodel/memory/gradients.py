@@ -24,12 +24,14 @@ FP32 = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """A trained parameter: local elements, the ranks among which ZeRO divides it, the first block
-    (by number in its stage) that reads it, and whether its states lie in host memory."""
+    (by number in its stage) that reads it, and whether its states lie in host memory, and its
+    weights, too (`away`)."""
 
     numel: float
     shards: float
     block: int
     host: bool = False
+    away: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The price of a stage: the sums of its blocks, its memory, whether it fits."""
 
 from meshwright.costmodel.stages.course import BlockBytes, Peak, StageBytes, course_peaks
-from meshwright.costmodel.stages.offload import sent_gradients
+from meshwright.costmodel.stages.offload import sent_gradients, weights_there
 from meshwright.costmodel.stages.peak import (
     fits,
     peak_bytes,
@@ -34,4 +34,5 @@ __all__ = [
     "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes", "course_peaks", "fits",
     "held_bytes", "of_one", "of_policy", "parameter_sums", "peak_bytes", "room_bytes",
     "secondary_bytes", "sent_gradients", "shortfall_bytes", "stage_bytes", "stage_costs",
+    "weights_there",
 ]  # fmt: skip

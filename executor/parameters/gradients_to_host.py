@@ -14,7 +14,7 @@ import torch
 
 from meshwright.costmodel.target import SENT_AT_ONCE
 from meshwright.executor.devices import to_host
-from meshwright.executor.parameters.host_memory import Aside
+from meshwright.executor.host_memory import Aside
 
 
 class GradientsToHost:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.executor.devices import to_device
 from meshwright.executor.lowering import Lowered, block_salt
+from meshwright.executor.parameters import BlockWeights
 from meshwright.executor.stages.segments import run_segment
 
 _Values: TypeAlias = Mapping[str, torch.Tensor]
@@ -119,6 +120,7 @@ class StageProgram(nn.Module):
         self.graphs = graphs
         self.device = device
         self.ready: Callable[[str], None] | None = None
+        self.away: BlockWeights | None = None  # weights that are there for a block's run alone
 
     def take(self, graphs: StageGraphs) -> None:
         """Run these graphs from now on, on the same parameters and buffers."""
@@ -165,7 +167,10 @@ class StageProgram(nn.Module):
                 continue
             for block in self.blocks[span.start : span.stop]:
                 self._announce(block)
-                values |= _run(block, values, counts, random)
+                made = _run(block, values, counts, random)
+                if self.away is not None and block.lowered.name in self.away.away:
+                    self._return(block.lowered.name, made.values())
+                values |= made
         if self.training:
             with torch.no_grad():
                 for (
@@ -180,6 +185,15 @@ class StageProgram(nn.Module):
     def _announce(self, block: BlockModule) -> None:
         if self.ready is not None:
             self.ready(block.lowered.name)
+
+    def _return(self, block: str, made: Iterable[torch.Tensor]) -> None:
+        """Have a block's weights come back before its backward, which the first gradient of what
+        it made begins."""
+        assert self.away is not None
+        again = self.away.backward
+        for x in made:
+            if x.requires_grad:
+                x.register_hook(lambda _: again(block))
 
     def _segment(
         self, span: range, values: _Values, counts: _Values, random: _Values
@@ -245,8 +259,12 @@ class StageProgram(nn.Module):
             elif name in gradients:
                 roots.append(tensor)
                 seeds.append(gradients[name])
+        if self.away is not None:
+            self.away.begin_backward()
         if roots:
             torch.autograd.backward(roots, seeds)
+        if self.away is not None:
+            self.away.let_go()
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in self.differentiable(done).items()

@@ -161,7 +161,7 @@ def _stage_plan(
         quantized=draft.setup.quantized,
         recompute=recompute_of(names, policies),
         segments=draft.segments,
-        offload={"optimizer": draft.setup.host_states} if draft.setup.host_states else {},
+        offload=draft.setup.offload,
     )
 
 

@@ -16,7 +16,7 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
     and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs; `host_states` and `validated` as in `Setting`."""
+    gives its costs; `host_states`, `host_weights` and `validated` as in `Setting`."""
 
     mesh: Mesh
     zero: int
@@ -26,6 +26,7 @@ class StageSetup:
     quantized: str = "none"
     host_states: float = 0.0
     validated: bool = False
+    host_weights: float = 0.0
 
     @property
     def setting(self) -> Setting:
@@ -35,7 +36,15 @@ class StageSetup:
             hpz=self.hpz,
             host_states=self.host_states,
             validated=self.validated,
+            host_weights=self.host_weights if self.zero < 3 else 0.0,
         )
+
+    @property
+    def offload(self) -> dict[str, float]:
+        """What lies in host memory, as a plan has it."""
+        own = self.setting
+        given = {"optimizer": own.host_states, "weights": own.host_weights}
+        return {name: part for name, part in given.items() if part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

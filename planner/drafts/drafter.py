@@ -91,6 +91,7 @@ class Drafter:
             memory_margin=memory_margin,
             segmented=segmented,
             host_states=given or 0.0,
+            host_weights=self.restrictions.host_weights,
         )
         at = self.space.cut_at
         if programs is None:
@@ -107,20 +108,20 @@ class Drafter:
         made = type(self)(**{**self._arguments(), "programs": programs, **changes})
         made.programs.time = self.programs.time
         if made.restrictions.host_states is None and self.space.host_states:
-            made.offload(self.space.host_states)
+            made.offload(self.space.host_states, self.space.host_weights)
         return made
 
-    def offload(self, part: float) -> None:
-        """Draft with this part of the optimizer states in host memory, where the overrides leave it
-        free."""
-        self.space = replace(self.space, host_states=part)
+    def offload(self, part: float, weights: float = 0.0) -> None:
+        """Draft with these parts of the optimizer states and weights in host memory, where the
+        overrides leave them free."""
+        self.space = replace(self.space, host_states=part, host_weights=weights)
         self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
-    def offloading(self, part: float) -> Self:
-        """The same with this part of the optimizer states in host memory."""
+    def offloading(self, part: float, weights: float = 0.0) -> Self:
+        """The same with these parts of the optimizer states and weights in host memory."""
         made = self.like()
-        made.offload(part)
+        made.offload(part, weights)
         return made
 
     def _arguments(self) -> dict[str, Any]:

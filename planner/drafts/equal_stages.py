@@ -82,6 +82,7 @@ class EqualStages:
                     "chain": chain,
                     "host_states": self.space.host_states,
                     "validated": bool(self.space.restrictions.post_validation),
+                    "host_weights": self.space.host_weights,
                 }
                 yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.operators import DTYPE_BYTES
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_bytes, stage_costs
 from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Mesh, Space
@@ -92,7 +93,8 @@ class MemoryFloor:
             )
             for zero, shard in self.space.zeros(mesh)
         )
-        return any(fits(float(needed), self.space.room_bytes) for needed in states)
+        there = self.space.host_weights * part * DTYPE_BYTES[problem.precision]
+        return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
 
     def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:
         """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
@@ -102,8 +104,9 @@ class MemoryFloor:
         found = []
         for zero, shard in self.space.zeros(mesh):
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            states = self.space.host_states
+            states, weights = self.space.host_states, self.space.host_weights * (zero < 3)
             own = replace(setting, zero=zero, dp_shard=shard, host_states=states)
+            own = replace(own, host_weights=weights)
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))

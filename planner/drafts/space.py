@@ -66,17 +66,17 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The choices for one model, cluster and batch, within the user's restrictions."""
+    """The choices for one model, cluster and batch, within the user's restrictions. A
+    `memory_margin` of each device is left free; `host_states`, `host_weights` as in `Setting`."""
 
     problem: Problem
     global_batch_size: int
     restrictions: Restrictions
     memory_margin: float = 0.0
-    """Part of a device's memory that plans leave free."""
     segmented: bool = False
     """Whether stages may run again in segments, where single blocks don't free enough."""
     host_states: float = 0.0
-    """Part of each stage's optimizer states that lies in host memory."""
+    host_weights: float = 0.0
 
     @property
     def memory_bytes(self) -> float:

@@ -13,7 +13,7 @@ from meshwright.planner.plan.expert_parallel import (
 )
 from meshwright.planner.plan.flow import crossings, spread_of, stage_of, stages_of_parameters
 from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
-from meshwright.planner.plan.offload import check_offload, offloaded_parameters
+from meshwright.planner.plan.offload import check_offload, offloaded_parameters, offloaded_weights
 from meshwright.planner.plan.plan import (
     OFFLOADS,
     PLACEMENTS,
@@ -56,7 +56,8 @@ __all__ = [
     "check_plan", "check_runs", "compress_names", "compress_ranks", "counted", "crossings",
     "describe", "divisors", "expand_names", "expand_ranks", "expert_weights", "express_shardings",
     "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together",
-    "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "placement_of",
+    "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "offloaded_weights",
+    "placement_of",
     "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
     "seconds", "segments_of", "sized", "slower", "spread_of", "stage_of", "stages_of_parameters",
     "ulysses_degrees", "updates_of",

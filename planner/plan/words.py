@@ -118,8 +118,10 @@ def _recompute_words(plan: Plan) -> str:
 def _offload_words(plan: Plan) -> str:
     """62 % of the optimizer states in host memory, of the stage with the most; nothing where there
     are none."""
-    part = max(stage.offload.get("optimizer", 0.0) for stage in plan.stages)
-    return f"{offload_part(part)} optimizer states in host memory" if part else ""
+    names = {"optimizer": "optimizer states", "weights": "weights"}
+    most = {name: max(stage.offload.get(name, 0.0) for stage in plan.stages) for name in names}
+    said = [f"{offload_part(part)} {names[name]}" for name, part in most.items() if part]
+    return f"{' and '.join(said)} in host memory" if said else ""
 
 
 def offload_part(part: float) -> str:

@@ -362,8 +362,9 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         quantized=stage.quantized,
         spread=spread_of(stage),
     )
-    states = stage.offload.get("optimizer", 0.0)
-    return replace(setting, host_states=states, validated=plan.post_validation)
+    states, weights = (stage.offload.get(name, 0.0) for name in ("optimizer", "weights"))
+    setting = replace(setting, validated=plan.post_validation)
+    return replace(setting, host_states=states, host_weights=weights)
 
 
 def mesh_key(setting: Setting) -> MeshKey:

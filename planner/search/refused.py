@@ -40,7 +40,7 @@ def without_refused(search: Search) -> SearchResult:
     """The result of a search that wrote out no plan that fits, of searches without what it refused,
     then of one that runs segments again, then with host memory. Raises as `Search.run` does."""
     found, excess = _without(search) if search.refused else (None, math.inf)
-    found = found or _segmented(search) or with_host(search, _segmented)
+    found = found or _segmented(search) or with_host(search, _otherwise)
     if found is not None:
         return found
     if not search.refused or search.programs.time.over():
@@ -61,9 +61,17 @@ def _segmented(search: Search) -> SearchResult | None:
     """What fits in segments; None where they, or whether blocks run again, aren't free."""
     over = search.restrictions
     free = all(own is None for own in over.segments) and "none" not in over.recompute
+    free = free and not search.space.host_weights
     if search.segmented or not free or search.programs.time.over():
         return None
     return search.like(segmented=True).attempt()
+
+
+def _otherwise(search: Search) -> SearchResult | None:
+    """What fits in another way, of a search that found nothing: segments don't ask for weights."""
+    if not search.space.host_weights:
+        return _segmented(search)
+    return _without(search)[0] if search.refused else None
 
 
 def _without(search: Search) -> tuple[SearchResult | None, float]:

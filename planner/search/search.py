@@ -52,8 +52,8 @@ class SearchResult:
 
     No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
     there was no time to bound them all. `complete`
-    says that no time limit cut the search, or a block's program, short. `host_states` as in
-    `Space`, of the space that the plan was found in.
+    says that no time limit cut the search, or a block's program, short. `host_states` and
+    `host_weights` as in `Space`, of the space that the plan was found in.
     """
 
     candidates: tuple[Candidate | PlanDraft, ...]
@@ -65,6 +65,7 @@ class SearchResult:
     bound_s: float
     complete: bool = True
     host_states: float = 0.0
+    host_weights: float = 0.0
 
     @property
     def best(self) -> Candidate:
@@ -111,8 +112,8 @@ class Search(Drafter):
         self.drafts = self._explorer.drafts
         self.excess_bytes = math.inf  # of the closest plan that was written out
 
-    def offload(self, part: float) -> None:
-        super().offload(part)
+    def offload(self, part: float, weights: float = 0.0) -> None:
+        super().offload(part, weights)
         self._explorer.equal = self.equal
 
     def again(self, overrides: Overrides) -> SearchResult:
@@ -184,6 +185,7 @@ class Search(Drafter):
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete and not self.programs.unproved,
             host_states=self.space.host_states,
+            host_weights=self.space.host_weights,
         )
 
     def _unproved(self) -> list[str]:

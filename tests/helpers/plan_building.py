@@ -33,7 +33,8 @@ class Knobs:
     data rank of a mesh is `cp` ranks, which share out its tokens.
 
     `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
-    dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states.
+    dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states in
+    host memory, `away` that of its weights.
     """
 
     meshes: Sequence[tuple[int, int]]
@@ -54,6 +55,7 @@ class Knobs:
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: float = 0.0
+    away: float = 0.0
 
 
 def build_plan(graph: Graph, knobs: Knobs) -> Plan:
@@ -91,7 +93,11 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 recompute=recompute,
                 segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
-                offload={"optimizer": knobs.offload} if knobs.offload else {},
+                offload={
+                    name: part
+                    for name, part in (("optimizer", knobs.offload), ("weights", knobs.away))
+                    if part
+                },
             )
         )
     return Plan(

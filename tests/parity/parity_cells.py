@@ -10,7 +10,7 @@ policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kin
 parallelism; shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence",
 the case's own with the activations between layers split along the sequence); where the pipeline is
 cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
-global batch; `host50`, percent of the optimizer states in host memory.
+global batch; `host50`, percent of the optimizer states in host memory, `away50` of the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Meshes = tuple[tuple[int, int], ...]
 
 _COUNTS = {
     "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
-    "rows": "rows", "seg": "segments", "host": "host",
+    "rows": "rows", "seg": "segments", "host": "host", "away": "away",
 }  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
@@ -61,6 +61,7 @@ class Cell:
     placement: str = "tp,dp,pp"
     rows: int = GLOBAL_BATCH
     host: int = 0
+    away: int = 0
     name: str = ""
 
     @staticmethod
@@ -156,6 +157,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             precision=cell.precision,
             shardings=cell.patterns,
             offload=cell.host / 100,
+            away=cell.away / 100,
         ),
     )
     return plan, of

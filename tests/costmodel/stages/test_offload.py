@@ -101,3 +101,31 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
     found = host_costs(sums(), replace(setting(0, 1.0), profile=Measured()))  # type: ignore[arg-type]
     assert found.fetched_s == pytest.approx(NUMEL * 4 / 1e9)
     assert found.returned_s == pytest.approx(NUMEL * 4 / 2e9)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_pass_in_the_compute_precision(precision: str) -> None:
+    own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5)
+    found, alone = host_costs(sums(), own), host_costs(sums(), replace(own, host_weights=0.0))
+    host, nbytes = own.cluster.host, {"fp32": 4, "bf16": 2}[precision] * 0.5 * NUMEL
+    assert host is not None
+    copied = nbytes * (precision != "fp32")  # else it is what the optimizer steps
+    assert found.weights_s == pytest.approx(nbytes / host.link_bandwidth)
+    assert found.kept_s == pytest.approx(copied / host.link_bandwidth)
+    assert found.nbytes - alone.nbytes == pytest.approx(copied)
+    held = [
+        float(stage_costs(sums(largest_parameters=NUMEL / 50), each, "none").static_bytes)
+        for each in (replace(own, host_weights=0.0), own)
+    ]
+    assert held[0] - held[1] == pytest.approx(nbytes * (1 - 2 / 50 / 0.5))
+
+
+def test_weights_pass_beside_both_passes_of_each_microbatch() -> None:
+    own = replace(setting(0, 1.0, 4), host_weights=1.0)
+    busy = sums(forward_s=9.0, backward_s=9.0)
+    with_, without = (
+        stage_costs(busy, replace(own, host_weights=part), "none") for part in (1.0, 0.0)
+    )
+    fetched = host_costs(sums(), own).weights_s
+    for name in ("forward_s", "backward_s"):
+        assert 0 < getattr(with_, name) - getattr(without, name) < fetched

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from meshwright import Cluster, auto_parallelize
-from meshwright.executor.parameters import clip_, reducer
+from meshwright.executor.parameters import BlockWeights, clip_, reducer
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.model import ParallelModel
@@ -44,10 +44,16 @@ CELLS = tuple(
         "gpt2_deep pp2 interleaved_1f1b m4 v2 host70",
         "llama dp2 m1 zero1 bf16 host60",
         "gpt2_untied pp2 m4 bf16 mixed host100",
+        "gpt2_deep dp2 m2 host100 away100",
+        "llama dp2 m2 zero2 bf16 mixed host100 away60",
+        "gpt2_tied pp2 m4 bf16 host80 away80",
+        "llama tp2 m2 zb_h1 full host100 away100",
+        "gpt2_deep pp2 interleaved_1f1b m4 v2 regather host100 away70",
     )
 )
 ALONE = Cell.parse("gpt2_deep pp2 m2 host100")  # no rank adds to another's gradients
 RESIDENT = {zero: Cell.parse(f"gpt2_deep dp2 m2 zero{zero} host100") for zero in (0, 1, 2, 3)}
+AWAY = Cell.parse("gpt2_deep pp2 m2 host100 away100")
 LEFT = (ALONE, RESIDENT[2])
 BESIDE = Cell.parse("gpt2_deep dp2 m2 zero2")  # the same without
 SAVED = Cell.parse("gpt2_deep dp2 m2 zero2 host60")
@@ -117,6 +123,37 @@ def left(folder: Path, cell: Cell) -> dict[str, Any]:
             runtime.train_step(batch)
     numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.reached)
     return {"left": found[0] - before, "read": 4 * numel}
+
+
+def away(folder: Path) -> dict[str, Any]:
+    """Bytes of a device at the most with weights on it and in host memory, those of the weights, of
+    two blocks of them, and which of them had memory in the steps, and after them."""
+    peaks, had = [], []
+    fetch = BlockWeights._fetch
+
+    def counted(own: BlockWeights, block: str, *, waits: bool) -> None:
+        fetch(own, block, waits=waits)
+        members = (p.leaf for block in own.away.values() for p in block)
+        had.append(sum(leaf.untyped_storage().nbytes() for leaf in members))
+
+    for cell in (ALONE, AWAY):
+        pools = MemoryPools()
+        with mock.patch.object(BlockWeights, "_fetch", counted):
+            runtime, _optimizer = trained_in(pools, folder, cell)
+        peaks.append(pools.peak[DEVICE])
+    (own,) = (gather.away for gather in runtime.gathers.values())
+    assert own is not None
+    sizes = sorted(4 * sum(p.leaf.numel() for p in block) for block in own.away.values())
+    leaves = [p.leaf for p in runtime.stage_parameters if p.away]
+    return {
+        "peaks": peaks,
+        "weights": sum(sizes),
+        "two": sum(sizes[-2:]),
+        "had": max(had),
+        "left": sum(leaf.untyped_storage().nbytes() for leaf in leaves),
+        "host": pools.live[HOST],
+        "numel": sum(p.stored.numel() for p in runtime.stage_parameters if p.offload),
+    }
 
 
 def budget(folder: Path) -> dict[str, Any]:
@@ -191,7 +228,7 @@ def main(folder: Path) -> None:
     }
     work |= {f"resident{zero}": partial(resident, folder, zero) for zero in RESIDENT}
     work |= {f"left_{cell.name}": partial(left, folder, cell) for cell in LEFT}
-    work |= {one.__name__: partial(one, folder) for one in (budget, checkpoint, clipped)}
+    work |= {one.__name__: partial(one, folder) for one in (away, budget, checkpoint, clipped)}
     run_all(work, folder, "")
 
 

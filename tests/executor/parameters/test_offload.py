@@ -8,6 +8,7 @@ import pytest
 
 from tests.executor.parameters.offload_worker import (
     ALONE,
+    AWAY,
     BESIDE,
     CELLS,
     LEFT,
@@ -25,7 +26,7 @@ ADAM = 4 + 4 + 8  # bytes of an element in host memory: weight, gradient, moment
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("offload")
-    store(folder, [*CELLS, *RESIDENT.values(), ALONE, SAVED, BESIDE])
+    store(folder, [*CELLS, *RESIDENT.values(), ALONE, AWAY, SAVED, BESIDE])
     worker = Path(__file__).with_name("offload_worker.py")
     return results_of(worker, folder, ranks=WORLD, timeout_s=400, name="")
 
@@ -55,6 +56,15 @@ def test_gradients_leave_the_device_as_they_are_made(cell: object, results: Resu
     """But for those on their way."""
     found = results[f"left_{cell.name}"]  # type: ignore[attr-defined]
     assert found["left"] < 0.55 * found["read"]
+
+
+def test_weights_lie_on_the_device_while_their_block_runs_alone(results: Results) -> None:
+    found = results["away"]
+    beside, there = found["peaks"]
+    assert found["left"] == 0
+    assert 0 < found["had"] <= found["two"] < 0.8 * found["weights"]
+    assert beside - there > 0.3 * found["weights"]
+    assert found["host"] == ADAM * found["numel"]  # in fp32 the optimizer's are what is read
 
 
 def test_budgets_prove_where_states_lie(results: Results) -> None:

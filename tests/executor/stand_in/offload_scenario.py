@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.executor import devices, stand_in
+from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.parameters import parameters, whole_of
-from meshwright.executor.parameters.host_memory import Aside, fill
 from meshwright.executor.rehearsal import Rehearsal
 
 rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
@@ -24,7 +24,7 @@ def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 2 * torch.get_num_threads())
         patch.setattr(torch, "set_num_threads", lambda count: None)
-        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3"):
+        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3", "m2 bf16 away100"):
             assert run(f"mlp dp2 1f1b {line} host100").mismatches == ()
     there: list[torch.device] = []
 
